@@ -197,8 +197,8 @@ class _MessageWriter:
         return _event("content_block_delta", index=self._index, delta=delta)
 
 
-def _event(kind: str, **facts: Any) -> bytes:
-    return event(kind, {"type": kind, **facts})
+def _event(kind: str, **fields: Any) -> bytes:
+    return event(kind, {"type": kind, **fields})
 
 
 def _error(status: int, error: ChatError) -> Json:

@@ -205,17 +205,17 @@ class _ResponseWriter:
     def _index(self) -> int:
         return len(self.response["output"]) - 1
 
-    def _item_event(self, kind: str, *, is_part: bool = False, **facts: Any) -> bytes:
+    def _item_event(self, kind: str, *, is_part: bool = False, **fields: Any) -> bytes:
         """An event of the open item, or of its only part where ``is_part``."""
         where: Json = {"item_id": self._item["id"], "output_index": self._index}
         if is_part:
             where["content_index"] = 0
-        return self._event(kind, **where, **facts)
+        return self._event(kind, **where, **fields)
 
-    def _event(self, kind: str, **facts: Any) -> bytes:
+    def _event(self, kind: str, **fields: Any) -> bytes:
         numbered: Json = {"type": kind, "sequence_number": self._num_events}
         self._num_events += 1
-        return event(kind, numbered | facts)
+        return event(kind, numbered | fields)
 
 
 def _empty_response(request: ResponsesRequest) -> Json:

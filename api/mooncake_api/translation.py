@@ -104,10 +104,10 @@ def read_request(
 def _explained(message: str) -> RequestRefused:
     match = _PATH.search(message)
     path = match["path"] if match else ""
-    fact = message[: match.start()] if match else message
+    problem = message[: match.start()] if match else message
     if not path:
-        return RequestRefused(f"the body must be a JSON object: {fact[0].lower()}{fact[1:]}")
-    return RequestRefused(f"{path}: {fact[0].lower()}{fact[1:]}", param=path)
+        return RequestRefused(f"the body must be a JSON object: {problem[0].lower()}{problem[1:]}")
+    return RequestRefused(f"{path}: {problem[0].lower()}{problem[1:]}", param=path)
 
 
 def event(kind: str, payload: Json) -> bytes:

@@ -138,7 +138,7 @@ def _run(number: int, report: Report, count: int) -> str:
     )
     return (
         f"<section>\n{heading}{_definitions(list(report.setting.items()))}\n{_table(report)}\n"
-        f"{_definitions(report.facts())}\n</section>"
+        f"{_definitions(report.details())}\n</section>"
     )
 
 
@@ -208,10 +208,10 @@ def _limits(chart: Chart, x_max: float, y_max: float) -> list[str]:
         (chart.y_limit, y_max, chart.y_label),
     ):
         if limit is not None and limit > largest:
-            words = f"objective {limit:g} {unit}: beyond the axis"
+            text = f"objective {limit:g} {unit}: beyond the axis"
             parts.append(
                 f'<text class="outside" x="{right}" y="{bottom - 6}" text-anchor="end">'
-                f"{escape(words)}</text>"
+                f"{escape(text)}</text>"
             )
     if chart.x_limit is not None and chart.x_limit <= x_max:
         x = _x(chart.x_limit, x_max)
@@ -246,8 +246,8 @@ def _timeline(report: Report, duration: float, run: str) -> str:
 
 def _bars(record: Record, start: float, longest: float, y: float) -> str:
     sent, end = _x(record.sent_s - start, longest), _x(record.end_s - start, longest)
-    words = f"request {record.index}: {record.error or f'{1000 * record.ttft_s:.0f} ms to first'}"
-    tip = f"<title>{escape(words)}</title>"
+    text = f"request {record.index}: {record.error or f'{1000 * record.ttft_s:.0f} ms to first'}"
+    tip = f"<title>{escape(text)}</title>"
     if record.error is not None:
         return _bar("bar-failed", sent, end, y, tip)
     first = _x(record.piece_times_s[0] - start, longest)

@@ -109,7 +109,7 @@ class Report:
             "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
             for row in rows
         ]
-        return "\n".join([*lines, "", *(f"{name}: {value}" for name, value in self.facts())])
+        return "\n".join([*lines, "", *(f"{name}: {value}" for name, value in self.details())])
 
     def spreads(self) -> list[tuple[str, tuple[float, ...], int]]:
         """The rows of the table: name with unit, values in that unit, and decimal digits."""
@@ -126,10 +126,10 @@ class Report:
             if spread is not None
         ]
 
-    def facts(self) -> list[tuple[str, str]]:
+    def details(self) -> list[tuple[str, str]]:
         """The statistics beside the table, as names and texts."""
         s = self.summary
-        facts = [
+        details = [
             (
                 "requests",
                 f"{s.num_requests} in {s.duration_s:.1f} s, {s.num_refused} refused, "
@@ -145,12 +145,12 @@ class Report:
             ("sent late", f"{1000 * s.late_s.p99:.1f} ms (p99)"),
         ]
         if self.objective.needs_unloaded:
-            facts.append(("at P90", self._verdict()))
+            details.append(("at P90", self._verdict()))
         for name, is_refused in (("first failure", False), ("first refusal", True)):
             failed = (r.error for r in self.records if r.error and r.is_refused is is_refused)
             if (error := next(failed, None)) is not None:
-                facts.append((name, error))
-        return facts
+                details.append((name, error))
+        return details
 
     def _limits(self) -> str:
         limits = {"TTFT": self.objective.ttft_s, "TBT": self.objective.tbt_s}

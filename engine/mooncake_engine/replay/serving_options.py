@@ -271,8 +271,8 @@ def metadata_of(args: argparse.Namespace) -> dict[str, str]:
     return _pairs(args.metadata, "=")
 
 
-def _pairs(words: list[str], separator: str) -> dict[str, str]:
-    pairs = [word.partition(separator) for word in words]
+def _pairs(entries: list[str], separator: str) -> dict[str, str]:
+    pairs = [entry.partition(separator) for entry in entries]
     for name, found, _ in pairs:
         if not found:
             raise ConfigError(f"{name!r} must be KEY{separator}VALUE")

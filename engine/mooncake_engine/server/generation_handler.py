@@ -144,7 +144,7 @@ class GenerationHandler:
                     continue
                 streams.append(stream := self._choice_stream(context, choice, running, writer))
                 await stream.start()
-            await running.over
+            await running.finished
         except EngineError as exc:
             is_grammar = isinstance(exc, GrammarFailed)
             outcome = FinishReason.GRAMMAR if is_grammar else FinishReason.ERROR
@@ -191,21 +191,21 @@ class GenerationHandler:
     def _kv_transfer_response(self, context: RequestContext) -> KVTransferDict | None:
         """The ``kv_transfer_params`` with which a decode instance continues; None if every choice
         finished here."""
-        facts: dict[str, Any] = {
+        common: dict[str, Any] = {
             "created": context.created,
             "remote_cached_tokens": context.num_cached_tokens,
             "tokenizer_fingerprint": self.tokenizer.fingerprint,
         }
         [prompt, *others] = context.prompts
         if prompt.text is not None and not others:  # saves the decode instance from tokenising
-            facts["prompt_token_ids"] = prompt.token_ids
+            common["prompt_token_ids"] = prompt.token_ids
         updates = [
             _finished_update(choice)
             if choice.output.kv_transfer_params is None
             else choice.output.kv_transfer_params
             for choice in context.choices
         ]
-        return kv_transfer_response(updates, facts)
+        return kv_transfer_response(updates, common)
 
 
 class _RunningChoices:
@@ -227,33 +227,33 @@ class _RunningChoices:
         self._num_left = len(context.choices)
         self.metrics = metrics
         self._show = show
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Resolves when all choices have finished; the first error is set on it."""
 
     def take(self, choice: GeneratedChoice, update: TextUpdate) -> None:
         """Process an update of a choice."""
-        if self.over.done():
+        if self.finished.done():
             return
         self.metrics.advance(choice.stats, update, time.monotonic())
         self._show(choice, _without_output(update) if self._is_prompt_only else update)
         if update.finish is not None:
             self._num_left -= 1
             if not self._num_left:
-                self.over.set_result(None)
+                self.finished.set_result(None)
 
     def fail(self, error: Exception) -> None:
         """Fail the request with the error of one choice."""
-        if not self.over.done():
-            self.over.set_exception(error)
+        if not self.finished.done():
+            self.finished.set_exception(error)
 
     def close(self) -> None:
         """Release the future: the handler no longer waits for it, and no update will follow. An
         error that was never retrieved is dropped."""
-        if not self.over.cancel() and not self.over.cancelled():
-            self.over.exception()
+        if not self.finished.cancel() and not self.finished.cancelled():
+            self.finished.exception()
         # Breaks a reference cycle (future, error, traceback frames, this object) that would
         # otherwise live until the next garbage collection.
-        del self.over
+        del self.finished
 
 
 class _PlainTokens:
@@ -269,9 +269,9 @@ class _PlainTokens:
     """
 
     __slots__ = (
+        "_finished",
         "_head",
         "_note_token",
-        "_over",
         "_push_token",
         "_stats",
         "_tail",
@@ -289,7 +289,7 @@ class _PlainTokens:
         self._stats = choice.stats
         self._token_ids = choice.output.token_ids
         self._push_token = processor.push_token
-        self._over = running.over
+        self._finished = running.finished
         self._note_token = running.metrics.note_token
         template = writer.templates[choice.index]
         self._head, self._tail = template.head, template.tail
@@ -297,7 +297,7 @@ class _PlainTokens:
 
     def take(self, token_id: int) -> None:
         """Process the next token of the choice."""
-        if self._over.done():
+        if self._finished.done():
             return
         self._note_token(self._stats, time.monotonic())
         self._token_ids.append(token_id)

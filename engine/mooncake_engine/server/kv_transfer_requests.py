@@ -142,7 +142,7 @@ def check_same_tokenizer(kv_transfer: KVTransferRequest, tokenizer: str) -> None
 
 
 def kv_transfer_response(
-    last_updates: Sequence[TokenUpdate | KVTransferDict], facts: dict[str, Any]
+    last_updates: Sequence[TokenUpdate | KVTransferDict], common: dict[str, Any]
 ) -> KVTransferDict | None:
     """The ``kv_transfer_params`` of a prefill instance's response; None if every answer finished
     here.
@@ -150,7 +150,7 @@ def kv_transfer_response(
     Args:
         last_updates: for each answer, the core's parameters, or the whole answer if it finished
             here.
-        facts: fields of the top level: ``created``, ``remote_cached_tokens``, ...
+        common: fields of the top level: ``created``, ``remote_cached_tokens``, ...
     """
     choices = [
         {"do_remote_prefill": False, "finished_update": msgspec.to_builtins(answer)}
@@ -158,10 +158,10 @@ def kv_transfer_response(
         else answer
         for answer in last_updates
     ]
-    going_on = [params for params in choices if params["do_remote_prefill"]]
-    if not going_on:
+    continuing = [params for params in choices if params["do_remote_prefill"]]
+    if not continuing:
         return None
-    top = {**facts, **going_on[0]}
+    top = {**common, **continuing[0]}
     return top if len(choices) == 1 else {**top, "choices": choices}
 
 

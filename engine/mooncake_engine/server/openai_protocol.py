@@ -296,7 +296,7 @@ def _without_unknown(value: Any, request_type: type[RequestType]) -> RequestType
 def _explain(message: str) -> InvalidRequest:
     path_match = _PATH.search(message)
     path = path_match["path"] if path_match else ""
-    fact = message[: path_match.start()] if path_match else message
+    problem = message[: path_match.start()] if path_match else message
     if missing := _MISSING.match(message):
         param = f"{path}.{missing['field']}" if path else missing["field"]
         return InvalidRequest(f"{param} is required", param=param)
@@ -305,8 +305,8 @@ def _explain(message: str) -> InvalidRequest:
             f"{path} is not supported by this server; leave it out or send null", param=path
         )
     if path:
-        return InvalidRequest(f"{path}: {fact[0].lower()}{fact[1:]}", param=path)
-    return InvalidRequest(f"the body must be a JSON object: {fact[0].lower()}{fact[1:]}")
+        return InvalidRequest(f"{path}: {problem[0].lower()}{problem[1:]}", param=path)
+    return InvalidRequest(f"the body must be a JSON object: {problem[0].lower()}{problem[1:]}")
 
 
 _RETRY_AFTER_S = 1

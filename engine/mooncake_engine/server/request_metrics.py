@@ -315,7 +315,7 @@ class _EngineCollector:
 
     def collect(self) -> Iterator[Metric]:
         """The metrics at this moment, of each data-parallel rank."""
-        stats, facts = self._engine.stats(), self._engine.info
+        stats, info = self._engine.stats(), self._engine.info
         families: dict[str, Metric] = {}
         for number, part in enumerate(stats.by_dp_rank or (stats,)):
             # Each rank's expert load covers the tokens of all ranks, and all ranks share one store.
@@ -323,7 +323,7 @@ class _EngineCollector:
                 part = replace(part, experts=stats.experts)
             else:
                 part = replace(part, experts=None, pool_store=None)
-            metrics = _StatsMetrics(facts, (self._model, str(number)))
+            metrics = _StatsMetrics(info, (self._model, str(number)))
             for family in metrics.collect(part):
                 known = families.setdefault(family.name, family)
                 if known is not family:
@@ -335,19 +335,19 @@ class _StatsMetrics:
     """Turns a snapshot of one data-parallel rank into metrics.
 
     Args:
-        facts: the engine's static properties.
+        info: the engine's static properties.
         label_values: the label values of the data-parallel rank.
     """
 
-    def __init__(self, facts: EngineInfo, label_values: tuple[str, ...]) -> None:
-        self._facts = facts
+    def __init__(self, info: EngineInfo, label_values: tuple[str, ...]) -> None:
+        self._info = info
         self._label_values = label_values
 
     def collect(self, stats: EngineStats) -> Iterator[Metric]:
         """The metrics of a snapshot."""
-        facts = self._facts
-        num_blocks = facts.num_kv_blocks // facts.dp_size
-        pool = {"block_size": str(facts.block_size), "num_gpu_blocks": str(num_blocks)}
+        info = self._info
+        num_blocks = info.num_kv_blocks // info.dp_size
+        pool = {"block_size": str(info.block_size), "num_gpu_blocks": str(num_blocks)}
         labels = dict(zip(_LABELS, self._label_values, strict=True))
         yield InfoMetricFamily("vllm:cache_config", "The KV pool.", {**labels, **pool})
         gauge, counter = self._gauge, self._counter

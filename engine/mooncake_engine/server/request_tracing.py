@@ -47,8 +47,8 @@ def load_tracing(endpoint: str, role: Role) -> Tracing:
     url = endpoint.rstrip("/")
     if not url.endswith(_TRACES_PATH):
         url += _TRACES_PATH
-    facts = {"service.name": "mooncake-engine", "mooncake.role": role.value}
-    provider = TracerProvider(resource=Resource.create(facts), shutdown_on_exit=False)
+    attributes = {"service.name": "mooncake-engine", "mooncake.role": role.value}
+    provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
     exporter = OTLPSpanExporter(endpoint=url, timeout=_EXPORT_TIMEOUT_S)
     provider.add_span_processor(BatchSpanProcessor(exporter))
     return Tracing(provider)

@@ -58,10 +58,10 @@ def test_rejections_are_neither_failures_nor_goodput() -> None:
     summary = summarise([*RECORDS, REFUSED], LatencyTargets(ttft_s=0.5))
     assert (summary.num_requests, summary.num_refused, summary.num_failed) == (4, 1, 1)
     assert summary.good_share == pytest.approx(1 / 4)
-    facts = Report.of({}, [*RECORDS, REFUSED], LatencyTargets()).facts()
-    assert ("requests", "4 in 4.0 s, 1 refused, 1 failed") in facts
-    assert ("first refusal", "status 429: too many") in facts
-    assert ("first failure", "the answer stopped: <late>") in facts
+    details = Report.of({}, [*RECORDS, REFUSED], LatencyTargets()).details()
+    assert ("requests", "4 in 4.0 s, 1 refused, 1 failed") in details
+    assert ("first refusal", "status 429: too many") in details
+    assert ("first failure", "the answer stopped: <late>") in details
 
 
 UNLOADED = UnloadedLatency((50, 150), (0.05, 0.15), (0.01, 0.03))
@@ -95,15 +95,15 @@ def test_multiples_of_the_unloaded_request() -> None:
 
 def test_the_verdict_is_at_p90() -> None:
     targets = LatencyTargets(ttft_times=10.0, tbt_times=5.0, unloaded=UNLOADED)
-    facts = dict(Report.of({}, RECORDS, targets).facts())
+    details = dict(Report.of({}, RECORDS, targets).details())
     assert (
-        facts["at P90"]
+        details["at P90"]
         == "TTFT 7.40 times unloaded (within 10), TBT 45.50 times unloaded (above 5)"
     )
-    assert "TTFT ≤ 10 times unloaded, TBT ≤ 5 times unloaded" in facts["goodput"]
+    assert "TTFT ≤ 10 times unloaded, TBT ≤ 5 times unloaded" in details["goodput"]
     table = Report.of({}, RECORDS, targets).table()
     assert "TTFT times unloaded" in table
-    assert "at P90" not in dict(Report.of({}, RECORDS, LatencyTargets()).facts())
+    assert "at P90" not in dict(Report.of({}, RECORDS, LatencyTargets()).details())
 
 
 def test_the_time_between_tokens_is_that_of_the_slowest_tenth() -> None:
