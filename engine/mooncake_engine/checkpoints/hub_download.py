@@ -23,6 +23,7 @@ _WEIGHTS = ("*.safetensors",)
 _EXCLUDED = ("original/*", "onnx/*", "consolidated*")
 """The same weights in other formats, which are not downloaded."""
 _LOCK_POLL_S = 0.2
+"""Interval of attempts to take the lock of a model that another process downloads."""
 
 
 def download(model: HubModel) -> Path:

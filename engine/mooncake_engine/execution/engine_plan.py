@@ -222,8 +222,8 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
 
 
 def _choose_scheduling(config: EngineConfig, backend: Backend) -> EngineConfig:
-    """Unless the config says, use async scheduling if the device computes while the host plans. A
-    CPU does both itself, so that they can't overlap."""
+    """If the config leaves it open, use async scheduling if the device computes while the host
+    plans. A CPU does both itself, so that they can't overlap."""
     if config.async_scheduling is not None:
         return config
     overlaps = is_accelerator(config, backend) and config.allows_async_scheduling

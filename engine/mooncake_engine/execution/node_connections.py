@@ -17,8 +17,10 @@ import msgspec
 logger = logging.getLogger(__name__)
 
 _AUTH_TIMEOUT_S = 5.0
+"""How long both ends of a new connection may take to authenticate each other."""
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_MESSAGE_BYTES = 1_000_000
+"""Limit of a message's size, so that a peer can't make this node allocate without bound."""
 # A host is considered gone when it has not answered keepalive probes for 5 + 3 * 3 s, or has not
 # acknowledged data for as long.
 _PROBES = (

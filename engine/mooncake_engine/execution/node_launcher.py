@@ -57,9 +57,13 @@ JOIN_TIMEOUT_S = 600.0
 """How long nodes wait for each other. It is long because hosts are started by hand or by a cluster
 scheduler, and download the model first."""
 _REMINDER_INTERVAL_S = 30.0
+"""Interval of log lines about missing nodes."""
 _HELLO_TIMEOUT_S = 10.0
+"""How long a new connection may take to send its first message."""
 _START_TIMEOUT_S = 60.0
+"""How long to wait for each connection of a rank, and for each node to have started its ranks."""
 _KILL_TIMEOUT_S = 5.0
+"""How long to wait for the exit of a rank that is killed, or of a node."""
 
 
 def weights_fingerprint(model: Path) -> str:

@@ -42,9 +42,13 @@ from mooncake_engine.process.forked_process import ForkedProcess
 logger = logging.getLogger(__name__)
 
 _RETRY_S = 1.0
+"""Interval of attempts to connect to node 0."""
 _REMINDER_INTERVAL_S = 30.0
+"""Interval of log lines while node 0 can't be reached."""
 _POLL_INTERVAL_S = 0.1
+"""Interval of checks for signals and for ranks that have exited."""
 _END_TIMEOUT_S = 5.0
+"""How long ranks may take to exit after node 0 has ended the instance, before they are killed."""
 
 
 def run_node(config: EngineConfig, shutdown_timeout_s: float) -> None:

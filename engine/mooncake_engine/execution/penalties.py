@@ -17,6 +17,7 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend_parts import to_device
 
 _INITIAL_ROWS = 8
+"""Rows that a table allocates for its first request; it doubles when they are used up."""
 
 
 class TokenCountTable:

@@ -44,6 +44,7 @@ from mooncake_hal.registry import Registry
 logger = logging.getLogger(__name__)
 
 _STATS_INTERVAL_S = 1.0
+"""Interval at which reports include expert loads and waiting times."""
 
 PARENT_GONE = 3
 """Exit status of a rank whose parent is gone."""

@@ -26,7 +26,9 @@ from mooncake_hal.command_line import import_path
 logger = logging.getLogger(__name__)
 
 _PLACE_TIMEOUT_S = 60.0
+"""How long Ray may take to reserve resources for all ranks."""
 _CONNECT_TIMEOUT_S = 60.0
+"""How long an actor may take to connect to the executor."""
 _KEY_BYTES = 32
 
 

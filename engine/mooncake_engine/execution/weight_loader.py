@@ -33,6 +33,7 @@ from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
 logger = logging.getLogger(__name__)
 
 _NUM_READERS = 4
+"""Threads that read and dequantise tensors."""
 _READ_AHEAD = 8
 """The most tensors in host memory that are being read or wait to be copied to the device."""
 
