@@ -51,7 +51,7 @@ class PromptTokenizer:
             settings = _json_of(directory / "tokenizer_config.json")
         except ValueError as exc:
             raise ConfigError(f"can't read the tokenizer in {directory}: {exc}") from exc
-        except Exception as exc:  # the library raises nothing narrower
+        except Exception as exc:  # tokenizers raises plain Exception
             raise ConfigError(
                 f"--tokenizer: no readable tokenizer.json in {directory}: {exc}"
             ) from exc

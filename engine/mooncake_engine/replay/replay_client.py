@@ -186,6 +186,8 @@ class _Delta(msgspec.Struct):
 
 
 class _Choice(msgspec.Struct):
+    """A choice of a chunk, of completions (``text``) or chat (``delta``)."""
+
     text: str | None = None
     delta: _Delta | None = None
 
@@ -202,6 +204,8 @@ class _Choice(msgspec.Struct):
 
 
 class _Event(msgspec.Struct):
+    """A chunk of a streamed answer, or the error that ends it."""
+
     choices: list[_Choice] = msgspec.field(default_factory=list)
     usage: _Usage | None = None
     error: dict[str, Any] | None = None

@@ -16,7 +16,7 @@ _WIDTH, _HEIGHT = 480, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 24, 34
 _MAX_POINTS = 400
 _NUM_BINS = 60
-# The timeline: at most as many rows as can be told apart, and their height.
+# The timeline: at most as many rows as can be distinguished, and their height.
 _MAX_ROWS = 150
 _ROW = 4
 _MIN_ROWS = 20

@@ -214,6 +214,9 @@ class Background(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _InstanceBackground:
+    """The ``Background`` of an instance with one server process: drains, registers with proxies,
+    and logs statistics."""
+
     draining: Draining
     engine: EngineClient
     stats_log: StatsLog

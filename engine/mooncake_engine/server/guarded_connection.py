@@ -99,7 +99,7 @@ class GuardedConnection(HttpToolsProtocol):
         super().__init__(*args, **options)
         self._idle_since: float | None = None
         self._num_fields = 0
-        self._num_bytes = 0  # since the last request or piece of a body
+        self._num_bytes = 0  # bytes received since the last head or body data
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
 
@@ -131,7 +131,7 @@ class GuardedConnection(HttpToolsProtocol):
         """Start the timeout of a request's head, and offer ``WRITE_CHUNK`` in its scope."""
         super().on_message_begin()
         write_chunk = _BodyWriter(self.flow, self.transport).write_chunk
-        extensions: Any = {WRITE_CHUNK: write_chunk}  # ASGI types hold none but its own
+        extensions: Any = {WRITE_CHUNK: write_chunk}  # ASGI types know only its own
         self.scope["extensions"] = extensions
         self._idle_since = None
         self._num_fields = 0

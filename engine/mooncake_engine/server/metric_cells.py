@@ -107,7 +107,7 @@ class Histogram:
         own[-1] += sum(values)
 
     def collect(self) -> Metric:
-        """What Prometheus gets."""
+        """The metric as it is exported: summed over all workers."""
         *counts, total = self._cells.totals()
         names = [*map(floatToGoString, self._bounds), "+Inf"]
         family = HistogramMetricFamily(self._name, self._help_text, labels=self._label_names)
@@ -152,7 +152,7 @@ class Counter:
         self._cells.own[self._index[values]] += 1.0
 
     def collect(self) -> Metric:
-        """What Prometheus gets."""
+        """The metric as it is exported: summed over all workers."""
         family = CounterMetricFamily(self._name, self._help_text, labels=self._label_names)
         for values, count in zip(self._index, self._cells.totals(), strict=True):
             if count or self._shows_zeros:

@@ -166,7 +166,7 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class FunctionName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Names one of the functions."""
+    """The name of a function in ``tools``."""
 
     name: str
 

@@ -161,7 +161,7 @@ class ServerMetrics:
         self._objectives = objectives or LatencyObjectives()
         self._tbt_s = self._objectives.tbt_s
         self.registry = CollectorRegistry()
-        # Requests are not told apart by data-parallel rank: they count under engine 0.
+        # Requests are counted under engine 0, whichever data-parallel rank serves them.
         self._label_values = (engine.config.model_name, "0")
         labels, cells = (_LABELS, self._label_values), cells or MetricCells()
         self._histograms = {
@@ -293,11 +293,11 @@ class _ServerCollector:
     counters: Sequence[Counter]
 
     def describe(self) -> list[Metric]:
-        """Nothing to say before the first scrape."""
+        """Empty, so that registering this collector does not collect."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics at this moment."""
+        """The current metrics."""
         yield from (histogram.collect() for histogram in self.histograms)
         yield from (counter.collect() for counter in self.counters)
 
@@ -310,11 +310,11 @@ class _EngineCollector:
         self._model = model
 
     def describe(self) -> list[Metric]:
-        """Nothing to say before the first scrape."""
+        """Empty, so that registering this collector does not collect."""
         return []
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics at this moment, of each data-parallel rank."""
+        """The current metrics of each data-parallel rank."""
         stats, info = self._engine.stats(), self._engine.info
         families: dict[str, Metric] = {}
         for number, part in enumerate(stats.by_dp_rank or (stats,)):

@@ -61,7 +61,7 @@ class ResponseBuilder(Protocol):
 
 
 class CompletionResponseBuilder:
-    """``/v1/completions``."""
+    """Builds the responses of ``/v1/completions``."""
 
     object_name = "text_completion"
     chunk_object_name = "text_completion"
@@ -145,7 +145,7 @@ class CompletionResponseBuilder:
 
 
 class ChatResponseBuilder:
-    """``/v1/chat/completions``."""
+    """Builds the responses of ``/v1/chat/completions``."""
 
     object_name = "chat.completion"
     chunk_object_name = "chat.completion.chunk"

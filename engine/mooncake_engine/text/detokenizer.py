@@ -55,6 +55,8 @@ class StopStringFinder:
 
 
 class _Automaton:
+    """Matches one stop string, character by character."""
+
     def __init__(self, pattern: str) -> None:
         self.pattern = pattern
         self.num_matched = 0
