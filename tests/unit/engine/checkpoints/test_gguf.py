@@ -1,4 +1,4 @@
-"""GGUF: every tensor of every served family is the checkpoint's, and damage is named."""
+"""GGUF: every tensor of every supported family equals the checkpoint's; damage is reported."""
 
 from __future__ import annotations
 

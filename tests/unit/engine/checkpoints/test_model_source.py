@@ -1,4 +1,4 @@
-"""Models by path and by name: fetched once, resumed, refused in one line each."""
+"""Models by path and by name: downloaded once, resumed, and errors of one line each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step's arrays come to the device in one copy, and a request's sampling parameters once."""
+"""A step copies its arrays to the device at once, and a request's sampling parameters once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decode steps by graphs: sizes, buffers, and who gets hurt by what is made up (nobody)."""
+"""Decode graphs: sizes, input buffers, and padding that affects no request."""
 
 from __future__ import annotations
 

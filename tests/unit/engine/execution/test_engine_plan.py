@@ -1,4 +1,4 @@
-"""What a config asks for, against what model and backend have; nothing is loaded for it."""
+"""The engine plan: what a config requests against what model and backend support."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which expert is where, and what is refused before anything is loaded."""
+"""The placement of experts, and what is rejected before anything is loaded."""
 
 from __future__ import annotations
 

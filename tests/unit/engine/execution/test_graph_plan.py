@@ -1,4 +1,4 @@
-"""Which steps are replayed, and in what sizes."""
+"""Which steps are replayed from graphs, and in what sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans to tensors: a mixed batch by hand, any batch against a loop."""
+"""Step plans to tensors: a mixed batch by hand, and any batch against a loop."""
 
 from __future__ import annotations
 

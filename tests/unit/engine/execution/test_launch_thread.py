@@ -1,4 +1,4 @@
-"""Steps are launched in a thread of their own; what came of one is told behind the next launch."""
+"""Steps are launched in a thread, and a result is returned after the next step is launched."""
 
 from __future__ import annotations
 

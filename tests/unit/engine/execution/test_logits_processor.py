@@ -1,4 +1,4 @@
-"""What requests change in their logits, against plain definitions, one cell at a time."""
+"""The changes that requests make to their logits, against plain definitions, cell by cell."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The largest step really is the largest, and what graphs take is counted."""
+"""The largest steps really are the largest, and the memory of graphs is counted."""
 
 from __future__ import annotations
 

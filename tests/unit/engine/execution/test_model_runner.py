@@ -1,4 +1,4 @@
-"""A step is over when its device is, whatever of it the host needs: a peer may write then."""
+"""With peers a step completes only when the device has finished it, even if it samples nothing."""
 
 from __future__ import annotations
 

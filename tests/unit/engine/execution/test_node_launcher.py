@@ -1,4 +1,4 @@
-"""Who may join an instance as a node, and what is said of who does not."""
+"""Which nodes may join an instance, and how others are reported."""
 
 from __future__ import annotations
 

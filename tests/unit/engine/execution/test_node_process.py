@@ -1,4 +1,4 @@
-"""A node that joins: what it says, when it ends, and with which words."""
+"""A node that joins: its messages, its exit, and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where ranks stand: stage after stage, and which of them samples and speaks."""
+"""The numbers and stages of ranks, and which of them samples and is the driver."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts for penalties: one table for all requests, the same whoever counts."""
+"""Token counts for penalties: one table for all requests, counted on host or device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that can't be started are said to be, and leave nothing open."""
+"""Ranks that can't be started are reported, and leave nothing open."""
 
 from __future__ import annotations
 

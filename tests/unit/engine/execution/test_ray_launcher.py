@@ -1,4 +1,4 @@
-"""Where a rank's transports listen that Ray has put on another host, and what peers are told."""
+"""The addresses at which transports of a rank on another Ray host listen, and peers connect."""
 
 from __future__ import annotations
 

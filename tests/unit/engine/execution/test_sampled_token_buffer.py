@@ -1,4 +1,4 @@
-"""The newest tokens of requests on the device, whatever batches they were sampled in."""
+"""The newest sampled tokens on the device, whatever batches they were sampled in."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs before the first request covers what requests would otherwise compile."""
+"""Warm-up steps compile whatever requests would otherwise have to compile."""
 
 from __future__ import annotations
 

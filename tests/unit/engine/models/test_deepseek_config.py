@@ -1,4 +1,4 @@
-"""What DeepSeek's config says, in our words, and what of it is refused."""
+"""DeepSeek's config as a ModelConfig, and what of it is rejected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tokens on their way to experts of other ranks and back, over a real group of threads."""
+"""Dispatch of tokens to experts of other ranks and back, over a real group of threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts placed by their load: DeepSeek's published example, and what holds for any load."""
+"""Placement of experts by load: DeepSeek's published example, and invariants for any load."""
 
 from __future__ import annotations
 

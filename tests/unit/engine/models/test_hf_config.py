@@ -1,4 +1,4 @@
-"""What is wrong with a model directory is said by name."""
+"""Errors in a model directory are reported by name."""
 
 from __future__ import annotations
 

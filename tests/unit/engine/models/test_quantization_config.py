@@ -1,4 +1,4 @@
-"""``quantization_config`` of config.json: what is read, and what is refused by name."""
+"""``quantization_config`` of config.json: what is read, and what is rejected by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The books of the draft model's KV against memory that says what it was computed from."""
+"""The tracking of draft KV, against a memory that records what each slot was computed from."""
 
 from __future__ import annotations
 

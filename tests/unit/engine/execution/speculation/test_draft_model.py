@@ -1,4 +1,4 @@
-"""What a draft model drafts stays on the device: when the host looks at it, and in which order."""
+"""Draft tokens stay on the device: when the host reads them, and in which order."""
 
 from __future__ import annotations
 
