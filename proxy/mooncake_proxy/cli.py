@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
+from mooncake_proxy.config_from_options import check_can_serve, config_from
 from mooncake_proxy.errors import AddressTaken, ConfigError
 from mooncake_proxy.ops.background_stderr import begin_log
-from mooncake_proxy.proxy_options import build_parser, check_can_serve, config_from
+from mooncake_proxy.proxy_options import build_parser
 
 # Container objects allocated before the garbage collector looks for cycles. Importing modules and
 # serving requests create few cycles; with Python's default of 700, startup and every burst of

@@ -1,6 +1,6 @@
 """The proxy's configuration: complete and validated when constructed, and immutable.
 
-`proxy_options.py` builds it from the command line.
+`config_from_options.py` builds it from the command line.
 """
 
 from __future__ import annotations

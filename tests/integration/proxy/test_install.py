@@ -22,7 +22,8 @@ sys.exit(f"imported: {unwanted}" if unwanted else 0)
 WITHOUT_THE_CONDUCTOR = """
 import sys
 from mooncake_proxy.api.application import ProxyApplication
-from mooncake_proxy.proxy_options import build_parser, config_from
+from mooncake_proxy.config_from_options import config_from
+from mooncake_proxy.proxy_options import build_parser
 arguments = ["--backend-url", "http://127.0.0.1:1", "--policy", "prefix"]
 config = config_from(build_parser().parse_args(arguments))
 import asyncio

@@ -14,11 +14,12 @@ from support.proxy_fakes import FakeInstance, Stand, stand
 from support.proxy_fakes_client import BODY, post
 
 from mooncake_proxy.config import ProxyConfig
+from mooncake_proxy.config_from_options import config_from
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.pool.instances import InstanceSpec, Role
 from mooncake_proxy.pool.pool_file import parse_pool_file
-from mooncake_proxy.proxy_options import build_parser, config_from
+from mooncake_proxy.proxy_options import build_parser
 
 
 def spec(fake: FakeInstance, role: Role, *models: str) -> InstanceSpec:

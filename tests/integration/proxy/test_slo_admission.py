@@ -19,8 +19,9 @@ from support.virtual_time import run_virtually
 
 from mooncake_conductor.cost.latency_model import LatencyModel
 from mooncake_proxy.config import RequestClass
+from mooncake_proxy.config_from_options import config_from
 from mooncake_proxy.errors import ConfigError
-from mooncake_proxy.proxy_options import build_parser, config_from
+from mooncake_proxy.proxy_options import build_parser
 
 STREAM = BODY | {"stream": True}
 

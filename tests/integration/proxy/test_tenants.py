@@ -16,8 +16,9 @@ from support.proxy_fakes_client import BODY
 
 from mooncake_proxy.api.api_keys import ApiKey
 from mooncake_proxy.config import RequestClass
+from mooncake_proxy.config_from_options import config_from
 from mooncake_proxy.errors import ConfigError
-from mooncake_proxy.proxy_options import build_parser, config_from
+from mooncake_proxy.proxy_options import build_parser
 
 
 def keys(*given: ApiKey) -> dict[str, object]:

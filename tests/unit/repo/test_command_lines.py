@@ -25,9 +25,9 @@ from support.deploy import (
 from mooncake_engine.config import Role
 from mooncake_engine.instance_arguments import kv_transfer_config
 from mooncake_hal.port_range import PortRange
+from mooncake_proxy.config_from_options import config_from
 from mooncake_proxy.pool.kubernetes import KubernetesConfig, PodList, specs_of_pods
 from mooncake_proxy.pool.pool_file import parse_pool_file
-from mooncake_proxy.proxy_options import config_from
 
 SYSTEMD = DEPLOY / "systemd"
 COMPOSE = compose_commands()

@@ -8,6 +8,7 @@ from contextlib import suppress
 
 import pytest
 
+from mooncake_proxy.config_from_options import config_from
 from mooncake_proxy.ops.worker_link import (
     ChangeMessage,
     WorkerGone,
@@ -19,7 +20,7 @@ from mooncake_proxy.ops.worker_link import (
 from mooncake_proxy.ops.worker_processes import WorkerSupervisor
 from mooncake_proxy.pool.instances import Role
 from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange
-from mooncake_proxy.proxy_options import build_parser, config_from
+from mooncake_proxy.proxy_options import build_parser
 
 ADDED = MembershipChange(ChangeOperation.ADD, "http://d2:1", role=Role.DECODE)
 DRAINED = MembershipChange(ChangeOperation.DRAIN, "http://d2:1")

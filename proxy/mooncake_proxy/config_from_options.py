@@ -1,0 +1,204 @@
+"""Builds the proxy's configuration from the parsed options of `proxy_options.py`."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from mooncake_proxy.api.api_keys import KeyFile, read_key_file, read_keys
+from mooncake_proxy.config import (
+    CONDUCTOR_POLICIES,
+    AdmissionConfig,
+    ConductorConfig,
+    ProxyConfig,
+    RequestClass,
+    TlsConfig,
+)
+from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.server_connection import ServerLimits
+from mooncake_proxy.http1.upstream_connection import ClientLimits
+from mooncake_proxy.pool.health_checks import HealthConfig
+from mooncake_proxy.pool.instances import InstanceSpec, Role
+
+
+def config_from(args: argparse.Namespace) -> ProxyConfig:
+    """Build the configuration. Raises ConfigError, which names the invalid option."""
+    key_file = read_key_file(args.api_key_file)
+    return ProxyConfig(
+        host=args.host,
+        port=args.port,
+        admin_port=args.admin_port,
+        workers=args.workers,
+        flow=args.flow,
+        advertise_url=args.advertise_url,
+        instances=_instances(args),
+        prefill_policy=args.prefill_policy or args.policy,
+        decode_policy=args.decode_policy or args.policy,
+        tokenizers=_by_model("--tokenizer", args.tokenizer),
+        api_keys=frozenset(each.key for each in key_file.keys),
+        tenants=tuple(each for each in key_file.keys if each.name),
+        admin_keys=read_keys(args.admin_key_file),
+        min_priority=args.min_priority,
+        cache_salt_per_key=args.cache_salt_per_key,
+        slo_ttft_s=_in_seconds("--slo-ttft", args.slo_ttft),
+        slo_tbt_s=_in_seconds("--slo-tbt", args.slo_tbt),
+        pool_file=args.pool_file,
+        kubernetes=args.kubernetes,
+        kubernetes_api=args.kubernetes_api,
+        register_secret=_read_secret("--register-secret-file", args.register_secret_file),
+        local_prefill=not args.no_local_prefill,
+        migrates_streams=args.migrate_streams,
+        short_prompt_tokens=args.short_prompt_tokens,
+        early_pull_tokens=args.early_pull_tokens,
+        max_attempts=args.max_attempts,
+        retry_ratio=args.retry_ratio,
+        eject_after=args.eject_after,
+        request_timeout_s=args.request_timeout,
+        shutdown_timeout_s=args.shutdown_timeout,
+        access_log=args.access_log,
+        otlp_endpoint=args.otlp_endpoint,
+        server=ServerLimits(max_body_bytes=args.max_body_bytes),
+        client=ClientLimits(args.connect_timeout, args.first_byte_timeout, args.stall_timeout),
+        health=HealthConfig(
+            args.health_interval,
+            args.health_timeout,
+            args.health_path,
+            args.health_rise,
+            args.health_fall,
+        ),
+        admission=AdmissionConfig(args.max_running, args.max_waiting, args.max_wait),
+        conductor=_conductor_from(args, key_file),
+        tls=TlsConfig(args.tls_cert, args.tls_key, args.upstream_ca, not args.upstream_insecure),
+    )
+
+
+def _conductor_from(args: argparse.Namespace, key_file: KeyFile) -> ConductorConfig | None:
+    """The conductor's configuration; None if the proxy's own policies choose instances."""
+    policy = args.prefill_policy or args.policy
+    if policy not in CONDUCTOR_POLICIES and args.admission == "none":
+        role_changes = args.role_changes != "off"
+        needing = (
+            ("--request-class", args.request_class),
+            ("--role-changes", role_changes),
+            ("--peer-proxy", args.peer_proxy),
+        )
+        for flag, given in (*needing, *_multiples(args)):
+            if given:
+                raise ConfigError(f"{flag}: wanted --admission or a policy of the conductor")
+        return None
+    costs = _by_model("--costs", args.costs)
+    return ConductorConfig(
+        policy=policy,
+        admission=args.admission,
+        default_class=RequestClass("default", args.slo_ttft or "inf", args.slo_tbt or "inf"),
+        classes=_classes(args.request_class, key_file),
+        costs=costs.pop("", ConductorConfig().costs),
+        model_costs=costs,
+        binds_late=args.flow == "pull",
+        link_gb_s=args.link_gb_s,
+        kv_tokens=args.kv_tokens,
+        max_batch=args.max_batch,
+        role_changes=args.role_changes,
+        peers=tuple(str(Origin.parse(url)) for url in args.peer_proxy),
+        peer_secret=_read_secret("--peer-secret-file", args.peer_secret_file),
+    )
+
+
+def _read_secret(flag: str, path: str | None) -> str:
+    """Read a secret from a file; empty if `path` is None. Raises ConfigError for an empty file."""
+    if path is None:
+        return ""
+    try:
+        secret = Path(path).read_text("utf-8").strip()
+    except (OSError, UnicodeDecodeError) as exc:
+        raise ConfigError(f"{flag} {path}: {exc}") from exc
+    if not secret:
+        raise ConfigError(f"{flag} {path} is empty: wanted the secret that is shared")
+    return secret
+
+
+def _classes(given: list[str], key_file: KeyFile) -> tuple[RequestClass, ...]:
+    """Request classes from options and from the keys file."""
+    classes = [RequestClass.parse(text) for text in given]
+    for name, each in key_file.classes.items():
+        classes.append(RequestClass(name, str(each.ttft), str(each.tbt), each.best_effort))
+    names = [each.name for each in classes]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"class {', '.join(sorted(twice))}: declared twice")
+    return tuple(classes)
+
+
+def _multiples(args: argparse.Namespace) -> list[tuple[str, str]]:
+    given = (("--slo-ttft", args.slo_ttft), ("--slo-tbt", args.slo_tbt))
+    return [(flag, text) for flag, text in given if text and text.endswith("x")]
+
+
+def _by_model(flag: str, given: list[str]) -> dict[str, str]:
+    """Parse `MODEL=VALUE` options; a plain value is for instances without a model name."""
+    found: dict[str, str] = {}
+    for text in given:
+        model, equals, value = text.rpartition("=")
+        if not value or (equals and not model):
+            raise ConfigError(f"{flag} {text!r}: wanted VALUE or MODEL=VALUE")
+        if model in found:
+            raise ConfigError(f"{flag}: given twice for {model or 'instances without a model'}")
+        found[model] = value
+    return found
+
+
+def _named_url(flag: str, text: str) -> tuple[tuple[str, ...], Origin]:
+    """Parse `MODEL,ALIAS=URL` or a plain URL."""
+    before, equals, url = text.partition("=") if "=http" in text else ("", "", text)
+    names = tuple(name.strip() for name in before.split(",")) if equals else ()
+    if not all(names):
+        raise ConfigError(f"{flag} {text!r}: wanted URL, MODEL=URL or MODEL,ALIAS=URL")
+    return names, Origin.parse(url)
+
+
+def _in_seconds(flag: str, text: str | None) -> float | None:
+    """Convert milliseconds to seconds; None for a multiple, which depends on the request."""
+    if text is None or text.endswith("x"):
+        return None
+    try:
+        return float(text) / 1000
+    except ValueError:
+        raise ConfigError(f"{flag} {text!r}: wanted milliseconds, or a multiple as 5x") from None
+
+
+def check_can_serve(config: ProxyConfig) -> None:
+    """Raise ConfigError if there are no decode instances and none can be added later."""
+    may_grow = (
+        *(config.pool_file, config.kubernetes, config.admin_keys),
+        config.register_secret,
+    )
+    if not any(may_grow) and all(spec.role is Role.PREFILL for spec in config.instances):
+        raise ConfigError(
+            "no instance to decode, now or later: give --prefill URL and --decode URL, or "
+            "--backend-url URL, or --pool-file or --kubernetes to follow instances, or "
+            "--admin-key-file or --register-secret-file to add them over HTTP"
+        )
+
+
+def _instances(args: argparse.Namespace) -> tuple[InstanceSpec, ...]:
+    given = [
+        (Role.PREFILL, "--prefill", args.prefill),
+        (Role.DECODE, "--decode", args.decode),
+        (Role.BOTH, "--backend-url", args.backend_url),
+    ]
+    specs = []
+    for role, flag, urls in given:
+        for text in urls:
+            names, origin = _named_url(flag, text)
+            spec = InstanceSpec(
+                origin,
+                role,
+                emits_first_token=role is Role.DECODE and args.decode_emits_first_token,
+                recomputes=role is Role.DECODE and args.decode_recomputes,
+                bootstrap_port=args.prefill_bootstrap_port if role is Role.PREFILL else None,
+                kv_events_port=args.kv_events_port,
+                kv_events_replay_port=args.kv_events_replay_port,
+                models=names,
+            )
+            specs.append(spec)
+    return tuple(specs)
