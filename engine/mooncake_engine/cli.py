@@ -296,13 +296,13 @@ def _add_command_name(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_prompt(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", help="text to continue")
+    parser.add_argument("prompt", help="text to complete")
 
 
 COMMANDS = (
     Command(
         "serve",
-        "serve OpenAI's API with one instance",
+        "serve the OpenAI API with one instance",
         _serve,
         (
             *_address_options("API"),
@@ -317,7 +317,7 @@ COMMANDS = (
     ),
     Command(
         "generate",
-        "continue a prompt, once, without a server",
+        "complete one prompt, without a server",
         _generate,
         (
             Option(
@@ -332,7 +332,7 @@ COMMANDS = (
                 parse=float,
                 default=0.0,
                 metavar="T",
-                help="sampling temperature; 0 takes the most probable token",
+                help="sampling temperature; 0 chooses the most probable token",
             ),
             Option(
                 flag="--seed",
@@ -376,7 +376,7 @@ COMMANDS = (
                     default="",
                     metavar="OPTIONS",
                     help=f"options of serve for {role} instances only, in one argument: "
-                    f'--{role}-args="--tp-size 2"; in a file a section of that name',
+                    f'--{role}-args="--tp-size 2"; in a config file, a section of that name',
                 )
                 for role in ("prefill", "decode")
             ),
@@ -392,13 +392,14 @@ COMMANDS = (
                 parse=int,
                 default=0,
                 metavar="N",
-                help="restart a failed process up to N times in a row; 0 stops the deployment",
+                help="maximum number of consecutive restarts of a process that dies; with 0, the "
+                "deployment stops",
             ),
             Option(
                 flag="--prompt",
                 default="What is prefill?",
                 metavar="TEXT",
-                help="prompt to send once everything is up",
+                help="prompt to send once everything is running",
             ),
             *INSTANCE_OPTIONS,
             *CONNECTOR_OPTIONS,
@@ -407,7 +408,7 @@ COMMANDS = (
     ),
     Command(
         "run-batch",
-        "serve a file of requests in what interactive requests leave",
+        "send a file of requests as batch work, behind interactive requests",
         _run_batch,
         (
             Option(
@@ -421,29 +422,29 @@ COMMANDS = (
                 parse=Path,
                 is_required=True,
                 metavar="FILE",
-                help="requests: OpenAI's batch file, JSON lines with custom_id, url and body",
+                help="requests, in OpenAI's batch format: JSON lines with custom_id, url and body",
             ),
             Option(
                 flag="--output-file",
                 parse=Path,
                 is_required=True,
                 metavar="FILE",
-                help="results are appended to it; what it answers already is not asked again",
+                help="file to append results to; requests that it answers already are skipped",
             ),
             Option(
                 flag="--concurrency",
                 parse=positive_int,
                 default=32,
                 metavar="N",
-                help="requests under way at once",
+                help="maximum number of requests in flight",
             ),
             Option(
                 flag="--max-attempts",
                 parse=positive_int,
                 default=5,
                 metavar="N",
-                help="attempts for a request that fails; one that is refused for now (429, 503) "
-                "is sent until it is taken",
+                help="maximum number of attempts of a request that fails; one that the server "
+                "rejects for the time being (429, 503) is retried until it is accepted",
             ),
             replace(LOG_LEVEL, default="warning"),
             LOG_FORMAT,
@@ -465,7 +466,7 @@ COMMANDS = (
     ),
     Command(
         "collect-env",
-        "print what a bug report needs: versions, devices, RDMA, limits",
+        "print the environment for a bug report: versions, devices, RDMA, limits",
         _collect_env,
         (
             Option(flag="--json", is_switch=True, default=False, help="print JSON"),

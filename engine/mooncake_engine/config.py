@@ -95,8 +95,8 @@ class EngineConfig:
         default="auto",
         metadata=option(
             metavar="auto|none|DIR",
-            help="where sampling defaults come from, for requests that leave a parameter out: the "
-            "model's generation_config.json, nowhere, or another directory's",
+            help="source of default sampling parameters, for requests that leave a parameter out: "
+            "the model's generation_config.json, none, or that of another directory",
         ),
     )
     chat_template: str | None = field(
@@ -133,8 +133,8 @@ class EngineConfig:
             metavar="TYPE",
             parse=read_dtype,
             help="data type of weights and activations: float32 (float), bfloat16, float16 (half); "
-            "auto: the checkpoint's if the backend has it, for a float32 one the backend's best "
-            "where the device is not the host",
+            "auto: the checkpoint's if the backend supports it; on a GPU or NPU the backend's "
+            "preferred one for a float32 checkpoint",
         ),
     )
     quantization: str | None = field(
@@ -142,9 +142,9 @@ class EngineConfig:
         metadata=option(
             aliases=("-q",),
             choices=("fp8",),
-            help="fp8: quantise an unquantised model's linear layers and experts while they are "
-            "loaded; a draft model stays as its checkpoint is",
-            default_text="as the checkpoint is",
+            help="fp8: quantise the linear layers and experts of an unquantised model while they "
+            "are loaded; a draft model is not quantised",
+            default_text="that of the checkpoint",
         ),
     )
     tp_size: int = field(
@@ -169,9 +169,9 @@ class EngineConfig:
         metadata=option(
             metavar="N",
             aliases=("--data-parallel-size", "-dp"),
-            help="number of data-parallel ranks, each with requests, a scheduler and KV of its own "
-            "and the attention's weights on --tp-size times --pp-size ranks; with --ep-size they "
-            "share experts",
+            help="number of data-parallel ranks, each with its own requests, scheduler, KV cache "
+            "and copy of the attention weights, on --tp-size times --pp-size ranks; with --ep-size "
+            "they share experts",
         ),
     )
     ep_size: int = field(
@@ -179,43 +179,44 @@ class EngineConfig:
         metadata=option(
             metavar="N",
             aliases=("--expert-parallel-size",),
-            help="number of parts that ranks have a model's experts in, a divisor of --dp-size "
-            "times --tp-size: as many as that, and every expert is whole on one rank; 1: each "
-            "data-parallel rank has all experts, a slice of every one on each of its ranks",
+            help="number of parts that a model's experts are divided into, a divisor of --dp-size "
+            "times --tp-size. With --dp-size times --tp-size parts, each expert is whole on one "
+            "rank; with 1, each data-parallel rank has all experts, sliced over its ranks",
         ),
     )
     ep_dispatch_min_tokens: int = field(
         default=256,
         metadata=option(
             metavar="TOKENS",
-            help="with --ep-size: steps of at least this many tokens share them out over ranks and "
-            "dispatch them to experts; smaller ones stay on every rank",
+            help="with --ep-size: minimum number of tokens of a step that divides them over the "
+            "ranks and dispatches them to experts; in smaller steps every rank keeps all tokens",
         ),
     )
     redundant_experts: int = field(
         default=0,
         metadata=option(
             metavar="N",
-            help="with --ep-size: so many more places for experts in each layer, for second and "
-            "further replicas of those with the most tokens; experts and these together are a "
-            "multiple of --ep-size",
+            help="with --ep-size: number of additional expert slots in each layer, for replicas of "
+            "the experts with the most tokens; the number of all slots must be a multiple of "
+            "--ep-size",
         ),
     )
     expert_load: Path | None = field(
         default=None,
         metadata=option(
             metavar="FILE",
-            help="with --ep-size: place experts by the tokens that each got: what "
-            "GET /expert_load of an instance with the same model said",
-            default_text="as if all got the same",
+            help="with --ep-size: file with the tokens of each expert, by which to place experts: "
+            "the response to GET /expert_load of an instance with the same model",
+            default_text="the same load for all experts",
         ),
     )
     eplb_step_interval: int = field(
         default=0,
         metadata=option(
             metavar="STEPS",
-            help="with --ep-size: place experts anew after every so many steps, by the tokens that "
-            "each got in them; weights move from rank to rank, and no token changes; 0: never",
+            help="with --ep-size: number of steps between new placements of experts, by the tokens "
+            "of each since the last one; weights move between ranks, outputs don't change; 0 "
+            "disables them",
         ),
     )
     block_size: int | None = field(
@@ -223,14 +224,14 @@ class EngineConfig:
         metadata=option(
             metavar="TOKENS",
             help="tokens per KV block",
-            default_text="the only size that the backend takes, which is 128 on Ascend; else 16 "
-            "if it takes that, else its best",
+            default_text="16 if the backend supports it, otherwise the backend's only or preferred "
+            "size; 128 on Ascend",
         ),
     )
     kv_layout: str = field(
         default="auto",
         metadata=option(
-            metavar="NAME", help="memory layout of the KV cache, a name of mooncake_hal.kv"
+            metavar="NAME", help="memory layout of the KV cache: auto, or a name of mooncake_hal.kv"
         ),
     )
     kv_cache_dtype: str = field(
@@ -264,8 +265,8 @@ class EngineConfig:
         default=None,
         metadata=option(
             metavar="N",
-            help="seed for requests without one of their own: the same requests in the same order "
-            "get the same random numbers",
+            help="seed for requests without a seed of their own: the same requests in the same "
+            "order get the same random numbers",
             default_text="a random seed per request",
         ),
     )
@@ -292,9 +293,9 @@ class EngineConfig:
         metadata=option(
             metavar="SHARE",
             aliases=("--gpu-memory-utilization",),
-            help="share of the device's memory that may be used; the KV cache gets what weights "
-            "and the largest step, measured by a profiling run, leave of it",
-            default_text="0.9; on a host, 1 GiB for KV instead",
+            help="fraction of the device's memory to use; the KV cache gets what remains after the "
+            "weights and the largest step, which a profiling run measures",
+            default_text="0.9; on a CPU backend, 1 GiB for KV instead",
         ),
     )
     swap_space_bytes: int | None = field(
@@ -303,8 +304,8 @@ class EngineConfig:
             "--swap-space",
             unit=1 << 30,
             metavar="GIB",
-            help="host memory per rank in GiB that preempted groups of sequences are swapped to; "
-            "at most as much as the KV cache is used",
+            help="host memory per rank, in GiB, to which preempted groups of sequences are swapped "
+            "out; at most the size of the KV cache is used",
             default_text="4, but no more than a quarter of the host's free memory for all ranks",
         ),
     )
@@ -312,8 +313,8 @@ class EngineConfig:
         default=0.01,
         metadata=option(
             metavar="SHARE",
-            help="share of the KV blocks that stays free when a new request is scheduled, to avoid "
-            "thrashing",
+            help="fraction of the KV blocks that stays free when a new request is scheduled, to "
+            "avoid thrashing",
         ),
     )
     scheduler_delay_factor: float = field(
@@ -321,7 +322,7 @@ class EngineConfig:
         metadata=option(
             metavar="TIMES",
             help="delay prompts by this factor times the duration of the last step with new "
-            "prompts, so that more are batched; 0 schedules at once",
+            "prompts, so that more of them are batched; 0 schedules them at once",
         ),
     )
     max_model_len: int | None = field(
@@ -344,8 +345,8 @@ class EngineConfig:
         default=None,
         metadata=option(
             metavar="TOKENS",
-            help="maximum number of tokens in a step that has decodes: prompts share what these "
-            "leave, and one prompt at least --min-prefill-chunk",
+            help="maximum number of tokens in a step with decodes: prompts share what the decodes "
+            "leave, but one prompt gets at least --min-prefill-chunk",
             default_text="--max-num-batched-tokens",
         ),
     )
@@ -353,18 +354,18 @@ class EngineConfig:
         default=None,
         metadata=option(
             metavar="MS",
-            help="time between tokens to keep to while prompts run: steps with decodes get as many "
-            "prompt tokens as measured steps say it has time for",
-            default_text="no bound by time",
+            help="target time between tokens while prompts run: steps with decodes get as many "
+            "prompt tokens as fit into it, according to measured steps",
+            default_text="no target",
         ),
     )
     min_prefill_chunk: int = field(
         default=64,
         metadata=option(
             metavar="TOKENS",
-            help="minimum number of tokens of a prompt in one step; fewer at its end, or where "
-            "--max-num-batched-tokens has no room for them beside --max-num-seqs sequences; a "
-            "quarter of it where --target-tbt-ms has no time for more",
+            help="minimum number of tokens of a prompt in one step; fewer at its end, or if "
+            "--max-num-batched-tokens leaves fewer beside --max-num-seqs sequences; with "
+            "--target-tbt-ms, a quarter of it",
         ),
     )
     prefill_chunk_size: int | None = field(
@@ -372,47 +373,47 @@ class EngineConfig:
         metadata=option(
             metavar="TOKENS",
             help="maximum number of tokens of one prompt in one step",
-            default_text="with pipeline stages, a stage's share of the prompt; else "
+            default_text="with pipeline stages, the prompt divided by their number; otherwise "
             "--max-num-batched-tokens",
         ),
     )
     max_queued_requests: int = field(
         default=1024,
         metadata=option(
-            metavar="N", help="maximum number of waiting requests; more are refused with 429"
+            metavar="N", help="maximum number of waiting requests; more are rejected with 429"
         ),
     )
     prefix_caching: bool = field(
         default=True,
         metadata=option(
             aliases=("--no-enable-prefix-caching",),
-            help="do not keep and reuse the KV blocks of finished requests",
+            help="don't reuse the KV blocks of earlier requests with the same prefix",
         ),
     )
     async_scheduling: bool | None = field(
         default=None,
         metadata=option(
             help="schedule the next step while the current one runs",
-            default_text="on where the device is not the host, but for pipeline stages",
+            default_text="on for GPUs and NPUs, except with pipeline stages",
         ),
     )
     core_process: bool | None = field(
         default=None,
         metadata=option(
-            help="run scheduler and model in a process of their own, apart from HTTP and text",
-            default_text="on where the device is not the host",
+            help="run scheduler and model in a process separate from HTTP and text processing",
+            default_text="on for GPUs and NPUs",
         ),
     )
     enforce_eager: bool = field(
-        default=False, metadata=option(help="launch every op; capture no graphs")
+        default=False, metadata=option(help="launch each op separately; capture no graphs")
     )
     piecewise_graph_max_tokens: int | None = field(
         default=None,
         metadata=option(
             metavar="TOKENS",
-            help="replay steps with prompts of up to this many tokens as piecewise graphs, with "
-            "attention outside of them; 0 disables them",
-            default_text="512 on a device with its own memory, 0 on a host",
+            help="run steps with prompts of up to this many tokens as piecewise graphs, with "
+            "attention outside the graphs; 0 disables them",
+            default_text="512 on GPUs and NPUs, 0 on a CPU backend",
         ),
     )
     step_timeout_s: float = field(
@@ -420,8 +421,8 @@ class EngineConfig:
         metadata=option(
             "--step-timeout-seconds",
             metavar="SECONDS",
-            help="end the instance when one step takes longer, as a wedged device or a stopped "
-            "rank makes it (vLLM: VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS); 0 waits for ever",
+            help="timeout of one step, after which the instance exits: because of a hung device or "
+            "a stopped rank (vLLM: VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS); 0 disables it",
         ),
     )
     kv_events: KVEventsConfig | None = field(
@@ -432,8 +433,8 @@ class EngineConfig:
             to_field=read_kv_events_config,
             default=None,
             metavar="JSON",
-            help="tell routers which blocks are held, in vLLM's format and with its field names: "
-            'such as {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}',
+            help="publish which blocks are cached, for routers, in vLLM's format and with its "
+            'field names: {"enable_kv_cache_events": true, "endpoint": "tcp://*:5557"}',
             default_text="no events",
         ),
     )
@@ -445,13 +446,14 @@ class EngineConfig:
             to_field=read_kv_pool,
             default=None,
             metavar="SETTINGS",
-            help="keep KV in the KVCache pool, of prompts and answers: dram=4GiB has a node store "
-            "in this instance, with ssd=DIR:200GiB for drives and port=7701 for other instances; "
-            "connect=HOST:7701 uses one that runs, mooncake-store=HOST:50051 the Mooncake Store of "
-            "that master; chunk=256 is what it counts in, in tokens; "
-            "load=always loads even what is computed faster; source-allow=10.0.0.0/8 says which "
-            "stores requests may name; eviction, tenant-quota, ssd-write-bytes-per-day and "
-            "ssd-min-free-bytes are those of mooncake-kv store; with commas between them",
+            help="keep KV of prompts and outputs in the KVCache pool; comma-separated settings: "
+            "dram=4GiB runs a node store in this instance, with ssd=DIR:200GiB for drives and "
+            "port=7701 for other instances; connect=HOST:7701 uses a running store, "
+            "mooncake-store=HOST:50051 the Mooncake Store with that master; chunk=256 sets the "
+            "tokens per chunk; load=always loads even chunks that are faster to compute; "
+            "source-allow=10.0.0.0/8 sets the stores that requests may name; eviction, "
+            "tenant-quota, ssd-write-bytes-per-day and ssd-min-free-bytes are those of "
+            "mooncake-kv store",
             default_text="no pool",
         ),
     )
@@ -473,8 +475,8 @@ class EngineConfig:
         check_nodes_of_data_parallel_ranks(self)
         if self.role is not Role.BOTH and self.kv_transfer is None:
             raise ConfigError(
-                f"an instance of role {self.role.value!r} hands KV over or takes it: "
-                "give it a kv_transfer configuration, or use role 'both'"
+                f"an instance of role {self.role.value!r} sends or receives KV: give it a "
+                "kv_transfer configuration, or use role 'both'"
             )
         if self.speculation is not None and self.pp_size > 1:
             raise ConfigError(

@@ -30,7 +30,7 @@ LOG_FORMAT = Option(
     flag="--log-format",
     default="text",
     choices=LOG_FORMATS,
-    help="form of log lines on stderr: text, or one JSON object per line, in every process",
+    help="format of log lines on stderr: text, or one JSON object per line, in every process",
 )
 LOGGING = (LOG_LEVEL, LOG_FORMAT)
 CONNECTOR_OPTIONS = options_of(KVTransferConfig, only=("connector", "transports"))

@@ -35,14 +35,14 @@ class NodeConfig:
         metadata=option(
             metavar="N",
             parse=positive_int,
-            help="hosts that the ranks are divided over evenly; serve is started on each",
+            help="number of hosts that the ranks are divided over evenly; run serve on each",
         ),
     )
     node_rank: int = field(
         default=0,
         metadata=option(
             metavar="R",
-            help="which of the hosts this is; 0 has the API, the others join it",
+            help="index of this host; 0 runs the API, the others join it",
         ),
     )
     master_addr: str = field(
@@ -51,7 +51,7 @@ class NodeConfig:
     )
     master_port: int = field(
         default=29501,
-        metadata=option(metavar="PORT", help="port at which node 0 waits for the others"),
+        metadata=option(metavar="PORT", help="port on which node 0 waits for the others"),
     )
     secret: str = field(
         default="",
@@ -61,7 +61,8 @@ class NodeConfig:
             to_field=read_node_secret,
             default=None,
             metavar="FILE",
-            help="file with the secret that all nodes of an instance share; needed for several",
+            help="file with the secret that all nodes of an instance share; required for several "
+            "nodes",
         ),
     )
 

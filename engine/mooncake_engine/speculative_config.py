@@ -47,7 +47,7 @@ class SpeculativeConfig:
     model: Path | None = field(
         default=None,
         metadata=option(
-            "--speculative-model", metavar="MODEL", help="the draft model, named as --model is"
+            "--speculative-model", metavar="MODEL", help="draft model, in the form of --model"
         ),
     )
     prompt_lookup_min: int | None = field(
@@ -72,8 +72,8 @@ class SpeculativeConfig:
         metadata=option(
             "--speculative-disable-by-batch-size",
             metavar="N",
-            default_text="where drafts are measured to cost more than they bring",
-            help="no draft tokens in steps of more than this many sequences",
+            default_text="by measured steps, when drafts cost more than they gain",
+            help="maximum number of sequences in a step with draft tokens",
         ),
     )
 
