@@ -44,7 +44,7 @@ class MetricCells:
     def allocate(self, count: int) -> Cells:
         """Allocate the next ``count`` values of every row."""
         start, stop = self._num_allocated, self._num_allocated + count
-        assert stop <= ROW_CELLS, "more is counted than a row has room for"
+        assert stop <= ROW_CELLS, "the metrics need more values than a row has"
         self._num_allocated = stop
         rows = [row[start:stop] for row in self._rows]
         return Cells(rows[self._worker], rows)
