@@ -158,7 +158,7 @@ SCALINGS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
 
 
 @pytest.mark.parametrize(("metadata", "scaling"), SCALINGS)
-def test_rope_scaling_is_what_llama_cpp_reads(
+def test_rope_scaling_equals_that_of_llama_cpp(
     metadata: dict[str, Any], scaling: dict[str, Any] | None, tmp_path: Path
 ) -> None:
     """DeepSeek-Coder's older files have ``rope.scale_linear`` alone."""
@@ -231,7 +231,7 @@ def test_a_missing_part_makes_the_checkpoint_incomplete(tmp_path: Path) -> None:
         parts_of(tmp_path / "m-00001-of-00003.gguf")
 
 
-def test_what_is_not_served_is_named(tmp_path: Path) -> None:
+def test_unsupported_files_are_reported(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     writer = gguf.GGUFWriter(path, "mamba")
     writer.write_header_to_file()

@@ -98,9 +98,7 @@ def large(hub: ModelHub, tmp_path: Path) -> bytes:
     return weights
 
 
-def test_a_cut_download_goes_on_where_it_ended(
-    hub: ModelHub, fetcher: Fetcher, large: bytes
-) -> None:
+def test_an_interrupted_download_is_resumed(hub: ModelHub, fetcher: Fetcher, large: bytes) -> None:
     hub.cut_after[WEIGHTS] = 21 * MIB
     directory = fetcher.directory("acme/large")
     assert (directory / WEIGHTS).read_bytes() == large
@@ -108,7 +106,7 @@ def test_a_cut_download_goes_on_where_it_ended(
     assert hub.sent[WEIGHTS] == 25 * MIB
 
 
-def test_who_is_killed_leaves_whole_files_to_the_next_one(
+def test_a_killed_process_leaves_complete_files_to_the_next_one(
     hub: ModelHub, fetcher: Fetcher, large: bytes
 ) -> None:
     hub.stall_after[WEIGHTS] = 21 * MIB
@@ -132,11 +130,11 @@ def test_who_is_killed_leaves_whole_files_to_the_next_one(
         ("acme/empty:Q4_K_M", "must have one GGUF file of quantisation Q4_K_M, found none"),
     ],
 )
-def test_what_is_not_there_is_said_in_one_line(fetcher: Fetcher, name: str, said: str) -> None:
+def test_a_missing_model_is_reported_in_one_line(fetcher: Fetcher, name: str, said: str) -> None:
     assert said in fetcher.error(name)
 
 
-def test_a_gated_model_says_where_to_accept_its_terms(hub: ModelHub, fetcher: Fetcher) -> None:
+def test_the_error_for_a_gated_model_links_to_its_terms(hub: ModelHub, fetcher: Fetcher) -> None:
     hub.gated.add("acme/tiny")
     said = fetcher.error("acme/tiny")
     assert f"acme/tiny is gated: accept its terms at {hub.url}/acme/tiny, then set HF_TOKEN" in said

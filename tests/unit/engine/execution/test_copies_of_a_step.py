@@ -36,7 +36,7 @@ ARRAYS = (
 """Of every type that anybody brings to a device."""
 
 
-def test_arrays_behind_each_other_are_what_they_were() -> None:
+def test_arrays_that_are_copied_together_keep_their_values() -> None:
     for tensors in (copy_at_once(CPU, ARRAYS, is_pinned=False), to_device(CPU, ARRAYS)):
         for tensor, array in zip(tensors, ARRAYS, strict=True):
             assert tensor.shape == array.shape

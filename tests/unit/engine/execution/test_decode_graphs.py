@@ -118,7 +118,7 @@ def decodes(*tokens: int) -> tuple[Tensor, Tensor, AttentionBatch]:
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-def test_a_replay_does_what_the_step_asks(
+def test_a_replay_equals_the_eager_step(
     graphs: DecodeGraphRunner, pool: KVPool, stage: Stage, count: int
 ) -> None:
     for first in (10, 20):
@@ -138,7 +138,7 @@ def test_a_replay_does_what_the_step_asks(
     assert stage.sizes == [fitting] * 3, "captured once, replayed twice"
 
 
-def test_the_host_hears_what_the_tensors_say(
+def test_host_lengths_equal_those_of_the_tensors(
     graphs: DecodeGraphRunner, pool: KVPool, runtime: RerunRuntime
 ) -> None:
     graphs.capture()
@@ -159,7 +159,7 @@ def test_other_steps_run_as_they_are(graphs: DecodeGraphRunner, pool: KVPool, st
     assert stage.sizes == [3, 3]
 
 
-def test_what_can_not_be_captured_is_said(pool: KVPool, runtime: RerunRuntime) -> None:
+def test_a_failed_capture_is_reported(pool: KVPool, runtime: RerunRuntime) -> None:
     runtime.refusal = RuntimeError("moe waits for the device")
     graphs = DecodeGraphRunner(Stage(), pool, runtime, SIZES, MAX_BLOCKS)  # type: ignore[arg-type]  # capture alone
     with pytest.raises(ConfigError, match=r"decodes .* size 6: moe waits .*: --enforce-eager"):

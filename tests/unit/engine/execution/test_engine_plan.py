@@ -55,7 +55,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_is_left_open_follows_from_model_and_backend(
+def test_defaults_follow_from_model_and_backend(
     model: Path, backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = EngineConfig(model, num_kv_blocks=10)
@@ -114,7 +114,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED, ids=lambda value: str(value)[:30])
-def test_what_can_not_be_had_is_refused(
+def test_unsupported_requests_are_rejected(
     options: dict[str, Any], message: str, model: Path, backend: Backend
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -131,7 +131,7 @@ class OfOneSize:
         self.capabilities = replace(inner.capabilities, block_sizes=(128,))
 
 
-def test_blocks_are_as_large_as_the_backend_wants_them(model: Path, backend: Backend) -> None:
+def test_the_backend_chooses_the_default_block_size(model: Path, backend: Backend) -> None:
     strict: Any = OfOneSize(backend)
     config = EngineConfig(model, num_kv_blocks=2)
     assert make_plan(config, backend).pool_size.block_size == 16
@@ -176,7 +176,7 @@ def test_ranks_take_devices_in_order_or_share_the_only_one() -> None:
     assert rank_device(EngineConfig(Path("m"), tp_size=2), several[:1], 1) == 0
 
 
-def test_a_length_that_the_model_lacks_is_refused_before_anything_is_measured(
+def test_a_length_beyond_the_models_is_rejected_before_profiling(
     model: Path, backend: Backend
 ) -> None:
     config = EngineConfig(model, memory_utilization=0.5, max_model_len=1 << 20)
@@ -329,9 +329,7 @@ def test_weights_that_are_quantised_already_stay_as_they_are(model: Path, backen
         make_plan(config, multiplying(backend, "fp8", "fp8_experts"))
 
 
-def test_kv_of_weights_quantised_on_load_is_told_from_that_of_others(
-    tmp_path: Path, backend: Backend
-) -> None:
+def test_kv_of_weights_quantised_on_load_is_distinguished(tmp_path: Path, backend: Backend) -> None:
     """To peers as another rounding, to a pool as KV of its own."""
     model = write_checkpoint(random_model("qwen3_moe"), tmp_path / "moe")
     able = multiplying(backend, "fp8", "fp8_experts")
@@ -353,7 +351,7 @@ def test_kv_of_weights_quantised_on_load_is_told_from_that_of_others(
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
-def test_a_pool_tells_latents_whose_rotated_part_lies_otherwise(
+def test_a_pool_distinguishes_latents_with_another_rope_order(
     family: str, tmp_path: Path, backend: Backend
 ) -> None:
     model = write_checkpoint(random_model(family), tmp_path)
@@ -362,7 +360,7 @@ def test_a_pool_tells_latents_whose_rotated_part_lies_otherwise(
     assert has_order is (family == "deepseek_v2")
 
 
-def test_longropes_factors_follow_from_the_longest_sequence_and_kv_of_others_is_told_apart(
+def test_longropes_factors_follow_from_the_longest_sequence_and_distinguish_kv(
     tmp_path: Path, backend: Backend
 ) -> None:
     longrope = {
@@ -385,7 +383,7 @@ def test_longropes_factors_follow_from_the_longest_sequence_and_kv_of_others_is_
     assert pool_identity(short, 256).root() != pool_identity(long, 256).root()
 
 
-def test_swap_space_is_four_gib_where_memory_allows_and_says_so_where_not(
+def test_swap_space_is_four_gib_or_less_with_a_warning(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     gib = 1 << 30

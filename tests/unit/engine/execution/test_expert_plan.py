@@ -32,7 +32,7 @@ def written(path: Path, tokens: dict[int, tuple[int, ...]]) -> Path:
     return path
 
 
-def test_experts_lie_in_order_unless_placement_is_asked_for(model: ModelConfig) -> None:
+def test_experts_are_in_order_unless_placement_is_requested(model: ModelConfig) -> None:
     assert plan_experts(CONFIG, model) == ()
 
 
@@ -64,7 +64,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
-def test_what_can_not_be_placed_is_refused(
+def test_impossible_placements_are_rejected(
     options: dict[str, Any], message: str, model: ModelConfig
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -80,7 +80,7 @@ def test_a_load_of_another_model_is_refused(
         plan_experts(replace(CONFIG, expert_load=load), model)
 
 
-def test_what_is_no_load_is_refused(model: ModelConfig, tmp_path: Path) -> None:
+def test_an_invalid_load_is_rejected(model: ModelConfig, tmp_path: Path) -> None:
     (tmp_path / "load.json").write_text('{"error": {"message": "no expert has got a token"}}')
     with pytest.raises(ConfigError, match="wanted a response of GET /expert_load"):
         plan_experts(replace(CONFIG, expert_load=tmp_path / "load.json"), model)

@@ -46,7 +46,7 @@ def test_decodes_rise_to_the_largest_step() -> None:
 
 
 @pytest.mark.parametrize("largest", [1, 5, 8, 31, 32, 33, 100, 512, 2000])
-def test_little_is_made_up_in_pieces(largest: int) -> None:
+def test_piecewise_steps_have_little_padding(largest: int) -> None:
     sizes = piecewise_sizes(largest)
     assert sizes[-1] == largest
     assert list(sizes) == sorted(set(sizes))
@@ -60,7 +60,7 @@ def test_no_pieces() -> None:
     assert piecewise_sizes(0) == ()
 
 
-def test_each_token_made_up_has_a_slot() -> None:
+def test_each_padding_token_has_a_slot() -> None:
     assert GraphPlan().scratch_blocks(16) == 0
     assert GraphPlan((1, 2, 17)).scratch_blocks(16) == 2
     assert GraphPlan((), (8, 16, 64)).scratch_blocks(16) == 3

@@ -65,7 +65,7 @@ def test_a_batch_of_decodes_samples_every_row() -> None:
 
 
 @pytest.mark.parametrize("on_device", [None, torch.tensor([77, -1])], ids=["known", "on a device"])
-def test_drafts_are_sequences_of_their_own_behind_their_requests(on_device: Tensor | None) -> None:
+def test_drafts_are_sequences_of_their_own_after_their_requests(on_device: Tensor | None) -> None:
     table = RequestTable(4, 8, 100, CPU)
     admit(table, "drafted", range(10, 16), (7, 2))
     admit(table, "plain", range(30, 33), (4,))
@@ -135,7 +135,7 @@ def test_rows_are_reused_and_grow(*, is_accelerator: bool) -> None:
     assert gathered(tables, [second], 3) == [[3, 8, 5]]
 
 
-def test_a_device_apart_is_told_what_has_changed_and_no_more() -> None:
+def test_an_accelerator_receives_only_the_changes() -> None:
     tables = BlockTables(2, 100, CPU, is_accelerator=True)
     first, second = tables.take_row(tuple(range(50))), tables.take_row((60,))
     assert gathered(tables, [second, first], 2) == [[60, 0], [0, 1]]
@@ -149,7 +149,7 @@ def test_a_device_apart_is_told_what_has_changed_and_no_more() -> None:
     }
 
 
-def test_admitting_again_replaces_what_was_known() -> None:
+def test_admitting_again_replaces_the_earlier_state() -> None:
     table = RequestTable(4, 8, 100, CPU)
     admit(table, "r", range(4), (1,))
     admit(table, "r", range(6), (2, 3))

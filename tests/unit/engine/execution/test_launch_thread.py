@@ -36,7 +36,7 @@ def launches(may_launch: threading.Event) -> Iterator[_LaunchThread]:
     thread.close()
 
 
-def test_a_result_is_told_when_the_step_behind_it_is_launched(
+def test_a_result_is_returned_after_the_next_step_is_launched(
     launches: _LaunchThread, may_launch: threading.Event
 ) -> None:
     first, held = [launches.submit(StepPlan(step), lambda wait: wait()) for step in (0, HELD)]

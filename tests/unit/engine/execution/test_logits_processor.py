@@ -81,7 +81,7 @@ def test_biases_and_masked_ends_reach_their_cells_alone() -> None:
     assert torch.equal(changed([biased, State(), both, endless], 6), expected)
 
 
-def test_what_stays_is_brought_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_constant_parameters_are_copied_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """And masked ends again when a row's end is let."""
     copies: list[int] = []
 
@@ -118,7 +118,7 @@ def test_a_requests_bias_is_read_once_for_all_batches_that_it_is_in() -> None:
     assert changed([State(), biased], 6)[1].tolist() == [0, 2.5, 0, 0, -1, 0]
 
 
-def test_a_batch_that_asks_for_nothing_is_let_alone() -> None:
+def test_a_batch_without_changes_is_not_touched() -> None:
     growing = State(SamplingParams(min_tokens=1))
     processor = LogitsProcessor([State(), growing], EOS, CPU)
     assert processor.has_effect()

@@ -151,7 +151,7 @@ class Runner:
 
 
 @pytest.mark.parametrize("kind", ["meta", "cpu"])
-def test_graphs_are_counted_behind_the_steps(kind: str) -> None:
+def test_graphs_are_counted_after_the_steps(kind: str) -> None:
     device = Device(taken=1000, kind=kind)
     kinds = [Graphs(device, 10, first=600, other=5), Graphs(device, 1, first=70, other=0)]
     runner: Any = Runner(device, 200)

@@ -162,13 +162,13 @@ def make_runner(
     [(CHUNK, True), (CHUNK, False), (SWAP_IN, True)],
     ids=["chunk", "chunk on an early stage", "swap-in alone"],
 )
-def test_what_a_peer_writes_into_freed_blocks_stays(
+def test_a_peers_writes_to_freed_blocks_are_not_overwritten(
     device: LateDevice, pool: KVPool, plan: StepPlan, is_last: bool, is_fed: bool
 ) -> None:
     """A request is aborted once the step is over, and its block given to a load."""
     runner = make_runner(device, pool, is_last=is_last, is_fed=is_fed)
     pending = runner.launch(plan)
-    assert not device.is_idle, "nobody waits before somebody wants to know"
+    assert not device.is_idle, "launch() must not wait for the device"
     assert pending.result().tokens == {}
     for plane in pool.layer(0):
         plane[1] = PEERS
@@ -178,7 +178,9 @@ def test_what_a_peer_writes_into_freed_blocks_stays(
 
 
 @pytest.mark.parametrize("is_fed", [False, True])
-def test_without_peers_nobody_waits(device: LateDevice, pool: KVPool, is_fed: bool) -> None:
+def test_without_peers_a_step_does_not_wait_for_the_device(
+    device: LateDevice, pool: KVPool, is_fed: bool
+) -> None:
     runner = make_runner(device, pool, is_last=True, is_fed=is_fed, has_peers=False)
     assert runner.launch(CHUNK).result().tokens == {}
     assert not device.is_idle, "the next chunk is behind it on the device"

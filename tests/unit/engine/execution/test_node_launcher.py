@@ -110,7 +110,7 @@ def test_another_secret_is_turned_away(starting: Starting, hello: NodeHello) -> 
         ({"node": 2}, "--node-rank must be from 1 to 1, got 2"),
     ],
 )
-def test_who_does_not_belong_is_told_why_and_the_next_one_is_taken(
+def test_a_rejected_node_learns_why_and_the_next_one_is_accepted(
     starting: Starting, hello: NodeHello, change: dict[str, object], reason: str
 ) -> None:
     with join(starting, msgspec.structs.replace(hello, **change)) as stranger:
@@ -132,7 +132,9 @@ def test_a_node_that_leaves_while_others_start_ends_the_instance(
         starting.ranks.result(PATIENCE_S)
 
 
-def test_the_others_are_told_when_all_is_over(starting: Starting, hello: NodeHello) -> None:
+def test_other_nodes_are_notified_when_the_instance_ends(
+    starting: Starting, hello: NodeHello
+) -> None:
     with join(starting, hello) as connection:
         assert isinstance(receive_message(connection, PATIENCE_S), NodeWelcome)
         starting.close()
@@ -180,10 +182,10 @@ def test_options_that_contradict_each_other(options: dict[str, int], said: str) 
         NodeConfig(**options)  # type: ignore[arg-type]  # none of them is the secret
 
 
-def test_what_does_not_go_together_with_nodes(config: EngineConfig) -> None:
-    with pytest.raises(ConfigError, match="--nnodes 2 was asked for with 3 ranks"):
+def test_options_that_conflict_with_nodes_are_rejected(config: EngineConfig) -> None:
+    with pytest.raises(ConfigError, match="--nnodes 2 was requested with 3 ranks"):
         replace(config, tp_size=3)
-    with pytest.raises(ConfigError, match="--nnodes 2 was asked for with --executor ray"):
+    with pytest.raises(ConfigError, match="--nnodes 2 was requested with --executor ray"):
         replace(config, executor=ExecutorKind.RAY)
 
 

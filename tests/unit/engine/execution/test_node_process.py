@@ -89,7 +89,7 @@ def test_it_joins_and_ends_with_the_instance(checkpoint: Path, listener: socket.
     assert not Path(hello.scratch).exists()
 
 
-def test_a_refusal_says_why(checkpoint: Path, listener: socket.socket) -> None:
+def test_a_rejection_says_why(checkpoint: Path, listener: socket.socket) -> None:
     def refuse(connection: Connection, _: NodeHello) -> None:
         send_message(connection, NodeRefused("copies of the model differ"))
 
@@ -97,7 +97,7 @@ def test_a_refusal_says_why(checkpoint: Path, listener: socket.socket) -> None:
         join(checkpoint, listener, refuse)
 
 
-def test_it_ends_when_node_0_is_gone(checkpoint: Path, listener: socket.socket) -> None:
+def test_a_node_exits_when_node_0_is_gone(checkpoint: Path, listener: socket.socket) -> None:
     def leave(connection: Connection, _: NodeHello) -> None:
         send_message(connection, NodeWelcome("token", (), 0))
 
@@ -105,7 +105,7 @@ def test_it_ends_when_node_0_is_gone(checkpoint: Path, listener: socket.socket) 
         join(checkpoint, listener, leave)
 
 
-def test_it_ends_when_it_is_told_to(checkpoint: Path, listener: socket.socket) -> None:
+def test_a_node_exits_on_a_signal(checkpoint: Path, listener: socket.socket) -> None:
     def stop(connection: Connection, _: NodeHello) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(EOFError):

@@ -148,7 +148,7 @@ STEPS = (
 )
 
 
-def test_pieces_compute_and_write_what_the_model_does(rig: Rig) -> None:
+def test_piecewise_steps_compute_and_write_the_same_as_the_model(rig: Rig) -> None:
     for step in STEPS * 2:  # captured the first time, replayed the second
         plain, replayed = rig.run(step)
         torch.testing.assert_close(replayed, plain)
@@ -224,7 +224,7 @@ def test_other_steps_run_as_they_are(rig: Rig) -> None:
     assert rig.runtime.num_captured == 4, "decodes that somebody listens to are in pieces"
 
 
-def test_what_can_not_be_captured_runs_or_is_said(
+def test_steps_that_can_not_be_captured_run_eagerly_or_are_reported(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.runtime.refusal = RuntimeError("moe waits for the device")

@@ -12,7 +12,7 @@ from mooncake_engine.errors import EngineDead
 from mooncake_engine.execution.rank_launcher import start_local_ranks
 
 
-def test_the_end_of_the_process_that_starts_them_is_told(
+def test_the_exit_of_the_forking_process_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = tmp_path / "python"

@@ -61,7 +61,7 @@ KEY = b"0123456789abcdef0123456789abcdef"
 
 
 @pytest.mark.parametrize("drips", [False, True])
-def test_a_stranger_who_says_nothing_or_drips_blocks_no_rank(
+def test_a_silent_or_slow_stranger_blocks_no_rank(
     drips: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(node_connections, "_AUTH_TIMEOUT_S", 0.3)

@@ -40,7 +40,7 @@ def test_each_request_has_its_newest_token_after_any_batches() -> None:
     assert filled(buffer, [A, B, C], [1, 2, 3]) == [0, 12, 21, 31]
 
 
-def test_who_gets_a_row_that_was_another_requests_has_its_own_token() -> None:
+def test_a_request_in_a_reused_row_has_its_own_token() -> None:
     buffer = SampledTokenBuffer(3, torch.device("cpu"), depth=2)
     buffer.store([A, B], torch.tensor([10, 20]))
     later = request(B.row)

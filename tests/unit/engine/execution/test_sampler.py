@@ -251,7 +251,7 @@ class CountingOps(ReferenceOps):
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_a_device_draws_what_torch_draws(filters: dict[str, Any]) -> None:
+def test_a_device_samples_the_same_as_torch(filters: dict[str, Any]) -> None:
     """Greedy rows among them; the numbers of seed and position decide on either side."""
     ops, logits = CountingOps(), random_logits(40)
     drawn = SamplingParams(**{"temperature": 1.0, **filters})
@@ -270,7 +270,7 @@ NEEDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("needs", NEEDS, ids=str)
-def test_a_device_draws_from_what_a_request_makes_of_its_logits(needs: dict[str, Any]) -> None:
+def test_a_device_samples_from_the_processed_logits(needs: dict[str, Any]) -> None:
     """The log probabilities beside it are those of the model."""
     ops, logits = CountingOps(), random_logits(2)
     states = [make_state(SamplingParams(**{"temperature": 1.0, **needs})) for _ in range(2)]

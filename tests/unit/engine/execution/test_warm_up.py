@@ -24,7 +24,7 @@ def plan_of(model: Path, **options: Any) -> EnginePlan:
     return make_plan(config, Registry.discover().select_backend("cpu"))
 
 
-def test_where_nothing_is_compiled_one_short_request_is_enough(model: Path) -> None:
+def test_without_compilation_one_short_request_is_enough(model: Path) -> None:
     plan = plan_of(model)
     [(prompt, decode)] = warm_up_requests(plan, 100, compiles=False)
     assert prompt.num_tokens == plan.block_size.tokens - 1
@@ -36,7 +36,7 @@ def test_where_nothing_is_compiled_one_short_request_is_enough(model: Path) -> N
 @pytest.mark.parametrize(
     ("num_blocks", "lengths"), [(100, [32, 64]), (4, [32]), (3, [32]), (1, [])]
 )
-def test_kernels_are_run_by_what_they_are_chosen_by(
+def test_warm_up_covers_each_number_of_tokens_that_selects_a_kernel(
     num_blocks: int, lengths: list[int], model: Path
 ) -> None:
     plan = plan_of(model, max_num_batched_tokens=100, max_model_len=128)
@@ -54,7 +54,9 @@ def test_kernels_are_run_by_what_they_are_chosen_by(
 
 
 @pytest.mark.parametrize(("budget", "beside"), [(100, 16), (9, 8)])
-def test_a_short_decode_runs_beside_a_prompt(budget: int, beside: int, model: Path) -> None:
+def test_a_short_decode_runs_in_one_step_with_a_prompt(
+    budget: int, beside: int, model: Path
+) -> None:
     """Which graphs of decodes don't replay: what such a step launches is compiled here."""
     plan = plan_of(model, max_num_batched_tokens=budget, max_model_len=128, block_size=16)
     [(_, step)] = [

@@ -94,7 +94,7 @@ def test_a_rank_reads_its_own_experts_and_no_others(
     }
 
 
-def test_an_expert_that_nobody_has_is_a_surprise(tmp_path: Path) -> None:
+def test_an_expert_beyond_the_config_is_unexpected(tmp_path: Path) -> None:
     directory = write_checkpoint(random_model("mixtral"), tmp_path / "model")
     path = directory / "model.safetensors"
     tensors = load_file(path)
@@ -127,7 +127,7 @@ def test_every_tensor_is_of_one_stage_a_tied_embedding_of_both_ends(
 @pytest.mark.parametrize(
     ("rank", "tp_size", "layers"), [(0, 1, None), (1, 2, None), (0, 1, STAGES[1])]
 )
-def test_a_tied_head_beside_the_embedding_must_be_the_embedding(
+def test_a_separate_tied_head_must_equal_the_embedding(
     rank: int, tp_size: int, layers: Span | None, tmp_path: Path
 ) -> None:
     directory = write_checkpoint(random_model("qwen3", tie_word_embeddings=True), tmp_path / "m")
@@ -143,7 +143,7 @@ def test_a_tied_head_beside_the_embedding_must_be_the_embedding(
         load_weights(build(directory, rank, tp_size, layers), directory)
 
 
-def test_without_an_index_model_safetensors_is_the_model_whatever_lies_beside_it(
+def test_without_an_index_only_model_safetensors_is_read(
     tmp_path: Path,
 ) -> None:
     directory = write_checkpoint(random_model("qwen2"), tmp_path / "model")
@@ -170,7 +170,7 @@ def test_files_that_hold_the_same_tensor_need_an_index(checkpoint: Path) -> None
         load_weights(build(checkpoint), checkpoint)
 
 
-def test_a_stage_does_not_open_files_of_which_it_needs_nothing(checkpoint: Path) -> None:
+def test_a_stage_opens_only_files_that_it_needs(checkpoint: Path) -> None:
     last = json.loads((checkpoint / INDEX_NAME).read_text())["weight_map"]["lm_head.weight"]
     (checkpoint / last).write_bytes(b"damaged")
     assert load_weights(build(checkpoint, layers=STAGES[0]), checkpoint).fraction == 1.0
@@ -178,7 +178,7 @@ def test_a_stage_does_not_open_files_of_which_it_needs_nothing(checkpoint: Path)
         load_weights(build(checkpoint, layers=STAGES[1]), checkpoint)
 
 
-def test_a_surprise_is_found_by_the_stage_whose_layer_it_is_in(tmp_path: Path) -> None:
+def test_an_unexpected_tensor_is_found_by_the_stage_of_its_layer(tmp_path: Path) -> None:
     directory = write_checkpoint(random_model("llama"), tmp_path / "model")
     path = directory / "model.safetensors"
     tensors = load_file(path)

@@ -56,7 +56,7 @@ def test_a_busy_expert_has_replicas_on_ranks_of_its_own() -> None:
     assert imbalance([0, 0], (0, 1), 2) == 1.0
 
 
-def test_packs_have_equal_numbers_and_the_heaviest_lie_apart() -> None:
+def test_packs_have_equal_sizes_and_the_heaviest_items_are_apart() -> None:
     assert pack_evenly([1, 9, 8, 2], 2) == [[1, 0], [2, 3]]
     assert pack_evenly([3, 1], 2) == [[0], [1]]
     assert replicate([4, 1], 4) == [0, 1, 0, 0]

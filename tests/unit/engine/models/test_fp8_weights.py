@@ -132,7 +132,7 @@ def test_parts_of_blocks_are_dequantised(
     assert ("some fp8 weights are dequantised" in caplog.text) != is_kept
 
 
-def test_what_is_said_to_be_fp8_must_be(tmp_path: Path) -> None:
+def test_weights_of_an_fp8_config_must_be_fp8(tmp_path: Path) -> None:
     write(tmp_path, "tensor")
     names = {f"{name}.weight": torch.zeros(rows, IN) for name, rows in ROWS.items()}
     biases = {f"{name}.bias": torch.zeros(rows) for name, rows in ROWS.items()}

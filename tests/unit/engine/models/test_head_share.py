@@ -9,7 +9,7 @@ from mooncake_hal.kv.geometry import head_range
 
 
 @given(st.integers(1, 8), st.integers(1, 6), st.integers(1, 24))
-def test_every_query_head_is_computed_once_beside_its_kv_head(
+def test_every_query_head_is_computed_once_with_its_kv_head(
     num_kv_heads: int, group: int, tp_size: int
 ) -> None:
     num_heads = num_kv_heads * group
@@ -30,6 +30,6 @@ def test_every_query_head_is_computed_once_beside_its_kv_head(
             assert head // group == share.kv_start + index // ratio
 
 
-def test_refusal_says_how_many_ranks_are_possible() -> None:
+def test_the_error_says_how_many_ranks_are_possible() -> None:
     with pytest.raises(ConfigError, match="use at most 6 ranks"):
         share_heads(6, 2, 8, 0)

@@ -101,7 +101,7 @@ def test_a_row_of_zeros_stays_zeros(tmp_path: Path) -> None:
     assert weight.scales.isfinite().all()
 
 
-def test_what_is_quantised_is_what_the_dtype_makes_of_it(tmp_path: Path) -> None:
+def test_weights_are_quantised_from_the_models_dtype(tmp_path: Path) -> None:
     """As the unquantised model would have it."""
     exact = write(tmp_path)["down"].float() * 1.001
     path = tmp_path / "model.safetensors"
@@ -190,7 +190,7 @@ def test_a_model_makes_the_logits_of_the_one_that_was_quantised_beforehand(
     assert all(torch.equal(*step) for step in zip(*both, strict=True))
 
 
-def test_latent_attention_keeps_what_changes_its_order_unquantised(tmp_path: Path) -> None:
+def test_latent_attention_keeps_reordered_weights_unquantised(tmp_path: Path) -> None:
     plain = write_checkpoint(random_model("deepseek_v3", num_hidden_layers=2), tmp_path / "plain")
     logits, made = run(plain, context(dtype=torch.float32))
     assert all(step.isfinite().all() for step in logits)

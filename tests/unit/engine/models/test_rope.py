@@ -80,7 +80,7 @@ def test_longropes_table_is_that_of_transformers(original: int, changes: dict[st
     torch.testing.assert_close(table, expected, rtol=0, atol=2e-5)
 
 
-def test_phi3_says_its_original_context_beside_the_scaling() -> None:
+def test_phi3_has_its_original_context_outside_the_scaling() -> None:
     published: dict[str, Any] = {
         "max_position_embeddings": 131072,
         "original_max_position_embeddings": 4096,
@@ -115,7 +115,7 @@ def test_factors_of_another_width_are_refused(name: str) -> None:
         read_rope(raw, 64)
 
 
-def test_attn_factor_is_of_what_the_paper_says() -> None:
+def test_attn_factor_multiplies_the_papers_value() -> None:
     """DeepSeek-R1-0528-Qwen3-8B: the paper's 0.1 ln(4) + 1 times this is one."""
     published = {**YARN, "factor": 4.0, "attn_factor": 0.8782488562869419}
     raw = RawConfig({"max_position_embeddings": 131072, "rope_scaling": published}, "config")

@@ -49,7 +49,7 @@ def test_a_common_beginning_is_run_once() -> None:
     assert books.claim("c", prompt[:8], lambda i: [0, 1][i:], 100) == (7, 8)
 
 
-def test_requests_of_another_salt_find_nothing() -> None:
+def test_requests_with_another_salt_share_no_blocks() -> None:
     """Such as a tenant's that gets another tenant's blocks: how soon drafts come would tell."""
     books = DraftKV(BLOCK)
     prompt = list(range(8))
@@ -69,7 +69,7 @@ def test_a_block_that_was_copied_is_run_again() -> None:
     assert books.claim("a", [*tokens, 6], lambda i: [0, 5][i:], 100) == (4, 7)
 
 
-def test_a_block_that_others_had_meanwhile_is_run_again() -> None:
+def test_a_block_that_was_reallocated_meanwhile_is_run_again() -> None:
     books = DraftKV(BLOCK)
     books.claim("a", [1], lambda i: [7][i:], 100)
     books.claim("b", [5, 6], lambda i: [7][i:], 100)  # while a was elsewhere

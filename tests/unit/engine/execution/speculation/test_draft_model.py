@@ -84,7 +84,7 @@ def test_the_host_looks_once_at_a_steps_drafts(temperature: float) -> None:
     assert OnDevice.num_looks == 1
 
 
-def test_what_is_not_finite_is_no_token_and_runs_as_one() -> None:
+def test_a_row_without_finite_logits_yields_no_token() -> None:
     drafts, _ = propose({"a": 1, "b": 3})
     drafts.copy_to_host()
     assert known(drafts) == {"a": [4], "b": [NO_TOKEN, 1, 2]}
@@ -98,7 +98,7 @@ def test_penalties_have_to_know_each_token() -> None:
     assert known(drafts) == {"a": [4, 5, 6]}
 
 
-def test_only_what_is_tested_has_a_distribution() -> None:
+def test_only_tokens_for_rejection_sampling_have_a_distribution() -> None:
     tested, _ = propose({"a": 2}, SamplingParams(temperature=0.5))
     [draft] = tested.by_request.values()
     assert [each is not None and float(each.sum()) for each in draft.distributions] == [1.0, 1.0]

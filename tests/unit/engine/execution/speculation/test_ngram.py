@@ -37,7 +37,7 @@ def search(tokens: list[int], shortest: int, longest: int, count: int) -> list[i
 @given(sequences, st.integers(1, 3), st.integers(0, 3), st.integers(1, 6), st.integers(0, 200))
 @example([1, 2, 3, 1, 2], 2, 0, 4, 0)
 @example([7] * 100, 1, 2, 5, 70)
-def test_lookup_finds_what_a_search_finds(
+def test_lookup_equals_a_full_search(
     tokens: list[int], shortest: int, more: int, count: int, known: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -75,7 +75,7 @@ def test_each_request_is_looked_up_in_its_own_tokens() -> None:
     assert proposer.propose([DraftRequest(one, 1)]).by_request["a"].token_ids == [5]
 
 
-def test_a_request_that_begins_anew_is_indexed_anew() -> None:
+def test_a_restarted_request_is_indexed_again() -> None:
     proposer = NGramProposer(1, 2)
     proposer.propose([DraftRequest(running("a", (1, 2, 3, 1)), 2)])
     proposer.forget(["a", "unknown"])
