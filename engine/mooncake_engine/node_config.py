@@ -79,7 +79,7 @@ class NodeConfig:
         if not self.secret:
             raise ConfigError(
                 f"--nnodes {self.nnodes} needs --node-secret-file with the same secret on every "
-                "node: whoever can join an instance gets its prompts and can run code in it"
+                "node: any host that joins an instance sees its prompts and can run code in it"
             )
 
     def check(self, num_ranks: int, others: Mapping[str, bool]) -> None:
@@ -96,14 +96,14 @@ class NodeConfig:
             return
         if num_ranks % self.nnodes:
             raise ConfigError(
-                f"--nnodes {self.nnodes} was asked for with {num_ranks} ranks (--dp-size times "
+                f"--nnodes {self.nnodes} was requested with {num_ranks} ranks (--dp-size times "
                 "--tp-size times --pp-size): each node runs the same number of ranks; use a "
                 "divisor of their number"
             )
         for name, is_set in others.items():
             if is_set:
                 raise ConfigError(
-                    f"--nnodes {self.nnodes} was asked for with {name}, which does not support "
+                    f"--nnodes {self.nnodes} was requested with {name}, which does not support "
                     "several nodes: leave one of them out"
                 )
 

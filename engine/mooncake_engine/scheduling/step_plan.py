@@ -332,12 +332,12 @@ class StepBuilder:
 
     def swap_out(self, copies: BlockCopies) -> None:
         """Add copies to host memory, which run before all others."""
-        assert not self._swap_ins, "what comes in may go out again in a later step only"
+        assert not self._swap_ins, "a swapped-in block may be swapped out in a later step only"
         self._swap_outs += copies
 
     def swap_in(self, copies: BlockCopies) -> None:
         """Add copies back from host memory."""
-        assert not self._swap_outs, "host blocks that are read in a step are not written in it"
+        assert not self._swap_outs, "host blocks that a step reads must not be written in it"
         self._swap_ins += copies
 
     @property
