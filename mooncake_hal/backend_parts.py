@@ -292,8 +292,8 @@ def copy_at_once(
         TypeError: an array's type is not supported; the message lists the supported types.
     """
     types = [_torch_type(array) for array in arrays]
-    rooms = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
-    *starts, total = accumulate(rooms, initial=0)
+    padded_sizes = [-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays]
+    *starts, total = accumulate(padded_sizes, initial=0)
     buffer = torch.empty(total, dtype=torch.uint8, pin_memory=is_pinned)
     content = buffer.numpy()
     for start, array in zip(starts, arrays, strict=True):

@@ -86,7 +86,7 @@ class GroupCommunicator:
     def __init__(self, group: GroupSpec, generation: int, make: MakeGroup) -> None:
         self._group = group
         try:
-            self._joined = [make(_meet(group, generation), group)]
+            self._joined = [make(_open_store(group, generation), group)]
         except (RuntimeError, ValueError, OSError) as exc:
             raise DeviceError(
                 f"rank {group.rank} of {group.world_size} could not join {group.init_method} "
@@ -167,17 +167,17 @@ class GroupCommunicator:
         try:
             return start(self._joined[0])
         except RuntimeError as exc:
-            raise self._lost(name, exc) from exc
+            raise self._group_error(name, exc) from exc
 
     def _finish(self, name: str, work: dist.Work) -> None:
         started = time.perf_counter()
         try:
             work.wait()
         except RuntimeError as exc:
-            raise self._lost(name, exc) from exc
+            raise self._group_error(name, exc) from exc
         self._waited_s[name] = self._waited_s.get(name, 0.0) + time.perf_counter() - started
 
-    def _lost(self, name: str, cause: RuntimeError) -> DeviceError:
+    def _group_error(self, name: str, cause: RuntimeError) -> DeviceError:
         return DeviceError(
             f"{name}: rank {self.rank} of {self.world_size} lost the group, or a rank took "
             f"longer than {self._group.timeout_s:g} s: {cause}"
@@ -277,7 +277,7 @@ def is_of_one_host(group: GroupSpec) -> bool:
     return urlparse(group.init_method).hostname in _LOOPBACK
 
 
-def _meet(group: GroupSpec, generation: int) -> Store:
+def _open_store(group: GroupSpec, generation: int) -> Store:
     timeout = timedelta(seconds=group.timeout_s)
     shared, _, _ = next(
         rendezvous(group.init_method, group.rank, group.world_size, timeout=timeout)

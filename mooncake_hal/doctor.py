@@ -36,7 +36,7 @@ from mooncake_hal.registry import Registry
 from mooncake_hal.specs import Check, TransportConstraints
 from mooncake_hal.transport import EndpointOptions
 
-TRY_TIMEOUT_S = 5.0
+CONNECT_TIMEOUT_S = 5.0
 FIELDS = (
     *("name", "role", "host", "connector", "backend", "generation"),
     *("tp", "pp", "block_size", "http", "kv"),
@@ -169,7 +169,7 @@ def examine_peer(registry: Registry, url: str, secret: bytes) -> list[Check]:
     host, port = topology["host"], topology["port"]
     side_channel, problem = f"KV side channel {host}:{port}", None
     try:
-        socket.create_connection((host, port), TRY_TIMEOUT_S).close()
+        socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
     except OSError as exc:
         problem = f"can't be reached: {exc}; is the port open between the hosts?"
     checks.append(Check(side_channel, problem))
@@ -179,7 +179,7 @@ def examine_peer(registry: Registry, url: str, secret: bytes) -> list[Check]:
 
 def _fetch(url: str) -> dict[str, Any]:
     try:
-        with closing(urllib.request.urlopen(url, timeout=TRY_TIMEOUT_S)) as answer:
+        with closing(urllib.request.urlopen(url, timeout=CONNECT_TIMEOUT_S)) as answer:
             return dict(json.load(answer))
     except urllib.error.HTTPError as exc:
         raise OSError(
@@ -203,7 +203,7 @@ def _try_ranks(
                     host=_own_address(host), secret=secret, allow_no_secret=True
                 )
                 with closing(Transports.open(registry, options, wanted=name)) as transports:
-                    transports.connect({name: address}, timeout=TRY_TIMEOUT_S).peer.close()
+                    transports.connect({name: address}, timeout=CONNECT_TIMEOUT_S).peer.close()
             except (HalError, OSError) as exc:
                 yield Check(what, str(exc))
             else:
@@ -286,7 +286,7 @@ def _planned_hardware(raw: dict[str, Any], registry: Registry) -> PlannedHardwar
         if known is None:
             raise
         absent = f"{name} is not on this machine ({getattr(exc, 'reason', 'not installed')})"
-        return _known(name, generation, known, absent)
+        return _described_hardware(name, generation, known, absent)
     own, capabilities = backend.runtime.devices()[0].generation, backend.capabilities
     if generation not in (None, own):
         known = registry.known_hardware(name)
@@ -295,7 +295,7 @@ def _planned_hardware(raw: dict[str, Any], registry: Registry) -> PlannedHardwar
                 [f"{name} has generation {own} here, and generation {generation} is not known"]
             )
         absent = f"{name} of generation {generation} is not on this machine"
-        return _known(name, generation, known, absent)
+        return _described_hardware(name, generation, known, absent)
     allowed = capabilities.transports
     reserved = tuple(reserved_ports(registry, allowed=allowed)) if _connector(raw) else ()
     transports = offered_transports(registry, allowed=allowed)
@@ -303,7 +303,7 @@ def _planned_hardware(raw: dict[str, Any], registry: Registry) -> PlannedHardwar
     return PlannedHardware(hardware, capabilities.block_sizes, transports, reserved)
 
 
-def _known(
+def _described_hardware(
     name: str, generation: str | None, hardware: HardwareInfo, absent: str
 ) -> PlannedHardware:
     wanted = generation or next(iter(hardware.generations), "")

@@ -113,7 +113,9 @@ class Registry:
         # stale metadata can list an entry point twice, which is no conflict: load it once
         for _, point in sorted({(point.name, point.value): point for point in points}.items()):
             if point.name in blocked:
-                registry._refuse(point, PluginStatus.BLOCKED, "blocked by MOONCAKE_HAL_BLOCK")
+                registry._record_failure(
+                    point, PluginStatus.BLOCKED, "blocked by MOONCAKE_HAL_BLOCK"
+                )
             else:
                 registry._load(point)
         return registry
@@ -153,7 +155,7 @@ class Registry:
         row = _probe(spec, plugin)
         if row.status is PluginStatus.UNAVAILABLE:
             raise BackendUnavailable(wanted, row.reason)
-        _require_sound(row)
+        _require_available(row)
         return _load_backend(spec, plugin)
 
     def backend_name(self, name: str = "auto") -> str:
@@ -225,7 +227,7 @@ class Registry:
         row = _probe(spec, plugin)
         if row.status is PluginStatus.UNAVAILABLE:
             raise TransportUnavailable(name, row.reason)
-        _require_sound(row)
+        _require_available(row)
         return _loaded(spec, plugin)
 
     def _best_backend(self) -> Backend:
@@ -247,24 +249,24 @@ class Registry:
     def _raise_if_broken(self, name: str) -> None:
         for row in self.not_loaded:
             if row.name == name:
-                _require_sound(row)
+                _require_available(row)
 
     def _load(self, point: EntryPoint) -> None:
         try:
             module = point.load()
             backends, transports = _offers(module)
         except ModuleNotFoundError as exc:
-            self._refuse(point, *_missing_module(point, exc))
+            self._record_failure(point, *_missing_module(point, exc))
             return
         except Exception as exc:  # noqa: BLE001  the door to foreign code; the reason is kept
-            self._refuse(point, PluginStatus.BROKEN, f"{type(exc).__name__}: {exc}")
+            self._record_failure(point, PluginStatus.BROKEN, f"{type(exc).__name__}: {exc}")
             return
         for backend in backends:
-            _claim(self.backends, backend, point)
+            _add_unique(self.backends, backend, point)
         for transport in transports:
-            _claim(self.transports, transport, point)
+            _add_unique(self.transports, transport, point)
 
-    def _refuse(self, point: EntryPoint, status: PluginStatus, reason: str) -> None:
+    def _record_failure(self, point: EntryPoint, status: PluginStatus, reason: str) -> None:
         if status is not PluginStatus.BLOCKED:
             logger.warning(
                 "plugin %s (%s) is %s: %s", point.name, point.value, status.value, reason
@@ -272,7 +274,7 @@ class Registry:
         self.not_loaded.append(TableRow(point.name, status, reason, None, point.value))
 
 
-def _require_sound(row: TableRow) -> None:
+def _require_available(row: TableRow) -> None:
     """Raise PluginError for a row that is not available because of its plugin, not the machine."""
     if row.status is not PluginStatus.AVAILABLE:
         raise PluginError(f"plugin {row.name!r} ({row.plugin}) is {row.status.value}: {row.reason}")
@@ -358,7 +360,7 @@ def _check_spec(spec: object, kind: type[BackendSpec] | type[TransportSpec]) -> 
         )
 
 
-def _claim(held: dict[str, tuple[Spec, str]], spec: Spec, point: EntryPoint) -> None:
+def _add_unique(held: dict[str, tuple[Spec, str]], spec: Spec, point: EntryPoint) -> None:
     if spec.name in held:
         raise PluginError(
             f"{spec.name!r} is offered by both {held[spec.name][1]} and {point.value}; uninstall "

@@ -55,7 +55,7 @@ Handler = Callable[["AsyncSession", bytes], bytes]
 message is sent back as a refusal."""
 
 
-def _refuse(session: AsyncSession, payload: bytes) -> bytes:
+def _refuse_requests(session: AsyncSession, payload: bytes) -> bytes:
     raise RequestRefused("the connecting side accepts no requests")
 
 
@@ -94,7 +94,7 @@ class AsyncSession(asyncio.Protocol):
         self._listener = listener
         self._reader = FrameReader(limits.stranger_frame_bytes)
         self._transport: asyncio.Transport | None = None
-        self._waiting: dict[int, asyncio.Future[bytes]] = {}
+        self._outstanding: dict[int, asyncio.Future[bytes]] = {}
         self._last_number = _KEEPALIVE_NUMBER
         self._num_written = 0
         self._last_received = self._loop.time()
@@ -111,18 +111,18 @@ class AsyncSession(asyncio.Protocol):
         """
         if self.closed.done():
             raise self.closed.result()
-        if len(self._waiting) >= self._limits.outstanding:
-            raise RequestNotSent(f"{len(self._waiting)} requests to the peer are outstanding")
+        if len(self._outstanding) >= self._limits.outstanding:
+            raise RequestNotSent(f"{len(self._outstanding)} requests to the peer are outstanding")
         if len(payload) > self._limits.frame_bytes - _REQUEST_BYTES:
             raise RequestNotSent(f"a request of {len(payload)} bytes is too long for one frame")
         self._last_number += 1
         number = self._last_number
-        reply = self._waiting[number] = self._loop.create_future()
+        reply = self._outstanding[number] = self._loop.create_future()
         try:
             self._send(SessionRequest(number, payload))
             done, _ = await asyncio.wait({reply}, timeout=timeout)
         finally:
-            del self._waiting[number]
+            del self._outstanding[number]
         if not done:
             raise TransferTimeout(f"the peer did not reply within {timeout:g} s")
         found: bytes = reply.result()
@@ -155,7 +155,7 @@ class AsyncSession(asyncio.Protocol):
                 if self._seals is None:
                     self._advance(body)
                 else:
-                    self._take(self._seals.incoming.open(body))
+                    self._process(self._seals.incoming.open(body))
         except TransferError as exc:
             self._end(exc)
         except Exception as exc:  # task top: a peer's message may end its own session only
@@ -206,19 +206,19 @@ class AsyncSession(asyncio.Protocol):
 
     # -- messages -------------------------------------------------------------------------------
 
-    def _take(self, message: AnyMessage) -> None:
+    def _process(self, message: AnyMessage) -> None:
         if isinstance(message, SessionRequest):
             self._send(respond(message, partial(self._handler, self)))
         elif isinstance(message, SessionResponse):
-            self._settle(message)
+            self._complete(message)
         elif isinstance(message, Ping):
             self._send(SessionResponse(message.number))
         else:
             name = type(message).__name__
             raise PeerLost(f"the peer broke the session's protocol: unexpected {name}")
 
-    def _settle(self, response: SessionResponse) -> None:
-        reply = self._waiting.get(response.number)
+    def _complete(self, response: SessionResponse) -> None:
+        reply = self._outstanding.get(response.number)
         if reply is None or reply.done():
             return  # the request timed out, or it was a keepalive
         if response.error:
@@ -293,7 +293,7 @@ class AsyncSession(asyncio.Protocol):
         if not self.proven.done():
             self.proven.set_exception(error)
             self.proven.exception()  # or asyncio logs it as never retrieved
-        for reply in self._waiting.values():
+        for reply in self._outstanding.values():
             if not reply.done():
                 reply.set_exception(error)
                 reply.exception()  # its request may have been cancelled just now
@@ -404,7 +404,7 @@ async def connect(
         AccessDenied, VersionMismatch: see ``Credentials``.
         TransferTimeout: it took longer than ``timeout``.
     """
-    session = AsyncSession(credentials.connect(epoch), Seals.of_client, _refuse, limits)
+    session = AsyncSession(credentials.connect(epoch), Seals.of_client, _refuse_requests, limits)
     opening = asyncio.ensure_future(_open(session, host, port))
     try:
         await asyncio.wait({opening}, timeout=timeout)

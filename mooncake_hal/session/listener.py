@@ -48,7 +48,7 @@ class ProvenSocket:
     seals: Seals
 
 
-class _Visitor:
+class _PendingConnection:
     """An accepted connection in its handshake; wrapping it in TLS replaces the socket."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -86,7 +86,7 @@ class Listener:
         self._tls = tls
         self._limits = limits
         self._lock = threading.Lock()
-        self._strangers: Strangers[_Visitor] = Strangers(limits)
+        self._strangers: Strangers[_PendingConnection] = Strangers(limits)
         self._threads: set[threading.Thread] = set()
         self._closing = False
         self._wake_out, self._wake_in = socket.socketpair()
@@ -103,8 +103,8 @@ class Listener:
             if self._closing:
                 return
             self._closing = True
-            for visitor in self._strangers.all():
-                hang_up(visitor.sock)
+            for pending in self._strangers.all():
+                hang_up(pending.sock)
         self._wake_in.send(b"x")
         self._thread.join()
         for sock in (self._sock, self._wake_in, self._wake_out):
@@ -136,8 +136,8 @@ class Listener:
     def _expire(self) -> None:
         """Shut down the connections whose handshake has timed out."""
         with self._lock:  # sockets are closed under it, after which a descriptor may be reused
-            for visitor in self._strangers.expire(time.monotonic()):
-                hang_up(visitor.sock)
+            for pending in self._strangers.expire(time.monotonic()):
+                hang_up(pending.sock)
 
     def _accept(self) -> None:
         try:
@@ -148,10 +148,10 @@ class Listener:
             return
         # Unnamed Unix sockets have no address: they all count as one host.
         host = str(address[0]) if address else ""
-        visitor, name = _Visitor(sock), f"{self._credentials.protocol}-peer"
-        thread = threading.Thread(target=self._meet, args=(visitor,), name=name, daemon=True)
+        pending, name = _PendingConnection(sock), f"{self._credentials.protocol}-peer"
+        thread = threading.Thread(target=self._handle, args=(pending,), name=name, daemon=True)
         with self._lock:
-            evicted = self._strangers.enter(visitor, host, time.monotonic())
+            evicted = self._strangers.enter(pending, host, time.monotonic())
             self._threads.add(thread)
             if evicted is not None:
                 hang_up(evicted.sock)
@@ -160,22 +160,22 @@ class Listener:
         except RuntimeError as exc:  # the host has no thread left, which may be temporary
             logger.warning("%s: can't serve a connection: %s", self._credentials.protocol, exc)
             with self._lock:
-                self._strangers.leave(visitor)
+                self._strangers.leave(pending)
                 self._threads.discard(thread)
                 sock.close()
             time.sleep(ACCEPT_PAUSE_SECONDS)
 
     # -- a connection's thread ------------------------------------------------------------------
 
-    def _meet(self, visitor: _Visitor) -> None:
+    def _handle(self, pending: _PendingConnection) -> None:
         protocol = self._credentials.protocol
         try:
-            proven = self._admit(visitor)
+            proven = self._authenticate(pending)
             with self._lock:
-                is_wanted = self._strangers.leave(visitor) and not self._closing
+                is_wanted = self._strangers.leave(pending) and not self._closing
             if is_wanted:
-                visitor.sock.settimeout(None)
-                self._serve(ProvenSocket(visitor.sock, Seals.of_server(proven)))
+                pending.sock.settimeout(None)
+                self._serve(ProvenSocket(pending.sock, Seals.of_server(proven)))
         except (PeerLost, TransferTimeout) as exc:
             logger.debug("%s: a peer left: %s", protocol, exc)
         except HalError as exc:
@@ -184,25 +184,25 @@ class Listener:
             logger.exception("%s: a connection failed", protocol)
         finally:
             with self._lock:
-                self._strangers.leave(visitor)
-                visitor.sock.close()
+                self._strangers.leave(pending)
+                pending.sock.close()
                 self._threads.discard(threading.current_thread())
 
-    def _admit(self, visitor: _Visitor) -> Proven:
+    def _authenticate(self, pending: _PendingConnection) -> Proven:
         deadline = time.monotonic() + self._limits.handshake_s
         try:
-            tune(visitor.sock)
+            tune(pending.sock)
             if self._tls is not None:
-                visitor.sock.settimeout(self._limits.handshake_s)
-                visitor.sock = self._tls.wrap_socket(
-                    visitor.sock, server_side=True, do_handshake_on_connect=False
+                pending.sock.settimeout(self._limits.handshake_s)
+                pending.sock = self._tls.wrap_socket(
+                    pending.sock, server_side=True, do_handshake_on_connect=False
                 )
         except OSError as exc:
             raise PeerLost(f"the peer has already left: {exc}") from exc
-        if isinstance(visitor.sock, ssl.SSLSocket):
-            shake_hands_tls(visitor.sock)
-        handshake = self._credentials.accept(self._epoch, foreign_user(visitor.sock))
-        return shake_hands(visitor.sock, handshake, deadline, self._limits.stranger_frame_bytes)
+        if isinstance(pending.sock, ssl.SSLSocket):
+            shake_hands_tls(pending.sock)
+        handshake = self._credentials.accept(self._epoch, foreign_user(pending.sock))
+        return shake_hands(pending.sock, handshake, deadline, self._limits.stranger_frame_bytes)
 
 
 def foreign_user(sock: socket.socket) -> str:

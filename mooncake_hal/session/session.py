@@ -100,7 +100,7 @@ class Session:
         self._send_lock = threading.Lock()
         # guards `_fds` and `_watcher`; held during the watcher's calls
         self._region_lock = threading.Lock()
-        self._waiting: dict[int, Future[bytes]] = {}
+        self._outstanding: dict[int, Future[bytes]] = {}
         self._last_number = 0
         self._thread: threading.Thread | None = None
         # Receiving may block for ever, sending must not: SO_SNDTIMEO limits this direction only.
@@ -156,7 +156,7 @@ class Session:
         with self._region_lock:
             self._watcher = watcher
             for key, region, attachment in self.regions.items():
-                self._hand_over(watcher, key, region, attachment)
+                self._notify_registered(watcher, key, region, attachment)
 
     def send(self, message: AnyMessage, fd: int | None = None) -> None:
         """Send one message, with a descriptor if one is given (over Unix sockets only).
@@ -250,7 +250,7 @@ class Session:
         try:
             size = check_length(self._receive_exactly(LENGTH_BYTES, fds), self._limits.frame_bytes)
             message = self._seals.incoming.open(self._receive_exactly(size, fds))
-            self._take(message, fds)
+            self._process(message, fds)
         finally:
             for fd in fds:
                 os.close(fd)
@@ -277,7 +277,7 @@ class Session:
             raise PeerLost("the peer broke the session's protocol: too many descriptors")
         return part
 
-    def _take(self, message: AnyMessage, fds: list[int]) -> None:
+    def _process(self, message: AnyMessage, fds: list[int]) -> None:
         if isinstance(message, Registered):
             self._register(message, fds)
         elif isinstance(message, Revoked):
@@ -292,7 +292,7 @@ class Session:
         elif isinstance(message, SessionRequest):
             self.send(respond(message, partial(self._handler, self)))
         else:
-            self._settle(message)
+            self._complete(message)
 
     def _register(self, message: Registered, fds: list[int]) -> None:
         region = MemoryRegion(message.address, message.nbytes, message.device)
@@ -301,9 +301,9 @@ class Session:
             if fds:
                 self._fds[message.key] = fds.pop()
             if self._watcher is not None:
-                self._hand_over(self._watcher, message.key, region, message.attachment)
+                self._notify_registered(self._watcher, message.key, region, message.attachment)
 
-    def _hand_over(
+    def _notify_registered(
         self, watcher: RegionWatcher, key: int, region: MemoryRegion, attachment: bytes
     ) -> None:
         fd = self._fds.pop(key, None)
@@ -323,20 +323,20 @@ class Session:
                 return future
             self._last_number += 1
             number = self._last_number
-            self._waiting[number] = future
+            self._outstanding[number] = future
         try:
             self.send(make(number))
         except PeerLost as exc:
             self.hang_up()  # part of a frame may have been sent: no other frame can follow it
             with self._lock:
-                waiting = self._waiting.pop(number, None)
+                waiting = self._outstanding.pop(number, None)
             if waiting is not None:
                 waiting.set_exception(exc)
         return future
 
-    def _settle(self, response: SessionResponse) -> None:
+    def _complete(self, response: SessionResponse) -> None:
         with self._lock:
-            future = self._waiting.pop(response.number, None)
+            future = self._outstanding.pop(response.number, None)
         if future is None:
             return  # no request of ours has that number
         if response.error:
@@ -347,7 +347,7 @@ class Session:
     def _end(self, error: PeerLost) -> None:
         with self._lock:
             self.error = error
-            waiting, self._waiting = list(self._waiting.values()), {}
+            waiting, self._outstanding = list(self._outstanding.values()), {}
             on_end = self._on_end
         with self._region_lock:
             fds, self._fds = list(self._fds.values()), {}

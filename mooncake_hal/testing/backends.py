@@ -78,7 +78,7 @@ class BackendBasics:
         except BackendUnavailable as exc:
             pytest.skip(str(exc))
 
-    def test_name_and_facts(self, backend: Backend) -> None:
+    def test_name_and_capabilities(self, backend: Backend) -> None:
         """The names in the capabilities exist."""
         assert load_backend(backend.name) is backend
         capabilities = backend.capabilities
@@ -102,7 +102,7 @@ class BackendBasics:
             memory = backend.runtime.memory_info(info.index)
             assert 0 <= memory.free_bytes <= memory.total_bytes
 
-    def test_the_peak_of_memory_is_watched(self, backend: Backend) -> None:
+    def test_peak_memory(self, backend: Backend) -> None:
         """The peak grows with use, is never negative, and does not exceed the device's memory."""
         runtime = backend.runtime
         runtime.reset_peak(0)
@@ -129,17 +129,17 @@ class BackendBasics:
         assert event.query()
         backend.runtime.synchronize(0)
 
-    def test_copies_run_behind_what_was_enqueued_and_in_order(self, backend: Backend) -> None:
+    def test_copies_are_ordered(self, backend: Backend) -> None:
         """Copies run after the work that was enqueued before, in order, and concurrently with later
         work; their fences order accesses to the same memory."""
         device, stream = backend.runtime.device(0), backend.runtime.copy_stream(0)
         x = torch.zeros(1 << 16, device=device)
         host = torch.zeros(2, 1 << 16)
-        started, may_go_on = threading.Event(), threading.Event()
+        started, may_continue = threading.Event(), threading.Event()
 
         def copy_out() -> None:
             started.set()
-            assert may_go_on.wait(_COPY_SECONDS)
+            assert may_continue.wait(_COPY_SECONDS)
             host[0].copy_(x)
 
         x.add_(1)
@@ -149,7 +149,7 @@ class BackendBasics:
         y = torch.ones(4, device=device) + 1  # runs concurrently
         assert y.tolist() == [2.0] * 4
         assert not first.query()
-        may_go_on.set()
+        may_continue.set()
         second.synchronize()
         assert first.query()
         assert second.query()
@@ -162,7 +162,7 @@ class BackendBasics:
         stream.close()
         stream.close()
 
-    def test_a_copy_that_fails_says_so_at_its_fence(self, backend: Backend) -> None:
+    def test_a_fence_raises_the_error_of_its_copy(self, backend: Backend) -> None:
         """The fence raises the error, and the next copy runs."""
         stream = backend.runtime.copy_stream(0)
         x = torch.zeros(4, device=backend.runtime.device(0))

@@ -70,7 +70,7 @@ class ExpertsSuite:
 
     @pytest.mark.parametrize("inner", [36, 96])
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_packed_experts_are_unpacked_as_they_were(
+    def test_unpacked_experts_equal_the_originals(
         self, backend: Backend, dtype: str, inner: int
     ) -> None:
         """Unpacking restores the weights, and packing them again gives the same results."""

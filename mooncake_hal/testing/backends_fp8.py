@@ -178,7 +178,7 @@ class Fp8ExpertsSuite:
         assert not self.check_fp8_experts(backend, case, dtype)[4].any()
 
     @KINDS
-    def test_fp8_experts_of_a_token_are_those_of_the_token_alone(
+    def test_fp8_experts_of_a_token_do_not_depend_on_others(
         self, backend: Backend, is_blockwise: bool
     ) -> None:
         """A token's result does not depend on the other tokens: its scales are its own."""
@@ -190,7 +190,7 @@ class Fp8ExpertsSuite:
         assert_same(self.check_fp8_experts(backend, case, dtype), together[3:4], dtype)
 
     @KINDS
-    def test_packed_fp8_experts_are_unpacked_as_they_were(
+    def test_unpacked_fp8_experts_equal_the_originals(
         self, backend: Backend, is_blockwise: bool
     ) -> None:
         """Unpacking restores the weights, and packing them again gives the same results."""

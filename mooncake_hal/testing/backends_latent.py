@@ -102,14 +102,16 @@ class LatentSuite:
             backend, latent_case(latent_shape(backend, block_size=block_size), lengths)
         )
 
-    def test_mla_of_nobody(self, backend: Backend, latent_case: MakeCase) -> None:
+    def test_mla_of_an_empty_batch(self, backend: Backend, latent_case: MakeCase) -> None:
         """An empty batch gives an empty result."""
         made = latent_case(latent_shape(backend), ())
         arguments = (made.query, made.kv.key, made.kv.value, made.batch, 1.0)
         assert backend.ops.mla_decode_attention(*arguments).shape == (0, 8, made.shape.head_dim)
         assert backend.ops.mla_prefill_attention(*arguments).shape == (0, 8, made.shape.head_dim)
 
-    def test_mla_is_the_same_in_any_company(self, backend: Backend, latent_case: MakeCase) -> None:
+    def test_mla_of_a_sequence_does_not_depend_on_others(
+        self, backend: Backend, latent_case: MakeCase
+    ) -> None:
         """A sequence's result is the same, bit for bit, whatever else is in its batch."""
         made = latent_case(latent_shape(backend), ((1, 40), (1, 300), (9, 80), (70, 90)))
         alone = latent_case(latent_shape(backend), ((1, 300),))
@@ -137,7 +139,7 @@ class LatentSuite:
         made, wanted = (latent_case(latent_shape(backend, dims=dims), DECODES) for _ in range(2))
         check_writes(backend.ops, oracle, made, wanted)
 
-    def test_write_latents_of_nobody(self, backend: Backend, latent_case: MakeCase) -> None:
+    def test_write_latents_of_an_empty_batch(self, backend: Backend, latent_case: MakeCase) -> None:
         """A batch without tokens changes nothing."""
         made, wanted = (latent_case(latent_shape(backend), ()) for _ in range(2))
         check_writes(backend.ops, oracle, made, wanted)

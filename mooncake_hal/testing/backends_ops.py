@@ -173,7 +173,7 @@ class OpsSuite:
         made.query *= 1000
         self.check_decode(backend, made)
 
-    def test_decode_attention_of_nobody(self, backend: Backend, case: MakeCase) -> None:
+    def test_decode_attention_of_an_empty_batch(self, backend: Backend, case: MakeCase) -> None:
         """An empty batch gives an empty result."""
         made = case(shape_for(backend), ())
         found = backend.ops.decode_attention(
@@ -227,7 +227,7 @@ class OpsSuite:
         """Every head size."""
         self.check_prefill(backend, case(shape_for(backend, dtype, head_dim=head_dim), PREFILLS))
 
-    def test_prefill_attention_of_nobody(self, backend: Backend, case: MakeCase) -> None:
+    def test_prefill_attention_of_an_empty_batch(self, backend: Backend, case: MakeCase) -> None:
         """A batch of decodes alone has no prefill rows."""
         made = case(shape_for(backend), DECODES)
         found = backend.ops.prefill_attention(

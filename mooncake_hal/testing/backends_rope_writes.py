@@ -76,13 +76,15 @@ class RopeWritesSuite:
                 rope_write_ops(backend), oracle, made, wanted, rotary_dim, has_norms=has_norms
             )
 
-    def test_rope_and_write_kv_of_nobody(self, backend: Backend, rope_case: MakeCase) -> None:
+    def test_rope_and_write_kv_of_an_empty_batch(
+        self, backend: Backend, rope_case: MakeCase
+    ) -> None:
         """A batch without tokens changes nothing."""
         made, wanted = (rope_case(shape_for(backend), ()) for _ in range(2))
         check_rope_writes(rope_write_ops(backend), oracle, made, wanted)
 
     @pytest.mark.parametrize("dtype", DTYPES)
-    def test_what_is_rounded_does_not_depend_on_fusing(
+    def test_rounding_does_not_depend_on_fusing(
         self, backend: Backend, rope_case: MakeCase, dtype: str
     ) -> None:
         """The fused op agrees with the backend's separate ops, except where the order of a norm's

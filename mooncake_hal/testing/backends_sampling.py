@@ -12,7 +12,7 @@ from mooncake_hal.backend import Backend, SamplingMetadata, SamplingOps
 from mooncake_hal.reference import sampling_shares
 
 VOCAB = 3000
-SLACK = 1e-6
+TOLERANCE = 1e-6
 """Tolerance of cumulative probabilities: at the boundary of two tokens, either may be sampled."""
 UNIFORMS = torch.tensor([0.0, 0.2, 0.5, 0.999999], dtype=torch.float64)
 FILTERS: tuple[dict[str, Any], ...] = (
@@ -64,7 +64,7 @@ class SamplingSuite:
     @pytest.mark.parametrize("top_k", [0, 1, 50])
     @pytest.mark.parametrize("top_p", [1.0, 0.9, 0.3])
     @pytest.mark.parametrize("min_p", [0.0, 0.05])
-    def test_draws(self, backend: Backend, top_k: int, top_p: float, min_p: float) -> None:
+    def test_filters(self, backend: Backend, top_k: int, top_p: float, min_p: float) -> None:
         """Every filter, with a tie at the top and masked tokens."""
         logits = torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(top_k)) * 3
         logits[:, 7] = logits.amax(1)
@@ -73,7 +73,7 @@ class SamplingSuite:
         self.check_sampled(backend, logits, sampling_metadata)
 
     @pytest.mark.parametrize("knobs", FILTERS, ids=str)
-    def test_ties_at_the_edge_stay_in_together(
+    def test_ties_at_a_threshold_are_all_kept(
         self, backend: Backend, knobs: dict[str, Any]
     ) -> None:
         """With few distinct logits, every filter's threshold is a tie of many tokens."""
@@ -92,9 +92,7 @@ class SamplingSuite:
         self.check_sampled(backend, logits, make_sampling_metadata(UNIFORMS[1:3], 1.0, **knobs))
 
     @pytest.mark.parametrize("knobs", FILTERS, ids=str)
-    def test_rows_that_leave_little_to_choose(
-        self, backend: Backend, knobs: dict[str, Any]
-    ) -> None:
+    def test_rows_with_few_candidates(self, backend: Backend, knobs: dict[str, Any]) -> None:
         """A single unmasked token; fewer tokens than top-k; one token far above all others; all
         tokens equal."""
         logits = torch.full((4, VOCAB), float("-inf"))
@@ -129,18 +127,18 @@ class SamplingSuite:
         rows = torch.arange(len(logits))
         until = shares.cumsum(1)[rows, found]
         assert (shares[rows, found] > 0).all()
-        assert (until > uniforms - SLACK).all()
-        assert (until - shares[rows, found] <= uniforms + SLACK).all()
+        assert (until > uniforms - TOLERANCE).all()
+        assert (until - shares[rows, found] <= uniforms + TOLERANCE).all()
         return found
 
-    def test_no_temperature_takes_the_first_of_the_largest(self, backend: Backend) -> None:
+    def test_temperature_0_takes_the_first_largest_logit(self, backend: Backend) -> None:
         """Temperature 0 is greedy, whatever the uniform number."""
         logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
         logits[0, [5, 17]] = 50.0
         found = self.sample(backend, logits, make_sampling_metadata(torch.full((3,), 0.99), 0.0))
         assert found.tolist() == logits.argmax(1).tolist()
 
-    def test_tokens_are_drawn_as_often_as_they_should(self, backend: Backend) -> None:
+    def test_tokens_are_sampled_in_proportion(self, backend: Backend) -> None:
         """With evenly spaced uniform numbers, each token's count differs from its expected count by
         at most one."""
         logits = torch.randn(1, 40, generator=torch.Generator().manual_seed(2))
@@ -152,7 +150,7 @@ class SamplingSuite:
         assert (counts - shares * 100).abs().max() <= 1
         assert counts[shares == 0].sum() == 0
 
-    def test_a_row_is_drawn_alike_alone_and_in_company(self, backend: Backend) -> None:
+    def test_a_row_does_not_depend_on_others(self, backend: Backend) -> None:
         """A row's token does not depend on its batch, nor, therefore, on the rank."""
         generator = torch.Generator().manual_seed(3)
         logits = torch.randn(16, VOCAB, generator=generator) * 2
@@ -164,7 +162,7 @@ class SamplingSuite:
             alone = make_sampling_metadata(uniforms[row : row + 1], 0.9, top_k=200, top_p=0.9)
             assert self.sample(backend, logits[row : row + 1], alone)[0] == together[row]
 
-    def test_nobody_draws_nothing(self, backend: Backend) -> None:
+    def test_an_empty_batch_samples_nothing(self, backend: Backend) -> None:
         """An empty batch gives an empty result."""
         found = self.sample(backend, torch.empty(0, VOCAB), make_sampling_metadata(torch.empty(0)))
         assert found.shape == (0,)

@@ -334,7 +334,7 @@ class TransportConformance(TransportKit):
         self.read(pair.peer, pair.whole(MIB))
         _assert_same(pair.here.get()[:MIB], pair.there.get()[:MIB], "a read after a timed-out one")
 
-    def test_a_write_that_fails_ends_with_its_writer(self) -> None:
+    def test_a_failed_write_moves_no_more_bytes(self) -> None:
         """If the transport sets ``ends_writes``, no more bytes arrive after a failed write."""
         pair = self.pair(self.large)
         transfer = pair.peer.write(pair.whole(self.large), timeout=self.timeout)
@@ -432,7 +432,7 @@ class TransportConformance(TransportKit):
         assert again != pair.key_there
         self.check_moves(pair, random_pieces(self.rng, np.full(4, KIB, np.int64), MIB))
 
-    def test_revoking_stops_what_is_in_flight(self) -> None:
+    def test_revoking_stops_transfers_in_flight(self) -> None:
         pair = self.pair(self.large)
         transfer = pair.peer.write(pair.whole(self.large), timeout=self.timeout)
         pair.far.revoke(pair.key_there)
@@ -504,7 +504,7 @@ class TransportConformance(TransportKit):
         with raises(ValueError, HalError):
             self.open(extra={"no_such_setting": "1"})
 
-    def test_closing_the_peer_fails_what_is_in_flight(self) -> None:
+    def test_closing_the_peer_fails_transfers_in_flight(self) -> None:
         pair = self.pair(self.large)
         transfer = pair.peer.read(pair.whole(self.large), timeout=self.timeout)
         pair.peer.close()

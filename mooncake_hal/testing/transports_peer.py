@@ -69,8 +69,8 @@ class PeerProcess:
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the peer process ended with {self._process.wait()}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
+        reply: dict[str, Any] = json.loads(line)
+        return reply
 
     def tell(self, **command: Any) -> None:
         """Send a command without reading its reply."""
@@ -168,15 +168,15 @@ def content(seed: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
 def main() -> None:
     """Execute commands from stdin until it is closed."""
     child = _Child(json.loads(sys.stdin.readline()))
-    answer = child.opened()
+    reply = child.opened()
     while True:
-        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.write(json.dumps(reply) + "\n")
         sys.stdout.flush()
         line = sys.stdin.readline()
         if not line:
             break
         command = json.loads(line)
-        answer = getattr(child, command.pop("do"))(**command)
+        reply = getattr(child, command.pop("do"))(**command)
     child.endpoint.close()
     child.buffer.close()
 

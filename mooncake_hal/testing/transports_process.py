@@ -17,7 +17,7 @@ from mooncake_hal.testing.transports import MIB, TransportKit, one_span, raises,
 from mooncake_hal.testing.transports_peer import PeerProcess, content
 from mooncake_hal.transport import Endpoint, EndpointOptions, Spans
 
-MORE_THAN_AT_ONCE = 16
+NUM_BUSY_TRANSFERS = 16
 """Number of transfers of one peer after which a further one is either queued, or can be cancelled
 while it is in flight."""
 
@@ -230,7 +230,7 @@ class TransportProcessConformance(TransportKit):
         time.sleep(0.1)  # bytes that a timed-out transfer still moved would arrive now
         assert not failed or (here.get() == after).all()
 
-    def test_a_stopped_peer_holds_up_no_other(self) -> None:
+    def test_a_stopped_peer_does_not_block_others(self) -> None:
         """Transfers with the stopped peer wait, transfers with the other complete, and a queued
         transfer can be cancelled immediately."""
         children = stopped, other = self.child(MIB), self.child(MIB)
@@ -241,7 +241,7 @@ class TransportProcessConformance(TransportKit):
         stopped.signal(signal.SIGSTOP)
         try:
             spans = one_span(base, stopped.region.address, MIB)
-            waiting = [slow.read(spans, timeout=self.timeout) for _ in range(MORE_THAN_AT_ONCE)]
+            waiting = [slow.read(spans, timeout=self.timeout) for _ in range(NUM_BUSY_TRANSFERS)]
             queued = slow.read(spans, timeout=self.timeout)
             self.read(peer, one_span(base + MIB, other.region.address, MIB))
             started = time.monotonic()
@@ -266,14 +266,14 @@ class TransportProcessConformance(TransportKit):
             child.signal(signal.SIGCONT)
         near.connect(child.address, timeout=self.timeout).close()
 
-    def test_nothing_is_left_after_close(self) -> None:
+    def test_no_leaks_after_close(self) -> None:
         self._one_round()
         before = leftovers()
         for _ in range(3):
             self._one_round()
-        _assert_nothing_left(before)
+        _assert_no_leaks(before)
 
-    def test_nothing_is_left_after_a_kill(self) -> None:
+    def test_no_leaks_after_a_kill(self) -> None:
         self._one_round()
         before = leftovers()
         for _ in range(2):
@@ -289,9 +289,9 @@ class TransportProcessConformance(TransportKit):
                         self.read(peer, one_span(here.region.address, child.region.address, MIB))
                 near.close()
             self.stack.close()
-        _assert_nothing_left(before)
+        _assert_no_leaks(before)
 
-    def test_a_peer_that_leaves_costs_the_server_nothing(self) -> None:
+    def test_a_departed_peer_leaks_nothing(self) -> None:
         child = self.child(MIB)
         self._visit(child)
         before: dict[str, Any] = {}
@@ -331,7 +331,7 @@ class TransportProcessConformance(TransportKit):
         self.read(peer, one_span(here.region.address, base, MIB))
 
 
-def _assert_nothing_left(before: Leftovers) -> None:
+def _assert_no_leaks(before: Leftovers) -> None:
     deadline = time.monotonic() + 2  # the kernel removes a joined thread's entry with some delay
     while (after := leftovers(before.shared_memory)) != before and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -60,7 +60,7 @@ class StagedBetweenKinds(TransportKit):
         self.write(peer, spans)
         assert (there.get() == wanted).all()
 
-    def test_host_memory_is_registered_when_somebody_comes(self) -> None:
+    def test_host_memory_is_registered_when_a_peer_connects(self) -> None:
         """Regions registered before and after a peer connects are accessible; a revoked one is
         not."""
         ours = self.buffer(MIB)

@@ -101,7 +101,7 @@ class CopyJob(Generic[C]):
         self._spans = spans
         self._way = way
         self.local_keys = local_keys
-        self._has_begun = False
+        self._has_started = False
         self._is_stopped = False
         self._lock = threading.Lock()
         self.transfer = RunningTransfer(1, deadline_after(timeout), self.stop)
@@ -115,15 +115,15 @@ class CopyJob(Generic[C]):
         """Stop the transfer before its next part; if the job is still queued, end it here."""
         with self._lock:
             self._is_stopped = True
-            has_begun = self._has_begun
-        if not has_begun:
+            has_started = self._has_started
+        if not has_started:
             self.transfer.part_ended(TransferCancelled("stopped before it began"))
 
-    def enter(self) -> bool:
+    def mark_started(self) -> bool:
         """Mark the job as started; returns False if it was stopped before."""
         with self._lock:
-            self._has_begun = not self._is_stopped
-            return self._has_begun
+            self._has_started = not self._is_stopped
+            return self._has_started
 
     def run(self, copier: C) -> None:
         """Move the whole transfer.
@@ -131,17 +131,17 @@ class CopyJob(Generic[C]):
         Raises:
             TransferError: it was stopped, its deadline passed, or the peer's memory is gone.
         """
-        underway: deque[InFlightPart] = deque()
+        in_flight: deque[InFlightPart] = deque()
         try:
             for begin, end in split_parts(self._spans.nbytes, self._way.most_bytes):
-                underway.append(self._begin(slice(begin, end), copier))
-                if len(underway) > 1:
-                    underway.popleft().finish()
-            if underway:
-                underway.popleft().finish()
+                in_flight.append(self._begin(slice(begin, end), copier))
+                if len(in_flight) > 1:
+                    in_flight.popleft().finish()
+            if in_flight:
+                in_flight.popleft().finish()
             self._way.confirm(self._spans, self.transfer.deadline)
         finally:
-            for left in underway:
+            for left in in_flight:
                 left.drain()
 
     def _begin(self, pieces: slice, copier: C) -> InFlightPart:
@@ -192,7 +192,7 @@ class CopyWorker(Generic[C]):
         except Exception as exc:  # thread top: queued transfers must fail with it
             logger.exception("no copier could be created")
             self._error = exc
-            self._refuse_all(exc)
+            self._fail_all(exc)
             return
         while (job := self._jobs.get()) is not None:
             self._end(job, copier)
@@ -202,7 +202,7 @@ class CopyWorker(Generic[C]):
             logger.exception("a copier can't be closed")
 
     def _end(self, job: CopyJob[C], copier: C) -> None:
-        if not job.enter():
+        if not job.mark_started():
             return
         error: TransferError | None = None
         try:
@@ -210,13 +210,13 @@ class CopyWorker(Generic[C]):
         except TransferError as exc:
             error = exc
         except HalError as exc:
-            error = self._broken_off(copier, str(exc))
+            error = self._drained_error(copier, str(exc))
         except Exception as exc:  # fails this transfer only: a memory shortage may be temporary
             logger.exception("copying failed")
-            error = self._broken_off(copier, repr(exc))
+            error = self._drained_error(copier, repr(exc))
         job.transfer.part_ended(error)
 
-    def _broken_off(self, copier: C, reason: str) -> TransferError:
+    def _drained_error(self, copier: C, reason: str) -> TransferError:
         """Drain the copier, which may have enqueued copies before it failed; returns the transfer's
         error."""
         try:
@@ -225,9 +225,9 @@ class CopyWorker(Generic[C]):
             logger.exception("a copier can't be drained")
         return TransferError(f"copying failed: {reason}")
 
-    def _refuse_all(self, exc: Exception) -> None:
+    def _fail_all(self, exc: Exception) -> None:
         while (job := self._jobs.get()) is not None:
-            if job.enter():
+            if job.mark_started():
                 job.transfer.part_ended(TransferError(f"no copier could be created: {exc!r}"))
 
 

@@ -203,7 +203,7 @@ class SessionEndpoint:
         self._fds: dict[int, int | None] = {}
         self._next_key = 0
         self._lock = threading.RLock()  # also held while sending announcements, to keep their order
-        self._guests: set[Session] = set()
+        self._inbound: set[Session] = set()
         self._peers: list[DataPathPeer] = []
         self._closed = False
         self._credentials = Credentials(options.secret, data_path.name, data_path.version)
@@ -250,9 +250,9 @@ class SessionEndpoint:
             self._local.revoke(key)
         self._data_path.detach(key)
         with self._lock:
-            missed = self._announce(Revoked(key))
-            guests = [guest for guest in self._guests if guest not in missed]
-        late = missed + _await_all(guests, self._confirm_s or REVOKE_SECONDS)
+            dropped = self._announce(Revoked(key))
+            inbound = [session for session in self._inbound if session not in dropped]
+        late = dropped + _await_all(inbound, self._confirm_s or REVOKE_SECONDS)
         if late and self._confirm_s is not None:
             raise TransferTimeout(
                 f"{self.transport}: a peer did not confirm the revocation of region {key} within "
@@ -292,7 +292,7 @@ class SessionEndpoint:
             if self._closed:
                 return
             self._closed = True
-            peers, guests = list(self._peers), list(self._guests)
+            peers, inbound = list(self._peers), list(self._inbound)
             keys, self._live = list(self._live), {}
             if self._confirm_s is not None:
                 for key in keys:
@@ -300,9 +300,9 @@ class SessionEndpoint:
         for peer in peers:
             peer.close()
         if self._confirm_s is not None:
-            _await_all(guests, CLOSE_SECONDS)
-        for guest in guests:
-            guest.close()
+            _await_all(inbound, CLOSE_SECONDS)
+        for session in inbound:
+            session.close()
         self._listener.close()
         for key in keys:
             self._local.revoke(key)
@@ -316,7 +316,7 @@ class SessionEndpoint:
             with self._lock:
                 if self._closed:
                     return
-                self._guests.add(session)
+                self._inbound.add(session)
                 for message in self._live.values():
                     self._send(session, message)
             session.run()
@@ -324,27 +324,27 @@ class SessionEndpoint:
             logger.debug("a peer left while it was sent the registered regions: %s", exc)
         finally:
             with self._lock:
-                self._guests.discard(session)
+                self._inbound.discard(session)
             self._data_path.session_ended(session)
             session.close()
 
     def _announce(self, message: Registered | Revoked) -> list[Session]:
         """Send a message to every connected peer. Peers that do not accept it are dropped and
         returned, unless they had hung up themselves."""
-        missed = []
-        for guest in list(self._guests):
+        dropped = []
+        for session in list(self._inbound):
             try:
-                self._send(guest, message)
+                self._send(session, message)
             except PeerLost as exc:
-                if not guest.is_hung_up():
+                if not session.is_hung_up():
                     logger.warning("%s: dropping a peer: %s", self.transport, exc)
-                    missed.append(guest)
-                guest.hang_up()
-        return missed
+                    dropped.append(session)
+                session.hang_up()
+        return dropped
 
-    def _send(self, guest: Session, message: Registered | Revoked) -> None:
+    def _send(self, session: Session, message: Registered | Revoked) -> None:
         fd = self._fds.get(message.key) if isinstance(message, Registered) else None
-        guest.send(message, fd)
+        session.send(message, fd)
 
     def _checked_address(self, address: bytes) -> SessionAddress:
         wanted = read_address(address, self.transport, self._data_path.version)

@@ -87,7 +87,7 @@ class AgentLink:
         self._session = session
         self._agent: Agent | None = None
         self._registered: set[int] = set()
-        self._learnt: set[int] = set()
+        self._known_remote: set[int] = set()
         self._lock = threading.Lock()
 
     def prove(self, deadline: float) -> None:
@@ -154,18 +154,20 @@ class AgentLink:
                     raise RegionRevoked(f"region {key} of this side has been revoked")
                 agent.register(key, region)
                 self._registered.add(key)
-        fresh = [key for key in np.unique(part.remote_keys).tolist() if key not in self._learnt]
+        fresh = [
+            key for key in np.unique(part.remote_keys).tolist() if key not in self._known_remote
+        ]
         attachments = self._session.regions.attachments(fresh)
         for key, attachment in zip(fresh, attachments, strict=True):
             if not attachment:
                 raise RegionRevoked(f"region {key} of the peer has been revoked")
             agent.learn(key, attachment)
-            self._learnt.add(key)
+            self._known_remote.add(key)
 
     def _discard(self) -> None:
         agent, self._agent = self._agent, None
         self._registered.clear()
-        self._learnt.clear()
+        self._known_remote.clear()
         if agent is not None:
             agent.close()
 
@@ -175,11 +177,11 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES = 3
 """Attempts at one slice, as long as the peer replies and still has the region."""
 
-NEWS_SECONDS = 0.05
+NOTIFICATION_DELAY_SECONDS = 0.05
 """How much later the notification of a revocation may arrive than the failure that the revocation
 causes."""
 
-PATIENCE_SECONDS = 0.25
+WANTED_CHECK_SECONDS = 0.25
 """While waiting for the peer, how often to check whether the transfer is still wanted."""
 
 
@@ -203,7 +205,7 @@ class AdapterPeer:
         self._session = session
         self._link = link
         self._local = local
-        self._waiting: deque[SlicedTransfer] = deque()
+        self._queue: deque[SlicedTransfer] = deque()
         self._moving: SlicedTransfer | None = None
         self._changed = threading.Condition(threading.RLock())
         self._error: TransferError | None = None
@@ -242,8 +244,8 @@ class AdapterPeer:
         """Fail every transfer that touches our region ``key``; they are drained when this
         returns."""
         with self._changed:
-            works = [*self._waiting, *([self._moving] if self._moving else [])]
-        for work in works:
+            transfers = [*self._queue, *([self._moving] if self._moving else [])]
+        for work in transfers:
             if key in work.local_keys:
                 work.transfer.abort(RegionRevoked("the local region was revoked in mid-transfer"))
         self._link.forget(key)
@@ -263,7 +265,7 @@ class AdapterPeer:
         with self._changed:
             if self._error is not None:
                 return FinishedTransfer(self._error)
-            self._waiting.append(work)
+            self._queue.append(work)
             self._changed.notify_all()
         return work.transfer
 
@@ -271,12 +273,12 @@ class AdapterPeer:
         """Stop a transfer: immediately if it is queued, otherwise after its current slice."""
         with self._changed:
             work.error = work.error or TransferCancelled("cancelled by this side")
-            if work not in self._waiting:
+            if work not in self._queue:
                 return
-            self._waiting.remove(work)
+            self._queue.remove(work)
         work.transfer.part_ended(work.error)
 
-    def _why_stop(self, work: SlicedTransfer) -> TransferError | None:
+    def _stop_reason(self, work: SlicedTransfer) -> TransferError | None:
         """Return why a transfer must not continue, or None if it may."""
         if work.error is None and time.monotonic() >= work.transfer.deadline:
             work.error = work.transfer.late()
@@ -296,9 +298,9 @@ class AdapterPeer:
     def _next(self) -> SlicedTransfer | None:
         """Wait for the next queued transfer; None once the peer is closed and none is left."""
         with self._changed:
-            while not self._waiting and not self.closed:
+            while not self._queue and not self.closed:
                 self._changed.wait()
-            self._moving = self._waiting.popleft() if self._waiting else None
+            self._moving = self._queue.popleft() if self._queue else None
             return self._moving
 
     def _advance(self, work: SlicedTransfer) -> None:
@@ -310,9 +312,9 @@ class AdapterPeer:
             error = exc
         with self._changed:
             self._moving = None
-            error = error or (None if work.is_moved else self._why_stop(work))
+            error = error or (None if work.is_moved else self._stop_reason(work))
             if error is None and not work.is_moved:
-                self._waiting.append(work)
+                self._queue.append(work)
                 return
         work.transfer.part_ended(error)
 
@@ -326,10 +328,10 @@ class AdapterPeer:
         spans = work.slices[work.num_moved]
         part = self._located(work, spans)
         try:
-            self._link.move(part, lambda: self._why_stop(work) is not None)
+            self._link.move(part, lambda: self._stop_reason(work) is not None)
         except TransferError as exc:
             # The peer's engine deregisters a region before the peer notifies us.
-            time.sleep(NEWS_SECONDS)
+            time.sleep(NOTIFICATION_DELAY_SECONDS)
             self._await_peer(work)
             self._located(work, spans)
             work.num_failures += 1
@@ -363,22 +365,22 @@ class AdapterPeer:
         while True:
             self._require_wanted(work)
             try:
-                self._session.barrier(PATIENCE_SECONDS)
+                self._session.barrier(WANTED_CHECK_SECONDS)
             except TransferTimeout:
                 continue
             return
 
     def _require_wanted(self, work: SlicedTransfer) -> None:
-        error = self._why_stop(work)
+        error = self._stop_reason(work)
         if error is not None:
             raise error
 
     def _end_all(self) -> None:
         with self._changed:
-            works = [*self._waiting, *([self._moving] if self._moving else [])]
-            self._waiting.clear()
+            transfers = [*self._queue, *([self._moving] if self._moving else [])]
+            self._queue.clear()
             self._moving = None
-        for work in works:
+        for work in transfers:
             work.transfer.part_ended(self._error)
 
 

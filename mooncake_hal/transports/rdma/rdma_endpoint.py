@@ -138,8 +138,8 @@ class RdmaDataPath:
                 [connection.remote_nic for connection in connections],
                 [connection.open() for connection in connections],
             )
-            answer = session.request(encode(call), max(0.0, deadline - time.monotonic()))
-            opened = decode(answer, QueuePairsOpened).queue_pairs
+            reply = session.request(encode(call), max(0.0, deadline - time.monotonic()))
+            opened = decode(reply, QueuePairsOpened).queue_pairs
             if len(opened) != len(connections):
                 raise PeerLost(f"the peer opened {len(opened)} of {len(connections)} connections")
             for connection, remote in zip(connections, opened, strict=True):

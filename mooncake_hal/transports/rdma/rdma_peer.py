@@ -134,7 +134,7 @@ class RdmaPeer:
                 return
             self._error = error
             for connection in self._connections:
-                self._shut(connection)
+                self._close_connection(connection)
                 connection.take_unfinished()
             for transfer in list(self._transfers):
                 transfer.error = transfer.error or error
@@ -182,8 +182,8 @@ class RdmaPeer:
         local, local_at = self._endpoint.local.locate(spans.local, spans.nbytes)
         local_keys = self._endpoint.local_keys.of(local.keys)
         try:
-            patience = min(deadline - time.monotonic(), REFRESH_SECONDS)
-            remote, remote_at = self._session.locate(spans.remote, spans.nbytes, patience)
+            locate_timeout = min(deadline - time.monotonic(), REFRESH_SECONDS)
+            remote, remote_at = self._session.locate(spans.remote, spans.nbytes, locate_timeout)
             remote_keys = self._remote_keys.of(remote.keys)
         except TransferError as exc:
             return FinishedTransfer(exc)
@@ -263,7 +263,7 @@ class RdmaPeer:
             return
         fault = connection.post_queued()
         if fault is not None:
-            self._broken(connection, fault)
+            self._on_fault(connection, fault)
 
     def _on_event(self, connection: RdmaConnection) -> None:
         """Handle a connection's completions; called on the progress thread."""
@@ -275,14 +275,14 @@ class RdmaPeer:
                 transfer.unfinished -= count
                 self._end_if_done(transfer)
             if fault is not None:
-                self._broken(connection, fault)
+                self._on_fault(connection, fault)
             else:
                 self._post_queued(connection)
 
-    def _broken(self, connection: RdmaConnection, fault: ConnectionFault) -> None:
+    def _on_fault(self, connection: RdmaConnection, fault: ConnectionFault) -> None:
         """Destroy a broken connection's queue pair; fail the transfer that caused it, if any, and
         post the others' pieces again."""
-        self._shut(connection)
+        self._close_connection(connection)
         left = connection.take_unfinished()  # before new pieces are posted to the connection
         if fault.refused is not None:
             self._reopen(connection)
@@ -312,7 +312,7 @@ class RdmaPeer:
                 logger.warning(
                     "rdma connection %d does not drain; it gets a new queue pair", connection.number
                 )
-                self._shut(connection)
+                self._close_connection(connection)
                 left = connection.take_unfinished()
                 self._reopen(connection)
                 self._resume(left)
@@ -332,17 +332,17 @@ class RdmaPeer:
             self._reopen_failed(connection, exc)
             return
         self._session.start_request(encode(call)).add_done_callback(
-            lambda answer: self._reopened(connection, answer)
+            lambda reply: self._reopened(connection, reply)
         )
 
-    def _reopened(self, connection: RdmaConnection, answer: Future[bytes]) -> None:
+    def _reopened(self, connection: RdmaConnection, reply: Future[bytes]) -> None:
         """Called on the session's thread, or immediately if the session is over."""
         with self._lock:
             if self._error is not None:
-                self._shut(connection)
+                self._close_connection(connection)
                 return
             try:
-                (remote,) = decode(answer.result(), QueuePairsOpened).queue_pairs
+                (remote,) = decode(reply.result(), QueuePairsOpened).queue_pairs
                 connection.connect(remote)
             except (TransferError, ValueError) as exc:
                 self._reopen_failed(connection, exc)
@@ -358,7 +358,7 @@ class RdmaPeer:
     def _watch(self, connection: RdmaConnection) -> None:
         self._endpoint.progress.add(connection.fd, lambda: self._on_event(connection))
 
-    def _shut(self, connection: RdmaConnection) -> None:
+    def _close_connection(self, connection: RdmaConnection) -> None:
         if connection.fd >= 0:
             self._endpoint.progress.remove(connection.fd)
         connection.close()

@@ -60,7 +60,7 @@ class SendWindow(Generic[TransferT]):
         self._requests = requests
         self._nbytes = nbytes
         self._queue: deque[PieceRun[TransferT]] = deque()
-        self._flight: deque[PieceRun[TransferT]] = deque()
+        self._in_flight: deque[PieceRun[TransferT]] = deque()
         self._next_id = 1
         self._done_id = 0
         self._bytes = 0
@@ -73,7 +73,7 @@ class SendWindow(Generic[TransferT]):
     @property
     def is_idle(self) -> bool:
         """Whether no pieces are queued or in flight."""
-        return not self._queue and not self._flight
+        return not self._queue and not self._in_flight
 
     def add(self, run: PieceRun[TransferT]) -> None:
         """Queue pieces."""
@@ -87,17 +87,17 @@ class SendWindow(Generic[TransferT]):
             least: minimum number of free requests, unless none are in flight; makes refills come
                 in batches.
         """
-        room = self._requests - self.in_flight
-        if not self._queue or room < (least if self._flight else 1):
+        free = self._requests - self.in_flight
+        if not self._queue or free < (least if self._in_flight else 1):
             return None
         head = self._queue[0]
-        stop = min(head.start + room, head.stop, self._within_bytes(head))
+        stop = min(head.start + free, head.stop, self._within_bytes(head))
         if stop <= head.start:
             return None
         run = PieceRun(head.transfer, head.start, stop, self._next_id)
         self._next_id += len(run)
         self._bytes += run.nbytes
-        self._flight.append(run)
+        self._in_flight.append(run)
         if stop == head.stop:
             self._queue.popleft()
         else:
@@ -108,13 +108,13 @@ class SendWindow(Generic[TransferT]):
         """Mark all requests up to ``last_id`` as completed; returns the number of completed pieces
         per transfer."""
         done = []
-        while self._flight and self._done_id < last_id:
-            run = self._flight.popleft()
+        while self._in_flight and self._done_id < last_id:
+            run = self._in_flight.popleft()
             count = min(last_id - run.first_id + 1, len(run))
             part = PieceRun(run.transfer, run.start, run.start + count)
             if count < len(run):
                 rest = PieceRun(run.transfer, run.start + count, run.stop, run.first_id + count)
-                self._flight.appendleft(rest)
+                self._in_flight.appendleft(rest)
             self._bytes -= part.nbytes
             self._done_id += count
             done.append((run.transfer, count))
@@ -122,7 +122,7 @@ class SendWindow(Generic[TransferT]):
 
     def owner_of(self, request_id: int) -> TransferT | None:
         """Return the transfer of a request that is in flight, or None."""
-        for run in self._flight:
+        for run in self._in_flight:
             if run.first_id <= request_id < run.first_id + len(run):
                 return run.transfer
         return None
@@ -134,9 +134,9 @@ class SendWindow(Generic[TransferT]):
         Call it only when requests in flight can't access memory any more.
         """
         left = [
-            PieceRun(run.transfer, run.start, run.stop) for run in (*self._flight, *self._queue)
+            PieceRun(run.transfer, run.start, run.stop) for run in (*self._in_flight, *self._queue)
         ]
-        self._flight.clear()
+        self._in_flight.clear()
         self._queue.clear()
         self._done_id = self._next_id - 1
         self._bytes = 0
@@ -151,14 +151,14 @@ class SendWindow(Generic[TransferT]):
 
     def holds(self, transfer: TransferT) -> bool:
         """Whether pieces of a transfer are in flight."""
-        return any(run.transfer is transfer for run in self._flight)
+        return any(run.transfer is transfer for run in self._in_flight)
 
     def _within_bytes(self, head: PieceRun[TransferT]) -> int:
         """Return the end of the run's pieces that fit into the limit of bytes in flight."""
         before = int(head.transfer.ends[head.start - 1]) if head.start else 0
         budget = self._nbytes - self._bytes
         stop = int(np.searchsorted(head.transfer.ends, before + max(budget, 0), side="right"))
-        return max(stop, head.start + 1) if not self._flight else stop
+        return max(stop, head.start + 1) if not self._in_flight else stop
 
 
 def stripe(

@@ -219,7 +219,7 @@ class CopyTransfer(PendingTransfer):
         self._copier = copier
         self._max_threads = max_threads
         self._job: Job | None = None
-        self._inside = 0
+        self._num_running = 0
 
     def begin(self, job: Job, remote_keys: frozenset[int]) -> None:
         """Set the job; nothing is copied if the transfer was aborted before."""
@@ -242,7 +242,7 @@ class CopyTransfer(PendingTransfer):
             self._error = self._error or error
             if self._job is not None:
                 self._job.stop = 1
-            idle = self._inside == 0
+            idle = self._num_running == 0
         if idle:
             self._end()
         self._ended.wait()
@@ -260,21 +260,21 @@ class CopyTransfer(PendingTransfer):
         already."""
         with self._lock:
             job = self._job
-            if self._ended.is_set() or job is None or self._inside == self._max_threads:
+            if self._ended.is_set() or job is None or self._num_running == self._max_threads:
                 return
-            self._inside += 1
+            self._num_running += 1
         outcome = self._copier.run(job)
-        error = self._judge(outcome)
+        error = self._error_of(outcome)
         with self._lock:
-            self._inside -= 1
+            self._num_running -= 1
             self._error = self._error or error
             if self._error is not None:
                 job.stop = 1
-            last = self._inside == 0
+            last = self._num_running == 0
         if last:
             self._end()
 
-    def _judge(self, outcome: int) -> TransferError | None:
+    def _error_of(self, outcome: int) -> TransferError | None:
         if outcome == CopyOutcome.DONE:
             return self._hooks.verify()
         if outcome == CopyOutcome.STOPPED:

@@ -154,7 +154,7 @@ def _installed() -> Registry:
     return Registry.discover()
 
 
-class NothingToCopy:
+class NullCopier:
     """The copier of a side without a device, whose memory the inner transport accesses directly."""
 
     def gather(self, addresses: Addresses, nbytes: Addresses, host: int) -> None:
@@ -211,7 +211,7 @@ class HostRegions:
 
 
 @dataclass(frozen=True, slots=True)
-class _Served:
+class _PeerStaging:
     """Resources of a peer that connected to us: its staging buffer and copier on our side."""
 
     staging: StagingBuffer
@@ -243,7 +243,7 @@ class StagedDataPath:
         self._local = local
         self._inner = inner
         self._host = HostRegions(inner)
-        self._served: dict[Session, _Served] = {}
+        self._served: dict[Session, _PeerStaging] = {}
         self._peers: list[StagedPeer] = []
         self._lock = threading.Lock()
         if copies is not None:  # so that what a copier compiles is ready before the first transfer
@@ -308,7 +308,7 @@ class StagedDataPath:
             inner = self._inner.connect(theirs.inner, timeout=timeout).peer
             undo.callback(inner.close)
             worker: CopyWorker[HostCopier] = CopyWorker(
-                NothingToCopy if self._copies is None else self._copies.copier
+                NullCopier if self._copies is None else self._copies.copier
             )
             undo.pop_all()
         path = StagedPath(inner, ours, theirs.address)
@@ -327,7 +327,7 @@ class StagedDataPath:
             return encode(StagingOpened(None, self._inner.addresses))
         with ExitStack() as undo:
             undo.callback(staging.close)
-            self._served[session] = _Served(staging, self._copies.copier())
+            self._served[session] = _PeerStaging(staging, self._copies.copier())
             undo.pop_all()
         return encode(StagingOpened(staging.address, self._inner.addresses))
 

@@ -155,7 +155,7 @@ class _Server:
     def admit(self, serving: _Serving, table: NDArray[np.uint64], total: int) -> ReplyStatus:
         """Check an operation and record it for ``fence``, atomically."""
         with self.lock:
-            status = self._judge(table, total)
+            status = self._check(table, total)
             serving.table, serving.is_aborted = table, False
             return status
 
@@ -168,7 +168,7 @@ class _Server:
                     with serving.touching:
                         serving.is_aborted = True
 
-    def _judge(self, table: NDArray[np.uint64], total: int) -> ReplyStatus:
+    def _check(self, table: NDArray[np.uint64], total: int) -> ReplyStatus:
         addresses, nbytes = table[:, 0].copy(), table[:, 1].copy()
         if not nbytes.all() or int(nbytes.sum()) != total:
             return ReplyStatus.MALFORMED
@@ -337,12 +337,12 @@ def _serve_read(serving: _Serving, pipe: _Pipe, table: NDArray[np.uint64]) -> No
 
 def _cut_at_chunk(vector: NDArray[np.uint64], moved: int) -> list[NDArray[np.uint64]]:
     """Cut a vector in two if it crosses the end of the chunk at ``moved`` bytes into the stream."""
-    room = CHUNK_BYTES - moved % CHUNK_BYTES
+    left = CHUNK_BYTES - moved % CHUNK_BYTES
     size = int(vector[:, 1].sum())
-    if size <= room:
+    if size <= left:
         return [vector]
     addresses, nbytes = vector[:, 0].copy(), vector[:, 1].copy()
-    return list(vectors(addresses, nbytes, room))
+    return list(vectors(addresses, nbytes, left))
 
 
 def _touches(table: NDArray[np.uint64] | None, start: int, end: int) -> bool:

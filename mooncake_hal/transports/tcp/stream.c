@@ -88,12 +88,12 @@ static uint64_t take(uint64_t *left, uint64_t moved) {
 static void skip_body(struct flow *f, uint64_t moved) {
     f->body_left -= moved;
     while (moved) {
-        uint64_t room = f->nbytes[f->next * f->stride] - f->offset;
-        if (moved < room) {
+        uint64_t left = f->nbytes[f->next * f->stride] - f->offset;
+        if (moved < left) {
             f->offset += moved;
             return;
         }
-        moved -= room;
+        moved -= left;
         f->next++;
         f->offset = 0;
     }
@@ -188,7 +188,7 @@ static void expect_reply(struct operation *op) {
 }
 
 /* Process received bytes; returns RUN_AGAIN if more are expected. */
-static int digest(struct operation *op) {
+static int process_received(struct operation *op) {
     struct flow *f = &op->flow;
     if (f->head_left) return RUN_AGAIN;
     if (op->reply.magic != MAGIC) return RUN_BROKEN;
@@ -210,7 +210,7 @@ static int digest(struct operation *op) {
 }
 
 /* Wait for the first byte of the reply without blocking past `until_ns`. */
-static int has_answer(int fd, int64_t until_ns) {
+static int has_reply(int fd, int64_t until_ns) {
     int64_t left = until_ns - now_ns();
     struct timespec timeout = {0, left > 0 ? left : 0};
     struct pollfd wanted = {fd, POLLIN, 0};
@@ -235,7 +235,7 @@ static int64_t advance_operation(struct operation *op, int64_t until_ns) {
     if (f->head_left == sizeof op->reply) {
         int64_t moved = step_soon(op->fd, f);
         if (moved != -EAGAIN) return moved;
-        if (until_ns && !has_answer(op->fd, until_ns)) return -EAGAIN;
+        if (until_ns && !has_reply(op->fd, until_ns)) return -EAGAIN;
     }
     return step(op->fd, f, 0, 0);
 }
@@ -250,7 +250,7 @@ int mooncake_run(struct operation *op, int64_t until_ns) {
         if (moved < 0 && moved != -EAGAIN) return (int)-moved;
         if (moved > 0 && op->phase == SENDING && is_over(&op->flow)) expect_reply(op);
         else if (moved > 0 && op->phase == RECEIVING) {
-            int state = digest(op);
+            int state = process_received(op);
             if (state != RUN_AGAIN) return state;
         }
         int64_t now = now_ns();
@@ -261,7 +261,7 @@ int mooncake_run(struct operation *op, int64_t until_ns) {
 
 /* Begin and run an operation of one span, whose arrays are stored in the operation itself. */
 int mooncake_one(struct operation *op, uint64_t local, uint64_t remote, uint64_t nbytes,
-                 double timeout, double patience) {
+                 double timeout, double inline_s) {
     int64_t now = now_ns();
     op->one[0] = local;
     op->one[1] = remote;
@@ -277,7 +277,7 @@ int mooncake_one(struct operation *op, uint64_t local, uint64_t remote, uint64_t
     op->stop = 0;
     op->deadline_ns = timeout < 1e9 ? now + (int64_t)(timeout * 1e9) : INT64_MAX;
     mooncake_begin(op);
-    return mooncake_run(op, now + (int64_t)(patience * 1e9));
+    return mooncake_run(op, now + (int64_t)(inline_s * 1e9));
 }
 
 /* ---- server ------------------------------------------------------------------------------- */
@@ -364,7 +364,7 @@ static int64_t position(const struct server *s, uint64_t address) {
     return low - 1;
 }
 
-static uint32_t judge(const struct server *s, uint64_t address, uint64_t nbytes) {
+static uint32_t check_span(const struct server *s, uint64_t address, uint64_t nbytes) {
     if (!nbytes || address + nbytes < address) return nbytes ? UNKNOWN : MALFORMED;
     int64_t at = position(s, address);
     if (at >= 0 && address < s->regions[2 * at + 1])
@@ -376,7 +376,7 @@ static uint32_t judge(const struct server *s, uint64_t address, uint64_t nbytes)
 
 struct pieces {
     uint64_t *table; /* (address, nbytes) x count */
-    uint64_t count, room;
+    uint64_t count, capacity;
 };
 
 /* The number of pieces that rows describe; 0 if they are invalid or too many. */
@@ -415,10 +415,10 @@ static uint64_t *expand_row(const uint64_t *row, int levels, uint64_t *to) {
 static int expand(const uint64_t *rows, const struct request *r, struct pieces *pieces) {
     uint64_t count = count_pieces(rows, r);
     if (!count) return RUN_BROKEN;
-    if (count > pieces->room) {
+    if (count > pieces->capacity) {
         free(pieces->table);
         pieces->table = malloc(16 * count);
-        pieces->room = pieces->table ? count : 0;
+        pieces->capacity = pieces->table ? count : 0;
         if (!pieces->table) return ENOMEM;
     }
     uint64_t *to = pieces->table;
@@ -438,7 +438,7 @@ static struct reply admit(struct server *s, struct connection *c, const struct p
     pthread_mutex_lock(&s->lock);
     for (uint64_t i = 0; i < pieces->count && reply.status == OK; i++) {
         uint64_t n = table[2 * i + 1];
-        reply.status = judge(s, table[2 * i], n);
+        reply.status = check_span(s, table[2 * i], n);
         reply.index = i;
         total += n;
     }
@@ -598,14 +598,14 @@ static int serve_one(struct server *s, struct connection *c, int fd, const struc
     return result;
 }
 
-static void enter(struct server *s, struct connection *c) {
+static void add_connection(struct server *s, struct connection *c) {
     pthread_mutex_lock(&s->lock);
     c->next = s->connections;
     s->connections = c;
     pthread_mutex_unlock(&s->lock);
 }
 
-static void leave(struct server *s, struct connection *c) {
+static void remove_connection(struct server *s, struct connection *c) {
     pthread_mutex_lock(&s->lock);
     c->table = NULL;
     struct connection **at = &s->connections;
@@ -624,9 +624,9 @@ int mooncake_serve(struct server *s, int fd, const int32_t *stop) {
         uint64_t first[2];
     } begin;
     struct pieces pieces = {0};
-    uint64_t *rows = NULL, room = 0; /* bytes */
+    uint64_t *rows = NULL, capacity = 0; /* bytes */
     int result = RUN_DONE;
-    enter(s, &c);
+    add_connection(s, &c);
     while (result == RUN_DONE) {
         result = receive_all(fd, &begin, sizeof begin, stop, 1);
         if (result) break;
@@ -637,10 +637,10 @@ int mooncake_serve(struct server *s, int fd, const int32_t *stop) {
             break;
         }
         uint64_t size = row_bytes(r->levels) * r->rows;
-        if (size > room) {
+        if (size > capacity) {
             free(rows);
             rows = malloc(size);
-            room = rows ? size : 0;
+            capacity = rows ? size : 0;
             if (!rows) {
                 result = ENOMEM;
                 break;
@@ -651,7 +651,7 @@ int mooncake_serve(struct server *s, int fd, const int32_t *stop) {
         if (!result) result = expand(rows, r, &pieces);
         if (!result) result = serve_one(s, &c, fd, r, &pieces, stop);
     }
-    leave(s, &c);
+    remove_connection(s, &c);
     free(pieces.table);
     free(rows);
     return result;

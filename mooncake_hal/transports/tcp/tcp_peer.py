@@ -92,8 +92,8 @@ class PeerConnection:
         self._dial = dial
         self._sock = sock
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        self._turn = threading.Lock()  # held while the connection is used
-        self._guard = threading.Lock()  # guards `pending`, `_sock` and `_current`
+        self._use_lock = threading.Lock()  # held while the connection is used
+        self._state_lock = threading.Lock()  # guards `pending`, `_sock` and `_current`
         self._current: TransferPart | None = None
         self._unfinished: TransferPart | None = None
         self._is_closed = False
@@ -102,7 +102,7 @@ class PeerConnection:
 
     def submit(self, part: TransferPart) -> None:
         """Queue a part for the thread."""
-        with self._guard:
+        with self._state_lock:
             self.pending += 1
         self._tasks.put(lambda: self._move(part, 0.0))
 
@@ -110,18 +110,18 @@ class PeerConnection:
         """Claim the connection for the caller's thread if it is open and idle."""
         if not self._streams.runs_inline or self.pending or self._sock is None:
             return False
-        if not self._turn.acquire(blocking=False):
+        if not self._use_lock.acquire(blocking=False):
             return False
-        with self._guard:
+        with self._state_lock:
             self.pending += 1
         return True
 
     def unclaim(self) -> None:
         """Release a claimed connection."""
-        with self._guard:
+        with self._state_lock:
             self.pending -= 1
         self.claimed_key = None
-        self._turn.release()
+        self._use_lock.release()
 
     def move_claimed(self, part: TransferPart) -> None:
         """Move a part over the claimed connection and release the connection.
@@ -131,7 +131,7 @@ class PeerConnection:
         try:
             self._move(part, INLINE_SECONDS)
         finally:
-            self._turn.release()
+            self._use_lock.release()
 
     def move_one(self, write: bool, local: int, remote: int, nbytes: int, timeout: float) -> int:
         """Move one piece over the claimed connection, which stays claimed; returns a StreamOutcome.
@@ -150,12 +150,12 @@ class PeerConnection:
         """Release the claimed connection and let its thread finish what ``move_one`` started."""
         self.operation = Operation()
         part.enter(self)
-        with self._guard:
+        with self._state_lock:
             self._current = part
         self._unfinished = part
         self.claimed_key = None
-        self._tasks.put(_nothing)  # wakes the thread, which resumes first
-        self._turn.release()
+        self._tasks.put(_wake_only)  # wakes the thread, which resumes first
+        self._use_lock.release()
 
     def fail_claimed(self, outcome: int) -> None:
         """Release a claimed connection after a failure; drops it unless ``outcome`` is DONE."""
@@ -165,7 +165,7 @@ class PeerConnection:
 
     def interrupt(self, part: TransferPart | None) -> None:
         """Shut the connection down if it is moving ``part``; None: whatever it is moving."""
-        with self._guard:
+        with self._state_lock:
             if self._sock is not None and part in (None, self._current):
                 hang_up(self._sock)
 
@@ -175,18 +175,18 @@ class PeerConnection:
         self.interrupt(None)
         self._tasks.put(None)
         self._thread.join()
-        with self._turn:
+        with self._use_lock:
             self._drop()
 
     def _loop(self) -> None:
         while (task := self._tasks.get()) is not None:
             try:
-                with self._turn:
+                with self._use_lock:
                     self._resume()
                     task()
             except Exception as exc:  # noqa: BLE001  thread top: kept, raised by the next transfer
                 self.error = self.error or exc
-        with self._turn:
+        with self._use_lock:
             self._resume()
 
     def _resume(self) -> None:
@@ -204,7 +204,7 @@ class PeerConnection:
         if not part.enter(self):
             self._finish(part, None)
             return
-        with self._guard:
+        with self._state_lock:
             self._current = part
         self._streams.begin(part.operation, sock)
         self._run(part, seconds)
@@ -217,7 +217,7 @@ class PeerConnection:
         outcome = self._streams.run(part.operation, sock, seconds)
         if outcome == StreamOutcome.AGAIN:
             self._unfinished = part
-            self._tasks.put(_nothing)  # wakes the thread, which resumes first
+            self._tasks.put(_wake_only)  # wakes the thread, which resumes first
             return
         if outcome != StreamOutcome.DONE:
             self._drop()
@@ -227,7 +227,7 @@ class PeerConnection:
             self._finish(part, failure(part.operation, outcome))
 
     def _finish(self, part: TransferPart, error: TransferError | None) -> None:
-        with self._guard:
+        with self._state_lock:
             self._current = None
             self.pending -= 1
         part.end(error)
@@ -237,18 +237,18 @@ class PeerConnection:
             raise PeerLost("tcp: this side closed the connection")
         if self._sock is None:
             sock = self._dial(deadline - time.monotonic())
-            with self._guard:
+            with self._state_lock:
                 self._sock = sock
         return self._sock
 
     def _drop(self) -> None:
-        with self._guard:
+        with self._state_lock:
             sock, self._sock = self._sock, None
         if sock is not None:
             sock.close()
 
 
-def _nothing() -> None:
+def _wake_only() -> None:
     """Do nothing but wake a thread."""
 
 
@@ -351,7 +351,7 @@ class TcpPeer:
             connection.unclaim()
             return DONE
         if outcome == StreamOutcome.AGAIN:
-            return self._leave(connection, key)
+            return self._continue_in_background(connection, key)
         error = (
             deadline_error(timeout)
             if outcome == StreamOutcome.LATE
@@ -360,7 +360,9 @@ class TcpPeer:
         connection.fail_claimed(outcome)
         return FinishedTransfer(error)
 
-    def _leave(self, connection: PeerConnection, key: int) -> RunningTransfer | FinishedTransfer:
+    def _continue_in_background(
+        self, connection: PeerConnection, key: int
+    ) -> RunningTransfer | FinishedTransfer:
         """Turn the operation that the caller's thread started into a transfer that the connection's
         thread finishes."""
         deadline = connection.operation.deadline_ns / 1e9

@@ -20,7 +20,7 @@ from mooncake_hal.transports.copy_worker import (
     split_parts,
 )
 from mooncake_hal.transports.staged.staged_peer import joined
-from mooncake_hal.transports.staged.staged_transport import NothingToCopy
+from mooncake_hal.transports.staged.staged_transport import NullCopier
 from mooncake_hal.transports.staging import packed_addresses
 
 
@@ -86,7 +86,7 @@ def job_of(line: Line) -> CopyJob[Copier]:
 
 def test_a_part_begins_before_the_one_before_it_is_finished() -> None:
     line = Line()
-    job_of(line).run(NothingToCopy())
+    job_of(line).run(NullCopier())
     moved = ["begin 0", "begin 1", "finish 0", "begin 2", "finish 1", "finish 2"]
     assert line.events == [*moved, "confirm 3"]
 
@@ -94,17 +94,17 @@ def test_a_part_begins_before_the_one_before_it_is_finished() -> None:
 def test_what_is_underway_when_a_part_is_lost_is_drained() -> None:
     line = Line(fails_at=0)
     with pytest.raises(TransferError, match="lost"):
-        job_of(line).run(NothingToCopy())
+        job_of(line).run(NullCopier())
     assert line.events == ["begin 0", "begin 1", "drain 1"]
 
 
 def test_a_stopped_transfer_is_drained() -> None:
     line = Line()
     job = job_of(line)
-    assert job.enter()
+    assert job.mark_started()
     line.stop = job.stop
     with pytest.raises(TransferCancelled):
-        job.run(NothingToCopy())
+        job.run(NullCopier())
     assert line.events == ["begin 0", "drain 0"]
 
 
@@ -116,7 +116,7 @@ def test_what_waits_behind_a_job_that_hangs_ends_when_it_is_stopped() -> None:
         assert goes_on.wait(10)
 
     line.stop = hold
-    worker: CopyWorker[Copier] = CopyWorker(NothingToCopy)
+    worker: CopyWorker[Copier] = CopyWorker(NullCopier)
     running, queued = job_of(line), job_of(line)
     try:
         worker.submit(running)
@@ -133,7 +133,7 @@ def test_what_waits_behind_a_job_that_hangs_ends_when_it_is_stopped() -> None:
     assert line.events.count("begin 0") == 1, "the cancelled one has not begun"
 
 
-class Drained(NothingToCopy):
+class Drained(NullCopier):
     def __init__(self, line: Line) -> None:
         self._line = line
 
@@ -166,7 +166,7 @@ def test_whatever_a_copy_raises_is_its_transfers_own(caplog: pytest.LogCaptureFi
     assert "copying failed" in caplog.text
 
 
-class Unwilling(NothingToCopy):
+class Unwilling(NullCopier):
     def close(self) -> None:
         raise RuntimeError("the device is gone")
 
