@@ -83,8 +83,8 @@ def as_schema(schema: Any) -> dict[str, Any]:
         ({"structured_outputs": {}}, "must hold one of json, regex, choice and grammar"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "must hold one of"),
         (as_schema({}) | {"structured_outputs": {"regex": "a"}}, "exclude each other"),
-        (as_schema({}) | {"min_tokens": 3}, "min_tokens and ignore_eos can't be kept"),
-        (as_schema({}) | {"ignore_eos": True}, "min_tokens and ignore_eos can't be kept"),
+        (as_schema({}) | {"min_tokens": 3}, "min_tokens or ignore_eos"),
+        (as_schema({}) | {"ignore_eos": True}, "min_tokens or ignore_eos"),
     ],
 )
 def test_refusals(
