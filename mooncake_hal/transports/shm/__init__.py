@@ -1,2 +1,1 @@
-"""The shm transport, between processes of one host: a single copy, through shared mappings or with
-process_vm_readv and process_vm_writev."""
+"""The shm transport, between processes of one host: one copy, through mappings or system calls."""
