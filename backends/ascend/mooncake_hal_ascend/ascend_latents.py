@@ -17,7 +17,7 @@ from mooncake_hal.backend import AttentionBatch
 from mooncake_hal.latents import LatentRows
 from mooncake_hal_ascend.sequence_lengths import causal_mask, chunks_of, decodes_of
 
-MOST_TOKENS = 16
+MAX_QUERY_TOKENS = 16
 TILE = 16
 """Elements per row of a tile in the NZ format, for types of two bytes."""
 
@@ -133,7 +133,7 @@ class AscendLatentOps:
         heads, latent_dim = query.shape[1], latent_cache.shape[-1]
         if len(query) == 0:
             return query[..., :latent_dim]
-        latents, sequences = self._form.of(latent_cache), chunks_of(batch, MOST_TOKENS)
+        latents, sequences = self._form.of(latent_cache), chunks_of(batch, MAX_QUERY_TOKENS)
         has_several = len(sequences.query_ends) < len(query)
         latent, rope = _split(query, latent_dim)
         found, _ = torch_npu.npu_fused_infer_attention_score_v2(

@@ -22,7 +22,7 @@ _CANN_FOLDERS = (
 )
 _CANN_VERSION_FILES = ("version.cfg", "version.info", "compiler/version.info")
 _VERSION = re.compile(r"[Vv]ersion\s*=\s*(?:\[[^:\n]*:)?(\d+\.\d+[\w.]*)")
-LEAST_CANN = (8, 5)
+OLDEST_CANN = (8, 5)
 """With older versions, waiting for events of the vendor's transfer engine could hang
 (vllm-ascend)."""
 
@@ -90,7 +90,7 @@ def _missing(machine: AscendMachine) -> list[str]:
     if not machine.has_driver:
         reasons.append("no Ascend driver (/dev/davinci_manager)")
     elif not machine.device_files:
-        reasons.append("the Ascend driver is there, but there is no device (/dev/davinci0)")
+        reasons.append("the Ascend driver is installed, but there is no device (/dev/davinci0)")
     if machine.cann is None:
         reasons.append(
             "CANN is not found (ASCEND_HOME_PATH, /usr/local/Ascend); source its set_env.sh"
@@ -113,13 +113,13 @@ def _unfit(machine: AscendMachine) -> list[str]:
     if torch and torch_npu and _numbers(torch) != _numbers(torch_npu):
         major, minor = _numbers(torch_npu)
         reasons.append(
-            f"torch-npu {torch_npu} does not fit torch {torch}: install torch {major}.{minor}, or "
-            "torch-npu of torch's version"
+            f"torch-npu {torch_npu} does not match torch {torch}: install torch {major}.{minor}, "
+            "or torch-npu of torch's version"
         )
     found = machine.cann_version
-    if found and _numbers(found) < LEAST_CANN:
-        least = ".".join(map(str, LEAST_CANN))
-        reasons.append(f"CANN {found} in {machine.cann} is too old: install {least} or newer")
+    if found and _numbers(found) < OLDEST_CANN:
+        oldest = ".".join(map(str, OLDEST_CANN))
+        reasons.append(f"CANN {found} in {machine.cann} is too old: install {oldest} or newer")
     return reasons
 
 

@@ -120,7 +120,7 @@ class NpuHostCopier:
         self._copies = copies
         self._device = device
         self._stream = stream
-        self._underway: list[Wait] = []
+        self._in_flight: list[Wait] = []
 
     def gather(self, addresses: Addresses, nbytes: Addresses, host: int) -> None:
         self._move(addresses, nbytes, host, _to_host)
@@ -129,8 +129,8 @@ class NpuHostCopier:
         self._move(addresses, nbytes, host, _to_device)
 
     def drain(self) -> None:
-        underway, self._underway = self._underway, []
-        for wait in underway:
+        in_flight, self._in_flight = self._in_flight, []
+        for wait in in_flight:
             wait()
 
     def close(self) -> None:
@@ -152,15 +152,15 @@ class NpuHostCopier:
             pieces = _slices(addresses - np.uint64(base), nbytes)
 
             def work() -> None:
-                for lying, at in pieces:
-                    move(memory[lying], packed[at], None)
+                for source_slice, packed_slice in pieces:
+                    move(memory[source_slice], packed[packed_slice], None)
         else:
             rows = torch.from_numpy(rows_of(addresses, nbytes, base, row))
 
             def work() -> None:
                 move(as_rows(memory, row), as_rows(packed, row), rows.to(memory.device))
 
-        self._underway.append(self._stream.run(work, self._device))
+        self._in_flight.append(self._stream.run(work, self._device))
 
 
 def _to_host(device: Tensor, host: Tensor, rows: Tensor | None) -> None:
@@ -177,8 +177,8 @@ def _to_device(device: Tensor, host: Tensor, rows: Tensor | None) -> None:
 def _slices(offsets: Addresses, nbytes: Addresses) -> list[tuple[slice, slice]]:
     """The slices of pieces in their allocation and in the packed buffer: [pieces]."""
     ends = np.cumsum(nbytes).tolist()
-    lying = zip(offsets.tolist(), nbytes.tolist(), strict=True)
+    sources = zip(offsets.tolist(), nbytes.tolist(), strict=True)
     return [
         (slice(begin, begin + size), slice(end - size, end))
-        for (begin, size), end in zip(lying, ends, strict=True)
+        for (begin, size), end in zip(sources, ends, strict=True)
     ]

@@ -48,16 +48,16 @@ def prompts_of(batch: AttentionBatch) -> SequenceLengths:
 
 
 @lru_cache(maxsize=2)
-def chunks_of(batch: AttentionBatch, most_tokens: int) -> SequenceLengths:
-    """Lengths of the prompts, divided into chunks of at most ``most_tokens`` query tokens.
+def chunks_of(batch: AttentionBatch, max_tokens: int) -> SequenceLengths:
+    """Lengths of the prompts, divided into chunks of at most ``max_tokens`` query tokens.
 
     Each chunk is a sequence whose context ends at the chunk's last token.
     """
     rows, lengths, contexts = [], [], []
     for row in range(batch.num_decodes, len(batch.host_query_lens)):
         query, context = batch.host_query_lens[row], batch.host_context_lens[row]
-        for start in range(0, query, most_tokens):
-            stop = min(start + most_tokens, query)
+        for start in range(0, query, max_tokens):
+            stop = min(start + max_tokens, query)
             rows.append(row)
             lengths.append(stop - start)
             contexts.append(context - query + stop)

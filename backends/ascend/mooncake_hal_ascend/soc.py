@@ -13,7 +13,7 @@ from enum import Enum, auto
 from mooncake_hal.errors import BackendUnavailable
 from mooncake_hal.fused_experts import ExpertShape
 
-OTHERS = {range(200, 206): "310P", range(260, 261): "950"}
+UNSUPPORTED_FAMILIES = {range(200, 206): "310P", range(260, 261): "950"}
 """Families that are known to be unsupported, by version."""
 
 
@@ -25,7 +25,7 @@ class HccsDomain(Enum):
 
 
 _MIB = 1 << 20
-_MOST_EXPERTS = 512
+_MAX_EXPERTS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class FusedExpertLimits:
     experts_per_rank: int
     has_expert_scales: bool
 
-    def why_not(self, ranks: int, shape: ExpertShape) -> str | None:
+    def why_unsupported(self, ranks: int, shape: ExpertShape) -> str | None:
         """The limit that a group or shape exceeds, or None."""
         if ranks not in self.ranks:
             return f"{ranks} ranks, it takes {', '.join(map(str, self.ranks))}"
@@ -63,10 +63,10 @@ class FusedExpertLimits:
             )
         if shape.chosen > self.chosen:
             return f"{shape.chosen} experts per token, it takes {self.chosen}"
-        if shape.num_slots % ranks or shape.num_slots > _MOST_EXPERTS:
+        if shape.num_slots % ranks or shape.num_slots > _MAX_EXPERTS:
             return (
-                f"{shape.num_slots} experts on {ranks} ranks, it takes up to {_MOST_EXPERTS}, as "
-                "many on each"
+                f"{shape.num_slots} experts on {ranks} ranks, it takes up to {_MAX_EXPERTS}, "
+                "equally many per rank"
             )
         if shape.num_slots // ranks > self.experts_per_rank:
             return f"{shape.num_slots // ranks} experts per rank, it takes {self.experts_per_rank}"
@@ -76,12 +76,12 @@ class FusedExpertLimits:
         """The maximum number of tokens per rank and call, given the size of a group's buffer."""
         held, hidden = shape.num_slots // ranks, shape.hidden_size
         if self.has_expert_scales:
-            room = buffer_bytes // 2 - 2 * _MIB
+            available_bytes = buffer_bytes // 2 - 2 * _MIB
             per_token = ranks * min(held, shape.chosen) * hidden * 2
         else:
-            room = (buffer_bytes - 2 * _MIB) // 2
+            available_bytes = (buffer_bytes - 2 * _MIB) // 2
             per_token = 2 * (hidden + 128) * (ranks * held + shape.chosen + 1)
-        return max(0, min(self.tokens, room // per_token))
+        return max(0, min(self.tokens, available_bytes // per_token))
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ SOCS = (
             range(7168, 7169),
             512,
             8,
-            _MOST_EXPERTS,
+            _MAX_EXPERTS,
             has_expert_scales=False,
         ),
     ),
@@ -155,7 +155,10 @@ def find_soc(version: int, name: str) -> Soc:
     soc = next((each for each in SOCS if version in each.versions), None)
     if soc is not None and name.lower().startswith(soc.prefix):
         return soc
-    known = next((family for versions, family in OTHERS.items() if version in versions), "unknown")
+    known = next(
+        (family for versions, family in UNSUPPORTED_FAMILIES.items() if version in versions),
+        "unknown",
+    )
     family = soc.generation if soc else known
     wanted = ", ".join(
         f"{each.generation} ({each.prefix}*, {each.versions.start} to {each.versions.stop - 1})"

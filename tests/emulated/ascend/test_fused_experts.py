@@ -95,17 +95,17 @@ def test_tokens_get_the_sums_of_their_experts_wherever_these_are(
         (A3, 8, ExpertShape(64, 8, 4096), "rows of 4096, it takes up to 7168 and no others"),
         (A2, 16, ExpertShape(64, 8, 4100), "rows of 4100, it takes up to 7168 in steps of 32"),
         (A3, 16, ExpertShape(64, 9, 7168), "9 experts per token, it takes 8"),
-        (A2, 16, ExpertShape(72, 8, 4096), "72 experts on 16 ranks, it takes up to 512, as many"),
+        (A2, 16, ExpertShape(72, 8, 4096), "72 experts on 16 ranks, it takes up to 512, equally"),
         (A3, 16, ExpertShape(528, 8, 7168), "528 experts on 16 ranks"),
         (A2, 16, ExpertShape(400, 8, 4096), "25 experts per rank, it takes 24"),
     ],
 )
-def test_what_the_ops_do_not_take_is_named(
+def test_what_the_ops_do_not_support_is_named(
     limits: object, ranks: int, shape: ExpertShape, reason: str
 ) -> None:
-    assert reason in str(limits.why_not(ranks, shape))  # type: ignore[attr-defined]
+    assert reason in str(limits.why_unsupported(ranks, shape))  # type: ignore[attr-defined]
     for good in (ExpertShape(256, 8, 7168),):
-        assert limits.why_not(16, good) is None  # type: ignore[attr-defined]
+        assert limits.why_unsupported(16, good) is None  # type: ignore[attr-defined]
 
 
 def test_a_call_is_no_larger_than_a_groups_buffer() -> None:

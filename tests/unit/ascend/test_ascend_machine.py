@@ -26,7 +26,7 @@ NPU = ascend_machine.AscendMachine(
         (replace(NPU, cann=None), ["CANN is not found", "TORCH_DEVICE_BACKEND_AUTOLOAD=0"]),
         (
             replace(NPU, torch_npu_version="2.11.0.post3"),
-            ["torch-npu 2.11.0.post3 does not fit torch 2.13.0+cpu: install torch 2.11, or"],
+            ["torch-npu 2.11.0.post3 does not match torch 2.13.0+cpu: install torch 2.11, or"],
         ),
         (
             replace(NPU, cann_version="8.0.RC2"),

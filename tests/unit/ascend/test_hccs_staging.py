@@ -348,9 +348,9 @@ def test_a_buffer_is_spread_where_its_pieces_say() -> None:
     assert np.count_nonzero(found) == 95
 
 
-def test_buffers_are_borrowed_first_and_by_as_many_as_there_are() -> None:
+def test_buffers_must_be_borrowed_and_are_limited() -> None:
     lender, other = Lender(), Session.__new__(Session)
-    with pytest.raises(TransferError, match="buffers are borrowed first"):
+    with pytest.raises(TransferError, match="buffers must be borrowed before"):
         lender.scatter([0], [32])
     assert lender.ask(Borrow()) == lender.ask(Borrow())
     with pytest.raises(TransferError, match="all buffers are lent, to 1 peers that push"):
@@ -370,8 +370,8 @@ def test_buffers_are_borrowed_first_and_by_as_many_as_there_are() -> None:
         ([64 << 10], [32], 0, "lies in no region that this side registered"),
         ([(64 << 10) - 32], [64], 0, "begins in this side's region"),
         ([0, 36], [36, 36], 0, None),
-        ([0, 34], [34, 34], 0, "pieces in rows of 34 bytes are not scattered"),
-        ([0, 48], [32, 32], 0, "pieces in rows of 16 bytes are not scattered"),
+        ([0, 34], [34, 34], 0, "pieces in rows of 34 bytes can't be scattered"),
+        ([0, 48], [32, 32], 0, "pieces in rows of 16 bytes can't be scattered"),
     ],
 )
 def test_what_a_peer_asks_for_is_checked(
@@ -387,7 +387,7 @@ def test_what_a_peer_asks_for_is_checked(
     assert not lender.target.tensor.any()
 
 
-def test_a_call_that_is_none_is_refused() -> None:
+def test_a_malformed_request_is_refused() -> None:
     session = Session.__new__(Session)
     with pytest.raises(TransferError, match="a call can't be read"):
         Lender().lent.handle_request(session, b"scatter it", AttachedRegions("this"))

@@ -100,14 +100,14 @@ def test_a_super_node_is_joined_by_hccs_across_servers() -> None:
         (moved(A3, device=1, super_device="9"), "both NPUs claim the address 10.0.0.1"),
     ],
 )
-def test_ends_that_do_not_fit_are_told_why(other: NpuLocation, words: str) -> None:
+def test_why_ends_are_incompatible(other: NpuLocation, words: str) -> None:
     reason = apart(A3, other)
     assert reason is not None
     assert words in reason
 
 
-def test_what_is_no_place_is_refused() -> None:
-    with pytest.raises(TransferError, match="no facts of an NPU"):
+def test_a_malformed_location_is_refused() -> None:
+    with pytest.raises(TransferError, match="malformed NPU location"):
         why_unreachable(A2.encode(), b"somewhere")
 
 
@@ -130,7 +130,7 @@ def test_a_logical_super_node_divides_a_physical_one(root: Path) -> None:
     assert (found.super_pod, found.super_device) == ("left", "16777216")
 
 
-def test_an_a3_that_does_not_say_is_refused(root: Path) -> None:
+def test_an_a3_without_a_known_super_node_is_refused(root: Path) -> None:
     with pytest.raises(TransportUnavailable, match=r"npu-smi .* set HCCL_LOGIC_SUPERPOD_ID"):
         locate("A3", 0, "auto", {}, root=root, ask=Tool(""))
 

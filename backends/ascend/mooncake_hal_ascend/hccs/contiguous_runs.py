@@ -21,9 +21,9 @@ BUFFER_BYTES = 1 << 20
 alternately."""
 SMALL_BYTES = 16 << 10
 """Largest mean size of pieces that are moved as runs; larger pieces are transferred one by one."""
-LEAST_PIECES = 8
+MIN_PIECES_PER_RUN = 8
 """Smallest mean number of pieces per run for which runs are used."""
-LEAST_ROW = 32
+MIN_ROW_BYTES = 32
 """Smallest row that is scattered, in bytes: what a device moves at once."""
 ELEMENT_BYTES = 4
 """Size of the elements as which rows are copied."""
@@ -60,12 +60,12 @@ class ContiguousRuns:
     targets: U64
     sizes: U64
 
-    def batches(self, most_bytes: int) -> Iterator[RunBatch]:
-        """Divide the pieces into batches of at most ``most_bytes``, without dividing a piece."""
+    def batches(self, max_bytes: int) -> Iterator[RunBatch]:
+        """Divide the pieces into batches of at most ``max_bytes``, without dividing a piece."""
         first, ends = 0, np.cumsum(self.sizes)
         while first < len(ends):
             before = int(ends[first - 1]) if first else 0
-            last = max(int(np.searchsorted(ends, before + most_bytes, side="right")), first + 1)
+            last = max(int(np.searchsorted(ends, before + max_bytes, side="right")), first + 1)
             yield self._batch(slice(first, last))
             first = last
 
@@ -77,7 +77,7 @@ class ContiguousRuns:
 
 
 def find_runs(
-    sources: U64, targets: U64, sizes: U64, base: int, most_bytes: int
+    sources: U64, targets: U64, sizes: U64, base: int, max_bytes: int
 ) -> ContiguousRuns | None:
     """Group pieces into runs; None if transferring the pieces one by one is better.
 
@@ -85,20 +85,20 @@ def find_runs(
         sources, targets, sizes: addresses and lengths of the pieces, all of whose targets are in
             one region.
         base: address of that region.
-        most_bytes: size of a buffer, which must hold any one piece.
+        max_bytes: size of a buffer, which must hold any one piece.
     """
     mean_bytes = int(sizes.sum()) / len(sizes)
     num_runs = int(_is_run_start(sources, sizes).sum())
-    if mean_bytes > SMALL_BYTES or len(sizes) < LEAST_PIECES * num_runs:
+    if mean_bytes > SMALL_BYTES or len(sizes) < MIN_PIECES_PER_RUN * num_runs:
         return None
-    if not is_row(row_bytes(targets, sizes, base)) or int(sizes.max()) > most_bytes:
+    if not is_row(row_bytes(targets, sizes, base)) or int(sizes.max()) > max_bytes:
         return None
     return ContiguousRuns(sources, targets, sizes)
 
 
 def is_row(nbytes: int) -> bool:
     """Whether a device can scatter rows of this length efficiently."""
-    return nbytes >= LEAST_ROW and nbytes % ELEMENT_BYTES == 0
+    return nbytes >= MIN_ROW_BYTES and nbytes % ELEMENT_BYTES == 0
 
 
 def row_bytes(targets: U64, sizes: U64, base: int) -> int:

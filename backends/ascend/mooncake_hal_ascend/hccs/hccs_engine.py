@@ -53,7 +53,7 @@ class SharedEngine:
         device: device whose memory can be registered, such as ``"npu:0"``.
         bind_thread: makes the NPU current in the calling thread.
         needs_pages: whether regions must be aligned to an NPU page.
-        ended: called when the last agent has left.
+        on_closed: called when the last agent has left.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class SharedEngine:
         bind_thread: Callable[[], None],
         *,
         needs_pages: bool,
-        ended: Callable[[], None] | None = None,
+        on_closed: Callable[[], None] | None = None,
     ) -> None:
         self._start = start
         self._workspaces = workspaces
         self._device = device
         self._bind_thread = bind_thread
         self._needs_pages = needs_pages
-        self._ended = ended
+        self._on_closed = on_closed
         self._vendor: VendorEngine | None = None
         self._num_agents = 0
         self._counts: Counter[int] = Counter()  # by first address
@@ -87,7 +87,7 @@ class SharedEngine:
             self._bind_thread()
             if self._vendor is None:
                 self._vendor = self._start()
-                self._register_first(self._workspaces)  # must precede the engine's first link
+                self._register_with_engine(self._workspaces)  # must precede the engine's first link
                 self._counts[self._workspaces.address] = 1
             self._num_agents += 1
             return self._vendor
@@ -97,11 +97,11 @@ class SharedEngine:
         with self._lock:
             self._num_agents -= 1
             if self._num_agents == 0 and self._vendor is not None:
-                self._withdraw(self._workspaces)
+                self._remove_registration(self._workspaces)
                 self._vendor.close()
                 self._vendor = None
-                if self._ended is not None:
-                    self._ended()
+                if self._on_closed is not None:
+                    self._on_closed()
 
     def register(self, region: MemoryRegion) -> None:
         """Add a registration of a region; the first one registers it with the engine.
@@ -109,19 +109,19 @@ class SharedEngine:
         Raises:
             TransportUnavailable: the engine can't register the region; the message says why.
         """
-        whole = self._whole(region)
+        whole = self._registered_region(region)
         with self._lock:
             if not self._counts[whole.address]:
-                self._require_takable(whole)
-                self._register_first(whole)
+                self._require_registrable(whole)
+                self._register_with_engine(whole)
             self._counts[whole.address] += 1
 
     def deregister(self, region: MemoryRegion) -> None:
         """Remove a registration of a region; removing the last one unregisters it from the
         engine."""
-        whole = self._whole(region)
+        whole = self._registered_region(region)
         with self._lock:
-            self._withdraw(whole)
+            self._remove_registration(whole)
 
     def move(self, session: str, part: Slice) -> None:
         """Move a slice and wait for it. Several threads may call this concurrently."""
@@ -132,11 +132,11 @@ class SharedEngine:
         else:
             vendor.write(session, part.spans)
 
-    def _whole(self, region: MemoryRegion) -> MemoryRegion:
+    def _registered_region(self, region: MemoryRegion) -> MemoryRegion:
         start, end = self._workspaces.address, self._workspaces.address + self._workspaces.nbytes
         return self._workspaces if start <= region.address < end else region
 
-    def _require_takable(self, region: MemoryRegion) -> None:
+    def _require_registrable(self, region: MemoryRegion) -> None:
         if region.device != self._device:
             raise TransportUnavailable(
                 NAME, f"this endpoint moves memory of {self._device}, not of {region.device}"
@@ -152,7 +152,7 @@ class SharedEngine:
                 NAME, f"an engine takes {MAX_REGIONS} regions at most; register larger ones"
             )
 
-    def _register_first(self, region: MemoryRegion) -> None:
+    def _register_with_engine(self, region: MemoryRegion) -> None:
         self._bind_thread()
         try:
             self._running().register(region.address, region.nbytes)
@@ -161,7 +161,7 @@ class SharedEngine:
                 NAME, f"the engine refuses {region.nbytes} bytes of {region.device}: {exc}"
             ) from exc
 
-    def _withdraw(self, region: MemoryRegion) -> None:
+    def _remove_registration(self, region: MemoryRegion) -> None:
         self._counts[region.address] -= 1
         if self._counts[region.address]:
             return
@@ -170,7 +170,7 @@ class SharedEngine:
         try:
             self._running().unregister(region.address)
         except TransferError as exc:  # closing continues
-            logger.warning("%s: the engine keeps memory that was withdrawn: %s", NAME, exc)
+            logger.warning("%s: the engine did not unregister memory: %s", NAME, exc)
 
     def _running(self) -> VendorEngine:
         if self._vendor is None:
@@ -212,7 +212,7 @@ class HccsAgent:
         self._buffers = buffers
         self._vendor = engine.join()
         self._regions: dict[int, MemoryRegion] = {}
-        self._learnt: dict[int, HccsRegionInfo] = {}
+        self._peer_regions: dict[int, HccsRegionInfo] = {}
         self._target = ""
         self._is_open = True
 
@@ -235,7 +235,7 @@ class HccsAgent:
 
     def learn(self, key: int, attachment: bytes) -> None:
         """Store the info of a peer's region; the engines exchange registrations themselves."""
-        self._learnt[key] = decode_message(attachment, HccsRegionInfo)
+        self._peer_regions[key] = decode_message(attachment, HccsRegionInfo)
 
     def move(self, part: Slice, must_stop: Callable[[], bool]) -> None:
         def move(spans: Spans) -> None:
@@ -264,7 +264,7 @@ class HccsAgent:
         keys, writer = set(part.remote_keys.tolist()), self._buffers.writer
         if writer is None or len(keys) > 1:
             return False
-        region = self._learnt[keys.pop()]
+        region = self._peer_regions[keys.pop()]
         return region.takes_runs and writer.write(part.spans, region.address, write, must_stop)
 
     def close(self) -> None:
@@ -332,7 +332,7 @@ class WorkspacePool:
         """
         with self._lock:
             if not self._free or nbytes > SLOT_BYTES:
-                raise TransportUnavailable(NAME, "there is no NPU memory left for tokens")
+                raise TransportUnavailable(NAME, "no NPU memory is left for tokens")
             slot = self._free.pop()
         taken = PooledWorkspace(self._memory, slot * SLOT_BYTES, nbytes)
         weakref.finalize(taken, self._free.append, slot)

@@ -210,17 +210,19 @@ class StagedReader:
     def _read_runs(
         self, runs: ContiguousRuns, base: int, buffers: Tensor, read: Callable[[Spans], None]
     ) -> None:
-        is_free: list[Wait] = [lambda: None] * SLOTS
+        pending_scatters: list[Wait] = [lambda: None] * SLOTS
         try:
             for number, batch in enumerate(runs.batches(self._half)):
                 slot = number % SLOTS
-                is_free[slot]()
+                pending_scatters[slot]()
                 buffer = buffers[slot * self._half :][: self._half]
                 in_buffer = batch.in_buffer(buffer.data_ptr())
                 read(Spans(in_buffer, batch.starts, batch.run_bytes))
-                is_free[slot] = self._scatterer.scatter(buffer, batch.targets, batch.sizes, base)
+                pending_scatters[slot] = self._scatterer.scatter(
+                    buffer, batch.targets, batch.sizes, base
+                )
         finally:  # even after an error, no memory may change once this returns
-            for wait in is_free:
+            for wait in pending_scatters:
                 wait()
 
 
@@ -273,14 +275,14 @@ class StagingBufferPool:
     def _scatter(self, session: Session, call: ScatterBuffer, local: AttachedRegions) -> None:
         """Scatter a buffer over a region that is live now, and wait for all copies."""
         if session not in self._lent:
-            raise TransferError(f"{NAME}: buffers are borrowed first")
+            raise TransferError(f"{NAME}: buffers must be borrowed before they are scattered")
         targets, sizes = LIMITS.read_pieces(call.slot, call.targets)
         index, at = local.locate(targets, sizes)
         base = index.starts[at[0]]
         if (at != at[0]).any() or not self._scatterer.can_scatter(base):
             raise TransferError(f"{NAME}: pieces must lie in one region that takes runs")
         if not is_row(row := row_bytes(targets, sizes, base)):
-            raise TransferError(f"{NAME}: pieces in rows of {row} bytes are not scattered")
+            raise TransferError(f"{NAME}: pieces in rows of {row} bytes can't be scattered")
         buffer = self._lent[session][call.slot * BUFFER_BYTES :][:BUFFER_BYTES]
         self._scatterer.scatter(buffer, targets, sizes, base)()
 

@@ -227,7 +227,7 @@ def _assemble(
             name,
             bind_thread,
             needs_pages=not over_roce,
-            ended=buffers.close if serves else None,
+            on_closed=buffers.close if serves else None,
         )
 
     serving = share(serves=True)

@@ -60,7 +60,7 @@ def decode_location(data: bytes) -> NpuLocation:
     try:
         return msgspec.msgpack.decode(data, type=NpuLocation)
     except UNREADABLE as exc:
-        raise TransferError(f"these are no facts of an NPU: {exc}") from exc
+        raise TransferError(f"malformed NPU location: {exc}") from exc
 
 
 def why_unreachable(ours: bytes, theirs: bytes) -> str | None:
@@ -71,17 +71,17 @@ def why_unreachable(ours: bytes, theirs: bytes) -> str | None:
     """
     here, there = decode_location(ours), decode_location(theirs)
     return (
-        _why_strangers(here, there)
-        or _why_one_number(here, there)
+        _why_incompatible(here, there)
+        or _why_ambiguous(here, there)
         or _why_out_of_reach(here, there)
     )
 
 
-def _why_strangers(here: NpuLocation, there: NpuLocation) -> str | None:
+def _why_incompatible(here: NpuLocation, there: NpuLocation) -> str | None:
     if here.generation != there.generation:
         return (
-            f"this end is an {here.generation}, the peer an {there.generation}; the engines join "
-            "one generation only: use tcp"
+            f"this end is an {here.generation}, the peer an {there.generation}; the engines "
+            "connect NPUs of one generation only: use tcp"
         )
     if here.protocol != there.protocol:
         return (
@@ -91,7 +91,7 @@ def _why_strangers(here: NpuLocation, there: NpuLocation) -> str | None:
     return None
 
 
-def _why_one_number(here: NpuLocation, there: NpuLocation) -> str | None:
+def _why_ambiguous(here: NpuLocation, there: NpuLocation) -> str | None:
     """The reason if two different NPUs claim the same identity, as after parts of a server were
     replaced."""
     if (here.server, here.device) == (there.server, there.device):
@@ -224,7 +224,7 @@ def _super_pod(
     if not found.get("Super Pod ID"):
         raise TransportUnavailable(
             NAME,
-            f"NPU {physical} does not say which super-node it is in ({' '.join(command)}); mount "
-            "npu-smi and the driver into the container, or set HCCL_LOGIC_SUPERPOD_ID",
+            f"the super-node of NPU {physical} is unknown ({' '.join(command)}); mount npu-smi and "
+            "the driver into the container, or set HCCL_LOGIC_SUPERPOD_ID",
         )
     return found

@@ -32,7 +32,7 @@ _MOONCAKE: Meanings = {
     -101: (PeerLost, "the peer's host name is not known"),
     -102: (PeerLost, "the peer's port does not answer"),
     -104: (PeerLost, "the peer refused the handshake"),
-    -200: (PeerLost, "the peer's engine says nothing of itself"),
+    -200: (PeerLost, "the peer's engine has published no metadata"),
     -302: (TransferError, "the engine has no memory left"),
     103900: (TransferError, "parameters are refused: is all memory registered, and aligned?"),
     103901: (TransferTimeout, "the engine's own deadline passed"),
@@ -50,8 +50,8 @@ _MEMFABRIC: Meanings = {
     -2003: (TransferError, "the engine is not started"),
     -2004: (TransferTimeout, "the engine's own deadline passed"),
     -2005: (TransferError, "it was done already"),
-    -2006: (TransferError, "it is there already"),
-    -2007: (RegionUnknown, "it is not there"),
+    -2006: (TransferError, "it exists already"),
+    -2007: (RegionUnknown, "it does not exist"),
     -2008: (TransferError, "the engine is not started"),
     -2009: (TransferError, "it is in use"),
     -2012: (TransferError, "a part of it failed"),
@@ -65,18 +65,18 @@ SERVER, CLIENT = "Prefill", "Decode"
 """memfabric's names of the end that accepts connections and the end that opens them."""
 
 
-def failure(engine: str, what: str, code: int, words: str = "") -> TransferError:
+def failure(engine: str, what: str, code: int, message: str = "") -> TransferError:
     """Make the exception for a return code that is not 0.
 
     Args:
         engine: name of the engine.
         what: the requested operation.
         code: the return code.
-        words: the engine's message, if any.
+        message: the engine's message, if any.
     """
     kind, meaning = MEANINGS[engine].get(code, (TransferError, "a code that is not documented"))
-    said = f": {words}" if words else ""
-    return kind(f"{engine} did not {what}: {code}, {meaning}{said}")
+    detail = f": {message}" if message else ""
+    return kind(f"{engine} did not {what}: {code}, {meaning}{detail}")
 
 
 class VendorEngine(Protocol):
