@@ -24,13 +24,13 @@ from mooncake_conductor.replication import Replication, ReplicationRule, Replica
 from mooncake_conductor.reservations import Reservation, ReservationBook, Stage
 from mooncake_conductor.slo_admission import (
     ADMITTED,
-    NOT_ALONE,
+    NO_UNLOADED_LATENCY,
     Admission,
     AdmissionMode,
-    Alone,
     Forecast,
     Objective,
     Objectives,
+    UnloadedLatency,
     Verdict,
 )
 
@@ -172,10 +172,10 @@ class Conductor:
         match = self.index.match(request.keys, now)
         self.heat.touch(request.keys, now)
         choice = self._policy.choose(Situation(self.fleet, request, match, now, self._rng))
-        wanted, alone = self._wanted(request)
+        wanted, unloaded = self._objective_of(request)
         only = self._takers(request, choice.slot)
         decode = self._chooser.choose(request, match, now + choice.ttft, wanted.tbt_s, only)
-        forecast = self._forecast(request, choice.ttft, decode, alone)
+        forecast = self._forecast(request, choice.ttft, decode, unloaded)
         verdict = self.admission.at_arrival(request.request_class, forecast)
         decision = Decision(request.request_id, verdict, choice, decode, now)
         if verdict.is_admitted:
@@ -205,13 +205,13 @@ class Conductor:
         request = made.request
         # The request itself must not count as load of the instance that it is bound to.
         self.ledger.release(request_id)
-        wanted, alone = self._wanted(request)
+        wanted, unloaded = self._objective_of(request)
         only = self._takers(request, made.choice.slot)
         match = self._held_by_decoders(request, now)
         decode = self._chooser.choose(request, match, now, wanted.tbt_s, only)
         if not self.settings.binds_late or self.settings.is_coupled:
-            decode = self._again(request, made.decode_slot, match, decode)
-        forecast = self._forecast(request, 0.0, decode, alone)
+            decode = self._reevaluate(request, made.decode_slot, match, decode)
+        forecast = self._forecast(request, 0.0, decode, unloaded)
         verdict = self.admission.after_prefill(request.request_class, forecast)
         if not verdict.is_admitted:
             self.book.release(request_id, now)
@@ -231,7 +231,7 @@ class Conductor:
             return None
         self.ledger.release(request_id)
         request = replace(made.request, avoid=avoid)
-        wanted, _ = self._wanted(request)
+        wanted, _ = self._objective_of(request)
         only = self._takers(request, made.choice.slot)
         match = self._held_by_decoders(request, now)
         decode = self._chooser.choose(request, match, now, wanted.tbt_s, only)
@@ -280,7 +280,7 @@ class Conductor:
             return None
         return self.index.match(request.keys, now)
 
-    def _again(
+    def _reevaluate(
         self, request: RoutingRequest, slot: int, match: PrefixMatches | None, best: DecodeChoice
     ) -> DecodeChoice:
         """The decode choice of the arrival, evaluated with the current load.
@@ -298,22 +298,22 @@ class Conductor:
         return DecodeChoice(slot, float(tbt[index]), best.tail, others, held)
 
     def _forecast(
-        self, request: RoutingRequest, ttft: float, decode: DecodeChoice, alone: Alone
+        self, request: RoutingRequest, ttft: float, decode: DecodeChoice, unloaded: UnloadedLatency
     ) -> Forecast:
         expected = self.ledger.expected_seconds(request.request_class)
         drain = expected / max(decode.num_sequences, 1.0)
         if ttft and self.settings.lateness_share:
             ttft += max(self._lateness.value, 0.0)
-        return Forecast(ttft, decode.tbt, drain, alone)
+        return Forecast(ttft, decode.tbt, drain, unloaded)
 
-    def _wanted(self, request: RoutingRequest) -> tuple[Objective, Alone]:
+    def _objective_of(self, request: RoutingRequest) -> tuple[Objective, UnloadedLatency]:
         """The request's objective in seconds, and the unloaded times that it was derived from."""
         wanted = self.admission.objectives.of(request.request_class)
         if not wanted.is_relative:
-            return wanted, NOT_ALONE
-        seconds = self.fleet.alone_seconds(request.num_tokens, request.num_output_tokens)
-        alone = Alone(*seconds)
-        return wanted.in_seconds(alone), alone
+            return wanted, NO_UNLOADED_LATENCY
+        seconds = self.fleet.unloaded_seconds(request.num_tokens, request.num_output_tokens)
+        unloaded = UnloadedLatency(*seconds)
+        return wanted.in_seconds(unloaded), unloaded
 
     def _estimator(self, slot: int) -> LatencyEstimator:
         if slot not in self.fleet.names:

@@ -138,7 +138,7 @@ class Fleet:
         self._said_to_send.pop(slot, None)
         self.fetches[slot] = True
         self.is_draining[slot] = self.is_away[slot] = False
-        self.links.cut(slot, now)
+        self.links.clear(slot, now)
         self.queues.clear(slot)
         self._list_roles()
 
@@ -221,7 +221,7 @@ class Fleet:
         others = np.maximum(num_sequences - 1, 0)
         return step + per_sequence * others + per_context * num_context  # type: ignore[no-any-return]  # numpy's sums of rows
 
-    def alone_seconds(self, num_tokens: int, num_output_tokens: float) -> tuple[float, float]:
+    def unloaded_seconds(self, num_tokens: int, num_output_tokens: float) -> tuple[float, float]:
         """Seconds of a request's first token and of each further one on the fastest idle instances.
 
         Infinite if there is no prefill or no decode instance.

@@ -242,7 +242,7 @@ class ReservationBook:
 
     def _end_transfers(self, made: Reservation, now: float) -> None:
         for booking in made.transfers:
-            self._fleet.links.give_back(booking, now)
+            self._fleet.links.release(booking, now)
         made.transfers = []
 
     def _new_chunks(self, made: Reservation) -> tuple[int, ...]:

@@ -94,7 +94,7 @@ class ReservationExchange:
         self._names = names
         self._slot_of = slot_of
         self._publish: Publish | None = None
-        book.on_change = self._tell
+        book.on_change = self._publish_change
 
     def start(self, publish: Publish) -> None:
         """Publish every change from now on."""
@@ -106,27 +106,27 @@ class ReservationExchange:
 
     def portions(self, now: Callable[[], float]) -> Iterator[list[ReservationChange]]:
         """Yield the snapshot in portions; each is up to date when it is yielded."""
-        told: list[ReservationChange] = []
-        num_told = num_keys = 0
+        changes: list[ReservationChange] = []
+        num_requests = num_keys = 0
         for made in self._book.of_owner(self._owner):
             if self._book.get(made.request.request_id) is not made:
                 continue
-            told += self._told_whole(made, now())
-            num_told += 1
+            changes += self._changes_of(made, now())
+            num_requests += 1
             num_keys += len(made.request.keys)
-            if num_told >= PORTION or num_keys >= PORTION_KEYS:
-                yield told
-                told, num_told, num_keys = [], 0, 0
-        if told:
-            yield told
+            if num_requests >= PORTION or num_keys >= PORTION_KEYS:
+                yield changes
+                changes, num_requests, num_keys = [], 0, 0
+        if changes:
+            yield changes
 
-    def _told_whole(self, made: Reservation, now: float) -> list[ReservationChange]:
-        told: list[ReservationChange] = [self._reserved(made, now)]
+    def _changes_of(self, made: Reservation, now: float) -> list[ReservationChange]:
+        changes: list[ReservationChange] = [self._reserved(made, now)]
         if made.stage is not Stage.PREFILLING:
             is_decoding = made.stage is Stage.DECODING
             event = ReservationEvent.JOINED if is_decoding else ReservationEvent.PREFILLED
-            told.append(self._moved(event, made))
-        return told
+            changes.append(self._moved(event, made))
+        return changes
 
     def follow(
         self,
@@ -155,9 +155,9 @@ class ReservationExchange:
             if made is not None and made.request.owner != owner:
                 continue
             if isinstance(change, Reserved):
-                if made is None or not (is_snapshot and self._is_where(made, change)):
+                if made is None or not (is_snapshot and self._is_placed_at(made, change)):
                     self._reserve(owner, change, now)
-            elif made is not None and not (is_snapshot and _has_come_to(made, change.event)):
+            elif made is not None and not (is_snapshot and _has_reached(made, change.event)):
                 applied.append((made, change.event))
                 self._move(change, now)
         return applied
@@ -168,7 +168,7 @@ class ReservationExchange:
             if made.request.request_id not in request_ids:
                 self._book.release(made.request.request_id, now)
 
-    def _tell(self, event: ReservationEvent, made: Reservation, now: float) -> None:
+    def _publish_change(self, event: ReservationEvent, made: Reservation, now: float) -> None:
         if self._publish is None or made.request.owner != self._owner:
             return
         is_new = event is ReservationEvent.RESERVED
@@ -195,34 +195,34 @@ class ReservationExchange:
             made.deadline - now,
         )
 
-    def _reserve(self, owner: str, told: Reserved, now: float) -> None:
-        prefill, decode = self._slot_of(told.prefill), self._slot_of(told.decode)
-        if prefill is None or decode is None or len(told.keys) % 8:
+    def _reserve(self, owner: str, reserved: Reserved, now: float) -> None:
+        prefill, decode = self._slot_of(reserved.prefill), self._slot_of(reserved.decode)
+        if prefill is None or decode is None or len(reserved.keys) % 8:
             return
         keys = array("Q")
-        keys.frombytes(told.keys)
+        keys.frombytes(reserved.keys)
         request = RoutingRequest(
-            told.request_id,
-            told.num_tokens,
+            reserved.request_id,
+            reserved.num_tokens,
             tuple(keys),
-            told.num_output,
-            told.request_class,
+            reserved.num_output,
+            reserved.request_class,
             owner,
         )
         choice = PrefillChoice(
             prefill,
-            Plan.LOCAL if told.num_reused else Plan.RECOMPUTE,
-            told.num_reused,
-            told.ttft,
-            told.queue,
-            told.load,
-            told.compute,
+            Plan.LOCAL if reserved.num_reused else Plan.RECOMPUTE,
+            reserved.num_reused,
+            reserved.ttft,
+            reserved.queue,
+            reserved.load,
+            reserved.compute,
         )
-        made = Reservation(request, choice, decode, now + told.lifetime_s, now + told.ttft)
+        made = Reservation(request, choice, decode, now + reserved.lifetime_s, now + reserved.ttft)
         self._book.reserve(made, now)
 
-    def _is_where(self, made: Reservation, told: Reserved) -> bool:
-        slots = self._slot_of(told.prefill), self._slot_of(told.decode)
+    def _is_placed_at(self, made: Reservation, reserved: Reserved) -> bool:
+        slots = self._slot_of(reserved.prefill), self._slot_of(reserved.decode)
         return slots == (made.choice.slot, made.decode_slot)
 
     def _move(self, change: Moved, now: float) -> None:
@@ -240,7 +240,7 @@ class ReservationExchange:
             book.release(request_id, now)
 
 
-def _has_come_to(made: Reservation, event: ReservationEvent) -> bool:
+def _has_reached(made: Reservation, event: ReservationEvent) -> bool:
     """Whether a reservation has already progressed to the event of a snapshot, or further."""
     if event is ReservationEvent.JOINED:
         return made.stage is Stage.DECODING

@@ -53,14 +53,14 @@ class Refusal(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class UnloadedLatency:
     """Unloaded latencies: seconds on the fastest idle instance, with nothing reused."""
 
     ttft: float
     tbt: float
 
 
-NOT_ALONE = Alone(math.inf, math.inf)
+NO_UNLOADED_LATENCY = UnloadedLatency(math.inf, math.inf)
 """Used if no objective is a multiple of the unloaded latency."""
 
 
@@ -91,13 +91,13 @@ class Objective:
         """Whether a limit is a multiple."""
         return math.isfinite(min(self.ttft_scale, self.tbt_scale))
 
-    def in_seconds(self, alone: Alone) -> Objective:
+    def in_seconds(self, unloaded: UnloadedLatency) -> Objective:
         """The objective in seconds for a request with these unloaded latencies."""
         ttft, tbt = self.ttft_s, self.tbt_s
         if math.isfinite(self.ttft_scale):
-            ttft = min(ttft, self.ttft_scale * alone.ttft)
+            ttft = min(ttft, self.ttft_scale * unloaded.ttft)
         if math.isfinite(self.tbt_scale):
-            tbt = min(tbt, self.tbt_scale * alone.tbt)
+            tbt = min(tbt, self.tbt_scale * unloaded.tbt)
         return Objective(ttft, tbt, self.is_best_effort)
 
 
@@ -150,13 +150,13 @@ class Forecast:
         ttft: seconds to the first token; 0 after the prefill.
         tbt: seconds between tokens; infinite if no instance has capacity.
         drain_s: mean seconds until a sequence leaves the decode instance.
-        alone: unloaded latencies, to which relative objectives refer.
+        unloaded: unloaded latencies, to which relative objectives refer.
     """
 
     ttft: float
     tbt: float
     drain_s: float = 1.0
-    alone: Alone = NOT_ALONE
+    unloaded: UnloadedLatency = NO_UNLOADED_LATENCY
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +198,7 @@ class Admission:
         """Decide at the arrival of a request."""
         if self.mode is AdmissionMode.NONE:
             return ADMITTED
-        wanted = self.objectives.of(request_class).in_seconds(forecast.alone)
+        wanted = self.objectives.of(request_class).in_seconds(forecast.unloaded)
         sees_decode = self.mode is not AdmissionMode.BASELINE
         refusal = None
         if forecast.ttft > wanted.ttft_s:
@@ -215,7 +215,7 @@ class Admission:
         """Decide again after the prefill, by the decode load, in every mode but `none`."""
         if self.mode is AdmissionMode.NONE:
             return ADMITTED
-        wanted = self.objectives.of(request_class).in_seconds(forecast.alone)
+        wanted = self.objectives.of(request_class).in_seconds(forecast.unloaded)
         refusal = None
         if math.isinf(forecast.tbt):
             refusal = Refusal.DECODE_FULL

@@ -80,7 +80,7 @@ class LinkCalendar:
             for fetch in fetches
         ]
 
-    def give_back(self, booking: Booking, now: float) -> None:
+    def release(self, booking: Booking, now: float) -> None:
         """Release a booking that is complete or cancelled.
 
         Later bookings move forward by the time that it had left.
@@ -94,6 +94,6 @@ class LinkCalendar:
         ):
             until[slot] = max(until[slot] - left, min(until[slot], now))
 
-    def cut(self, slot: int, now: float) -> None:
+    def clear(self, slot: int, now: float) -> None:
         """Clear the bookings of an instance that is gone."""
         self.sending_until[slot] = self.receiving_until[slot] = now

@@ -16,7 +16,7 @@ _FORGETTING = 0.999
 _PRIOR_REPORTS = 1.0
 """Weight of the initial coefficients, in reports of the usual size. Scaling by the usual size lets
 measurements of short prompts override the prior as soon as those of long ones."""
-_DOUBTED_FROM = 4.0
+_OUTLIER_FACTOR = 4.0
 """A report above this multiple of the expected time is an outlier candidate. A first request that
 compiles kernels, or an instance that was descheduled for a moment, takes a hundred times as long as
 the next one. Such a report would keep requests away from the instance, and with them the reports
@@ -63,7 +63,7 @@ class OnlineFit:
         self._moment: NDArray[np.float64] = np.zeros(len(prior))
         self._weight = 0.0
         self._found = self._prior
-        self._doubted: tuple[NDArray[np.float64], float] | None = None
+        self._outlier: tuple[NDArray[np.float64], float] | None = None
         self.num_reports = 0
 
     def report(self, features: Sequence[float], seconds: float) -> None:
@@ -76,13 +76,13 @@ class OnlineFit:
         if not 0 < seconds < float("inf"):
             return
         row = np.array(features) / self._scales
-        doubted, self._doubted = self._doubted, None
-        if seconds > _DOUBTED_FROM * float(row @ self._found):
-            if doubted is None:
-                self._doubted = row, seconds
+        outlier, self._outlier = self._outlier, None
+        if seconds > _OUTLIER_FACTOR * float(row @ self._found):
+            if outlier is None:
+                self._outlier = row, seconds
                 return
-            self._take(*doubted)
-        self._take(row, seconds)
+            self._add(*outlier)
+        self._add(row, seconds)
 
     def coefficients(self) -> list[float]:
         """The best fit to all reports so far; no coefficient is negative."""
@@ -93,7 +93,7 @@ class OnlineFit:
         )
         return [float(value) for value in self._found / self._scales]
 
-    def _take(self, row: NDArray[np.float64], seconds: float) -> None:
+    def _add(self, row: NDArray[np.float64], seconds: float) -> None:
         self._gram = _FORGETTING * self._gram + np.outer(row, row)
         self._moment = _FORGETTING * self._moment + row * seconds
         self._weight = _FORGETTING * self._weight + 1.0

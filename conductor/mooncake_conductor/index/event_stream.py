@@ -50,7 +50,7 @@ class SnapshotRequest:
     """The caller must request a snapshot of everything that the publisher holds."""
 
 
-Question = ReplayRequest | SnapshotRequest
+PublisherRequest = ReplayRequest | SnapshotRequest
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class StreamStats:
     num_outdated: int = 0
     num_gaps: int = 0
     num_restarts: int = 0
-    num_fresh_starts: int = 0
+    num_resets: int = 0
     num_snapshots: int = 0
     num_skipped: int = 0
 
@@ -123,12 +123,12 @@ class EventStream:
             blocks.placed = lambda tier, keys: index.stored(slot, tier, keys)
         self._namespace = namespace
         self._expected = 0
-        self._asked_from = -1
-        self._num_asked = int(asks_snapshots)
+        self._replay_start = -1
+        self._num_requested = int(asks_snapshots)
         self._asks_snapshots = self._awaits_snapshot = asks_snapshots
-        # Those of `_num_asked` that were sent in an earlier epoch. Their answers may bring batches
+        # Those of `_num_requested` sent in an earlier epoch. Their answers may bring batches
         # of that epoch after batches of the current one.
-        self._num_asked_before = 0
+        self._num_outdated_requests = 0
         self._last_published = float("-inf")
         self._early: dict[int, EventBatch] = {}
         self._windowed: set[int] = set()
@@ -152,7 +152,7 @@ class EventStream:
 
     def receive(
         self, sequence: int, batch: EventBatch, is_replayed: bool = False
-    ) -> Question | None:
+    ) -> PublisherRequest | None:
         """Process a batch, live or replayed. Each kind must be passed in the order of its sending.
 
         Returns:
@@ -161,34 +161,34 @@ class EventStream:
         if self._is_outdated(sequence, batch, is_replayed):
             self.stats.num_outdated += 1
             return None
-        if self._shows_a_new_epoch(sequence, batch):
+        if self._is_of_new_epoch(sequence, batch):
             self._restart()
-            self._num_asked_before = 0 if is_replayed else self._num_asked
+            self._num_outdated_requests = 0 if is_replayed else self._num_requested
         elif sequence < self._expected:
             self.stats.num_duplicates += 1
             return None
         if sequence > self._expected:
-            return self._hold(sequence, batch)
+            return self._hold_back(sequence, batch)
         self._apply(batch)
         self._apply_early()
         return None
 
-    def replay_ended(self) -> Question | None:
+    def replay_ended(self) -> PublisherRequest | None:
         """Process the end of a replay: the publisher has sent all batches that it still had.
 
         Returns:
             The next request, if batches are still missing: another replay if more were lost in the
             meantime, else a snapshot.
         """
-        if self._is_answer_outdated() or not self._early or self._num_asked > 0:
+        if self._is_answer_outdated() or not self._early or self._num_requested > 0:
             return None
-        if self._expected > self._asked_from:
-            return self._ask()
+        if self._expected > self._replay_start:
+            return self._request_replay()
         if self._asks_snapshots:
-            return self.ask_snapshot()
-        return self._skip_the_gap()
+            return self.request_snapshot()
+        return self._skip_gap()
 
-    def take_snapshot(
+    def apply_snapshot(
         self, next_sequence: int, batches: Sequence[EventBatch]
     ) -> Generator[None, None, ReplayRequest | None]:
         """Apply a snapshot of the publisher.
@@ -209,11 +209,11 @@ class EventStream:
             return None
         published_at = batches[0].published_at if batches else 0.0
         if not batches or self._is_superseded(next_sequence, published_at):
-            if self._expected > self._asked_from and (self._early or not batches):
-                return self._ask()
-            return self._skip_the_gap() if self._early else None
+            if self._expected > self._replay_start and (self._early or not batches):
+                return self._request_replay()
+            return self._skip_gap() if self._early else None
         self.stats.num_snapshots += 1
-        self._start_afresh(next_sequence)
+        self._reset(next_sequence)
         self._last_published = published_at
         num_blocks = 0
         for batch in batches:
@@ -231,25 +231,25 @@ class EventStream:
             if at >= next_sequence and batch.published_at >= published_at
         }
         self._apply_early()
-        return self._ask() if self._early and not self._num_asked else None
+        return self._request_replay() if self._early and not self._num_requested else None
 
-    def ask_snapshot(self) -> SnapshotRequest:
+    def request_snapshot(self) -> SnapshotRequest:
         """Register a snapshot request, which the caller must send to the publisher."""
-        self._num_asked += 1
+        self._num_requested += 1
         self._awaits_snapshot = True
         return SnapshotRequest()
 
-    def _ask(self) -> ReplayRequest:
-        self._asked_from = self._expected
-        self._num_asked += 1
+    def _request_replay(self) -> ReplayRequest:
+        self._replay_start = self._expected
+        self._num_requested += 1
         return ReplayRequest(max(self._expected - 1, 0))
 
     def _is_answer_outdated(self) -> bool:
         """Count an answer. Returns whether its request was sent in an earlier epoch."""
-        self._num_asked -= 1
-        if not self._num_asked_before:
+        self._num_requested -= 1
+        if not self._num_outdated_requests:
             return False
-        self._num_asked_before -= 1
+        self._num_outdated_requests -= 1
         return True
 
     def _is_superseded(self, next_sequence: int, published_at: float) -> bool:
@@ -267,14 +267,14 @@ class EventStream:
             return published_at <= self._last_published
         return published_at < self._last_published
 
-    def _skip_the_gap(self) -> ReplayRequest | None:
+    def _skip_gap(self) -> ReplayRequest | None:
         """Give up the missing batches: clear what was known, and continue after them."""
         first = min(self._early)
-        self._start_afresh(first)
+        self._reset(first)
         # Nothing newer is left to compare with, and the publisher's clock may have been set back.
         self._last_published = self._early[first].published_at
         self._apply_early()
-        return self._ask() if self._early else None
+        return self._request_replay() if self._early else None
 
     def matches_digest(self, tier: Tier, num_chunks: int, xor: int) -> bool:
         """Whether the index agrees with the instance's own digest.
@@ -283,7 +283,7 @@ class EventStream:
         """
         return self._index.digest(self._slot, tier) == (num_chunks, xor)
 
-    def _shows_a_new_epoch(self, sequence: int, batch: EventBatch) -> bool:
+    def _is_of_new_epoch(self, sequence: int, batch: EventBatch) -> bool:
         """Whether a batch with a later sequence number was published earlier than this one."""
         if sequence < self._expected:
             return batch.published_at > self._last_published
@@ -296,20 +296,20 @@ class EventStream:
         That is so if its replay was requested then, or if the batch before it was published later.
         """
         is_next = sequence == self._expected
-        return (is_replayed and bool(self._num_asked_before)) or (
+        return (is_replayed and bool(self._num_outdated_requests)) or (
             is_next and batch.published_at < self._last_published
         )
 
-    def _hold(self, sequence: int, batch: EventBatch) -> ReplayRequest | None:
+    def _hold_back(self, sequence: int, batch: EventBatch) -> ReplayRequest | None:
         is_new_gap = self.state is StreamState.HEALTHY
         self._early[sequence] = batch
         if len(self._early) > MAX_EARLY_BATCHES:
-            return self._skip_the_gap()
+            return self._skip_gap()
         if not is_new_gap:
             return None
         self.stats.num_gaps += 1
         self._enter(StreamState.GAP)
-        return None if self._awaits_snapshot else self._ask()
+        return None if self._awaits_snapshot else self._request_replay()
 
     def _apply_early(self) -> None:
         while (batch := self._early.pop(self._expected, None)) is not None:
@@ -323,12 +323,12 @@ class EventStream:
         """Start a new epoch: the publisher has restarted and counts from 0 again."""
         self.stats.num_restarts += 1
         self._early.clear()
-        self._start_afresh(0)
+        self._reset(0)
         self._awaits_snapshot = False
         self._enter(StreamState.HEALTHY)  # so that a gap in this epoch requests a replay
 
-    def _start_afresh(self, expected: int) -> None:
-        self.stats.num_fresh_starts += 1
+    def _reset(self, expected: int) -> None:
+        self.stats.num_resets += 1
         self._clear()
         self._expected = expected
 

@@ -62,7 +62,7 @@ class _Buckets:
         homes, rows, hits = self._look(mixed)
         if len(hits) == len(mixed):
             return self._by_bucket.take(homes, axis=0).reshape(-1).take(hits)
-        at = self._beyond(mixed, homes, rows, hits)
+        at = self._find_overflowed(mixed, homes, rows, hits)
         numbers = self.numbers.take(at)
         numbers[at < 0] = 0
         return numbers
@@ -73,7 +73,7 @@ class _Buckets:
         if len(hits) == len(mixed):
             places: Positions = hits + (homes - _ramp(len(mixed))) * _WIDTH
             return places
-        return self._beyond(mixed, homes, rows, hits)
+        return self._find_overflowed(mixed, homes, rows, hits)
 
     def _look(self, mixed: KeyArray) -> tuple[Positions, KeyArray, Positions]:
         """Each key's home bucket, the content of these buckets, and the hits in them, in order."""
@@ -81,7 +81,7 @@ class _Buckets:
         rows = self.keys.take(homes, axis=0)
         return homes, rows, (rows == mixed[:, None]).reshape(-1).nonzero()[0]
 
-    def _beyond(
+    def _find_overflowed(
         self, mixed: KeyArray, homes: Positions, rows: KeyArray, hits: Positions
     ) -> Positions:
         """The position of each key, if not all were found in their home buckets."""
@@ -116,7 +116,7 @@ class _Buckets:
         if rows[:, -1].any():
             is_full = rows[:, -1] != _EMPTY
             crowded = mixed[is_full]
-            if (self._beyond(crowded, homes[is_full], rows[is_full], hits) >= 0).any():
+            if (self._find_overflowed(crowded, homes[is_full], rows[is_full], hits) >= 0).any():
                 return False
             self.insert(crowded, np.full(len(crowded), number, np.int32))
             mixed, homes, rows = mixed[~is_full], homes[~is_full], rows[~is_full]
@@ -153,7 +153,7 @@ class _Buckets:
             homes = (homes + ~has_room) & (self.num_buckets - 1)
             mixed, numbers, homes = mixed[lost], numbers[lost], homes[lost]
 
-    def take_half_of(self, old: _Buckets, begin: int, end: int) -> NDArray[np.bool_]:
+    def move_from_half(self, old: _Buckets, begin: int, end: int) -> NDArray[np.bool_]:
         """Move keys from some buckets of a table of half the size.
 
         Each bucket corresponds to two here. A key moves to the same entry of one of the two, if
@@ -300,7 +300,7 @@ class KeyTable:
         left = rows >= _FIRST_KEY
         taken = left.copy()
         if self._buckets.num_buckets == 2 * old.num_buckets:
-            left &= ~self._buckets.take_half_of(old, begin, end)
+            left &= ~self._buckets.move_from_half(old, begin, end)
         if left.any():
             self._buckets.insert(rows[left], numbers[left.reshape(-1)])
         np.copyto(rows, _REMOVED, where=taken)

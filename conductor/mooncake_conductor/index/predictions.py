@@ -62,15 +62,15 @@ class Predictions:
         """End a prediction. Idempotent."""
         keys, made.keys = made.keys, ()
         expected = self._by_slot[made.slot]
-        come = []
+        ended = []
         for key in keys:
-            promises = expected.get(key, ())
-            left = tuple(promise for promise in promises if promise is not made)
+            predictions = expected.get(key, ())
+            left = tuple(prediction for prediction in predictions if prediction is not made)
             if left:
                 expected[key] = left
-            elif promises:
-                come.append(key)
-        self._forget(made.slot, come)
+            elif predictions:
+                ended.append(key)
+        self._forget(made.slot, ended)
 
     def awaits(self, slot: int) -> bool:
         """Whether any chunk is expected on an instance."""
@@ -95,8 +95,8 @@ class Predictions:
 
     def ready_at(self, key: int, slot: int) -> float:
         """Earliest predicted time at which an instance will hold a chunk; 0 without prediction."""
-        promises = self._by_slot[slot].get(key, ())
-        return min((promise.ready_at for promise in promises), default=0.0)
+        predictions = self._by_slot[slot].get(key, ())
+        return min((prediction.ready_at for prediction in predictions), default=0.0)
 
     def _forget(self, slot: int, keys: Collection[int]) -> None:
         expected, masks, others = self._by_slot[slot], self._masks, ~(1 << slot)

@@ -79,7 +79,7 @@ class BlockNames:
         self._capacity = capacity
         self._ends: OrderedDict[int, tuple[bytes, int]] = OrderedDict()
         self._awaited: OrderedDict[int, dict[Callable[[int], None], None]] = OrderedDict()
-        self._come: list[int] = []
+        self._added: list[int] = []
 
     def put(self, hash_: int, link: bytes, end_link: int) -> None:
         """Add a block that ends at `link`, which is link number `end_link` of its prompt."""
@@ -88,7 +88,7 @@ class BlockNames:
         if len(self._ends) > self._capacity:
             self._ends.popitem(last=False)
         if hash_ in self._awaited:
-            self._come.append(hash_)
+            self._added.append(hash_)
 
     def await_end(self, hash_: int, place: Callable[[int], None]) -> None:
         """Have ``tell`` call ``place`` with the hash once that block has been added."""
@@ -101,13 +101,13 @@ class BlockNames:
 
         Yields between portions.
         """
-        num_told = 0
-        while self._come:
-            hash_ = self._come.pop()
+        num_notified = 0
+        while self._added:
+            hash_ = self._added.pop()
             for place in self._awaited.pop(hash_, ()):
                 place(hash_)
-            num_told += 1
-            if num_told % PORTION_BLOCKS == 0:
+            num_notified += 1
+            if num_notified % PORTION_BLOCKS == 0:
                 yield
 
     def end(self, hash_: int) -> tuple[bytes, int] | None:
@@ -135,7 +135,7 @@ class PublishedBlocks:
         self._adapters: set[str] = set() if adapters is None else adapters
         self._num_left_out = 0
         self._orphans: dict[int, _Orphan] = {}
-        self._orphans_behind: dict[int, dict[int, None]] = {}  # parent -> its orphans
+        self._orphans_by_parent: dict[int, dict[int, None]] = {}  # parent -> its orphans
         self._num_orphan_tokens = 0
         self._blocks: dict[int, _Block] = {}
         # Chunk key -> hashes of its blocks. There are several entries if prompts diverge after the
@@ -156,7 +156,7 @@ class PublishedBlocks:
         if event.lora_name and len(self._adapters) < MAX_ADAPTERS:
             self._adapters.add(event.lora_name)
         if event.token_ids:
-            self._name(event)
+            self._place_new(event)
         bit, complete = 1 << event.tier, []
         for hash_ in event.keys:
             block = self._blocks.get(hash_)
@@ -176,7 +176,7 @@ class PublishedBlocks:
             if (orphan := self._orphans.get(hash_)) is not None:
                 orphan.tiers &= ~bit
                 if not orphan.tiers:
-                    self._take_orphan(hash_)
+                    self._pop_orphan(hash_)
             block = self._blocks.get(hash_)
             if block is None:
                 continue
@@ -189,7 +189,7 @@ class PublishedBlocks:
     def clear(self) -> None:
         """Remove all blocks and orphans."""
         self._num_left_out = self._num_orphan_tokens = 0
-        for held in (self._orphans, self._orphans_behind, self._blocks, self._parts):
+        for held in (self._orphans, self._orphans_by_parent, self._blocks, self._parts):
             held.clear()
 
     def _is_held(self, key: int, bit: int) -> bool:
@@ -197,14 +197,14 @@ class PublishedBlocks:
             all(self._blocks[part].tiers & bit for part in parts) for parts in self._parts[key]
         )
 
-    def _name(self, event: BlocksStored) -> None:
+    def _place_new(self, event: BlocksStored) -> None:
         """Compute the positions of new blocks in their prompt's chain."""
         if event.parent is None:
             link, num_links = chain_root(event.lora_name or "", event.cache_salt), 0
         elif (end := self._end(event.parent)) is not None:
             link, num_links = end
         else:
-            self._await_parent(event, event.parent)
+            self._add_orphans(event, event.parent)
             return
         size, parent = event.block_size, event.parent
         if not _is_whole(event):
@@ -227,7 +227,7 @@ class PublishedBlocks:
         self._end_chunks(hash_, num_links, links)
         return block
 
-    def _await_parent(self, event: BlocksStored, parent: int) -> None:
+    def _add_orphans(self, event: BlocksStored, parent: int) -> None:
         """Keep blocks as orphans until their parent is known, within MAX_ORPHAN_TOKENS."""
         num_tokens = len(event.token_ids)
         left = MAX_ORPHAN_TOKENS - self._num_orphan_tokens
@@ -240,19 +240,19 @@ class PublishedBlocks:
                 own = token_ids[index * size : (index + 1) * size]
                 self._orphans[hash_] = _Orphan(parent, own)
                 self._num_orphan_tokens += size
-                if parent not in self._orphans_behind:
-                    self._names.await_end(parent, self._place_behind)
-                self._orphans_behind.setdefault(parent, {})[hash_] = None
+                if parent not in self._orphans_by_parent:
+                    self._names.await_end(parent, self._place_orphans)
+                self._orphans_by_parent.setdefault(parent, {})[hash_] = None
             parent = hash_
 
-    def _place_behind(self, parent: int) -> None:
+    def _place_orphans(self, parent: int) -> None:
         """Place the orphans of a parent that is known now."""
         end = self._end(parent)
         if end is None:  # the parent has been forgotten again
             return
         link, num_links = end
-        for hash_ in list(self._orphans_behind.get(parent, ())):
-            orphan = self._take_orphan(hash_)
+        for hash_ in list(self._orphans_by_parent.get(parent, ())):
+            orphan = self._pop_orphan(hash_)
             block = self._blocks.get(hash_)
             if block is None:
                 links = extend_links(link, orphan.token_ids)
@@ -264,13 +264,13 @@ class PublishedBlocks:
                     complete = tuple(key for key in block.chunks if self._is_held(key, bit))
                     self.placed(tier, complete)
 
-    def _take_orphan(self, hash_: int) -> _Orphan:
+    def _pop_orphan(self, hash_: int) -> _Orphan:
         orphan = self._orphans.pop(hash_)
         self._num_orphan_tokens -= len(orphan.token_ids)
-        siblings = self._orphans_behind[orphan.parent]
+        siblings = self._orphans_by_parent[orphan.parent]
         del siblings[hash_]
         if not siblings:
-            del self._orphans_behind[orphan.parent]
+            del self._orphans_by_parent[orphan.parent]
         return orphan
 
     def _end(self, hash_: int) -> tuple[bytes, int] | None:
@@ -285,7 +285,7 @@ class PublishedBlocks:
             if offset % LINKS_PER_CHUNK:
                 continue
             key, first = key_of(link), offset - LINKS_PER_CHUNK
-            parts = self._back_to(hash_, first)
+            parts = self._parts_back_to(hash_, first)
             if parts is None:
                 continue
             self._parts.setdefault(key, []).append(parts)
@@ -293,7 +293,7 @@ class PublishedBlocks:
                 if key not in self._blocks[part].chunks:
                     self._blocks[part].chunks.append(key)
 
-    def _back_to(self, hash_: int, first_link: int) -> tuple[int, ...] | None:
+    def _parts_back_to(self, hash_: int, first_link: int) -> tuple[int, ...] | None:
         """The blocks from this one back to the one with ``first_link``; None if one is missing."""
         parts, block = [hash_], self._blocks[hash_]
         while block.first_link > first_link:

@@ -36,61 +36,61 @@ class CostPolicy:
         self._num_copies = num_copies
         self._victim_values: Values = np.zeros(0)
 
-    def choose(self, seen: Situation) -> PrefillChoice:
-        sources = _sources(seen)
-        ways = [way for make in _WAYS if (way := make(seen, sources)) is not None]
+    def choose(self, situation: Situation) -> PrefillChoice:
+        sources = _sources(situation)
+        ways = [way for make in _WAYS if (way := make(situation, sources)) is not None]
         reused = np.array([way.num_reused for way in ways])
         load = np.array([way.load for way in ways])
-        compute = seen.compute(reused)
-        ttft = np.maximum(seen.queue + compute, load + compute / seen.fleet.num_layers)
-        lost = ttft - seen.queue
-        space, drop = self._space(seen, sources)
+        compute = situation.compute(reused)
+        ttft = np.maximum(situation.queue + compute, load + compute / situation.fleet.num_layers)
+        lost = ttft - situation.queue
+        space, drop = self._space(situation, sources)
         if sources:
             # Chunks that are copied, or recomputed although another instance holds them, take
             # space twice.
-            twice = np.maximum(seen.match.pool - seen.match.held[seen.slots], 0)
+            twice = np.maximum(situation.match.pool - situation.match.held[situation.slots], 0)
             lost[:-1] += twice * space
             lost[-1] += twice * np.minimum(space, drop)
         scores = ttft + _OTHERS_PRICE * lost
-        index = seen.least(scores.min(axis=0))
+        index = situation.least(scores.min(axis=0))
         at = (int(scores[:, index].argmin()), index)
-        slot, plan = int(seen.slots[index]), ways[at[0]].plan
-        fetches = _missing(sources, seen, slot) if plan is Plan.FETCH else ()
+        slot, plan = int(situation.slots[index]), ways[at[0]].plan
+        fetches = _missing(sources, situation, slot) if plan is Plan.FETCH else ()
         return PrefillChoice(
             slot,
             plan,
             int(reused[at]),
             float(ttft[at]),
-            float(seen.queue[index]),
+            float(situation.queue[index]),
             float(load[at]),
             float(compute[at]),
             fetches,
             keeps_copy=bool(fetches) and bool(space[index] < drop[index]),
         )
 
-    def _space(self, seen: Situation, sources: tuple[Fetch, ...]) -> tuple[Values, Values]:
+    def _space(self, situation: Situation, sources: tuple[Fetch, ...]) -> tuple[Values, Values]:
         """Seconds that a chunk costs other requests on each instance, if kept and if not kept.
 
         If kept, it costs the chunk that it evicts, or nothing if there is free space; if not kept,
         it costs fetching it again.
         """
-        self._value_victims(seen)
-        space = self._victim_values[seen.slots]
+        self._value_victims(situation)
+        space = self._victim_values[situation.slots]
         if not sources:
             return space, np.full(len(space), np.inf)
         # The middle chunk represents all: heat decreases along a prompt.
-        key = seen.request.keys[seen.match.pool // 2]
-        heat = self._heat.of(key, seen.now) / (self._num_copies(key) + 1)
-        fleet = seen.fleet
-        return space, heat * fleet.chunk_bytes / fleet.links.bytes_per_s[seen.slots]
+        key = situation.request.keys[situation.match.pool // 2]
+        heat = self._heat.of(key, situation.now) / (self._num_copies(key) + 1)
+        fleet = situation.fleet
+        return space, heat * fleet.chunk_bytes / fleet.links.bytes_per_s[situation.slots]
 
-    def _value_victims(self, seen: Situation) -> None:
+    def _value_victims(self, situation: Situation) -> None:
         """Update the values of the chunks that instances would evict next.
 
         Losing the last copy of a chunk costs a computation, losing another copy a fetch, each
         multiplied by how often the chunk is requested.
         """
-        fleet = seen.fleet
+        fleet = situation.fleet
         if not len(self._victim_values):
             self._victim_values = np.zeros(fleet.num_slots)
         for slot in self._reports.changed():
@@ -102,7 +102,7 @@ class CostPolicy:
             refetch = fleet.chunk_bytes / float(fleet.links.bytes_per_s[slot])
             recompute = float(fleet.prefill[1, slot]) * fleet.chunk_tokens
             each = refetch if copies > 1 else recompute
-            heat = self._heat.of(victim, seen.now)
+            heat = self._heat.of(victim, situation.now)
             self._victim_values[slot] = heat / max(copies, 1) * each
 
 
@@ -114,54 +114,56 @@ class _Way(NamedTuple):
     load: Values
 
 
-def _recompute(seen: Situation, sources: tuple[Fetch, ...]) -> _Way:
-    nothing = np.zeros(len(seen.slots))
+def _recompute(situation: Situation, sources: tuple[Fetch, ...]) -> _Way:
+    nothing = np.zeros(len(situation.slots))
     return _Way(Plan.RECOMPUTE, nothing, nothing)
 
 
-def _local(seen: Situation, sources: tuple[Fetch, ...]) -> _Way | None:
-    if not seen.own.any():
+def _local(situation: Situation, sources: tuple[Fetch, ...]) -> _Way | None:
+    if not situation.own.any():
         return None
-    return _Way(Plan.LOCAL, seen.tokens(seen.own), seen.local_load)
+    return _Way(Plan.LOCAL, situation.tokens(situation.own), situation.local_load)
 
 
-def _join(seen: Situation, sources: tuple[Fetch, ...]) -> _Way | None:
+def _join(situation: Situation, sources: tuple[Fetch, ...]) -> _Way | None:
     """Wait for chunks that another request is computing or fetching on the same instance."""
-    match = seen.match
+    match = situation.match
     if match.predicted is match.local:
         return None
-    wait = np.maximum(match.ready_at[seen.slots] - seen.now, 0.0)
-    return _Way(Plan.JOIN, seen.tokens(match.predicted[seen.slots]), wait + seen.local_load)
+    wait = np.maximum(match.ready_at[situation.slots] - situation.now, 0.0)
+    return _Way(
+        Plan.JOIN, situation.tokens(match.predicted[situation.slots]), wait + situation.local_load
+    )
 
 
-def _fetch(seen: Situation, sources: tuple[Fetch, ...]) -> _Way | None:
+def _fetch(situation: Situation, sources: tuple[Fetch, ...]) -> _Way | None:
     """Use the fleet's longest prefix: local chunks where held, the rest fetched from senders."""
     total = sum(fetch.num_chunks for fetch in sources)
     if not total:
         return None
-    fleet, slots, now = seen.fleet, seen.slots, seen.now
+    fleet, slots, now = situation.fleet, situation.slots, situation.now
     links = fleet.links
-    held = np.minimum(seen.match.held[slots], total)
+    held = np.minimum(situation.match.held[slots], total)
     moved = (total - held) * fleet.chunk_bytes
     sent = max(float(links.sending_until[fetch.source]) for fetch in sources)
     wait = np.maximum(np.maximum(links.receiving_until[slots], sent) - now, 0.0)
     rate = min(float(links.bytes_per_s[fetch.source]) for fetch in sources)
     remote = wait + links.setup_s + moved / np.minimum(links.bytes_per_s[slots], rate)
-    scattered = np.maximum(held - seen.own, 0) * fleet.chunk_bytes
-    here = seen.local_load + scattered / fleet.host_bytes_per_s[slots]
+    scattered = np.maximum(held - situation.own, 0) * fleet.chunk_bytes
+    here = situation.local_load + scattered / fleet.host_bytes_per_s[slots]
     load = np.where(moved > 0, np.maximum(remote, here), here)
     load = np.where((moved > 0) & ~fleet.fetches[slots], np.inf, load)
-    return _Way(Plan.FETCH, seen.tokens(np.full(len(slots), total)), load)
+    return _Way(Plan.FETCH, situation.tokens(np.full(len(slots), total)), load)
 
 
 _WAYS = (_recompute, _local, _join, _fetch)
 
 
-def _sources(seen: Situation) -> tuple[Fetch, ...]:
+def _sources(situation: Situation) -> tuple[Fetch, ...]:
     """For each run of the fleet's prefix, the holder whose link is free to send first."""
-    until, start, chosen = seen.fleet.links.sending_until, 0, []
-    for length, mask in seen.match.runs:
-        senders = seen.fleet.slots_of(mask & seen.fleet.sender_mask)
+    until, start, chosen = situation.fleet.links.sending_until, 0, []
+    for length, mask in situation.match.runs:
+        senders = situation.fleet.slots_of(mask & situation.fleet.sender_mask)
         if not len(senders):
             break
         chosen.append(Fetch(int(senders[until[senders].argmin()]), start, length))
@@ -169,7 +171,7 @@ def _sources(seen: Situation) -> tuple[Fetch, ...]:
     return tuple(chosen)
 
 
-def _missing(sources: tuple[Fetch, ...], seen: Situation, slot: int) -> tuple[Fetch, ...]:
+def _missing(sources: tuple[Fetch, ...], situation: Situation, slot: int) -> tuple[Fetch, ...]:
     """The fetches that the instance needs, without those of chunks that it holds itself."""
-    masks = [mask for _, mask in seen.match.runs]
+    masks = [mask for _, mask in situation.match.runs]
     return tuple(fetch for fetch, mask in zip(sources, masks, strict=False) if not mask >> slot & 1)

@@ -15,9 +15,11 @@ PREBLE_WINDOW_S = 180.0
 class RandomPolicy:
     """A random instance."""
 
-    def choose(self, seen: Situation) -> PrefillChoice:
-        candidates = seen.candidates()
-        return seen.with_local_prefix(int(candidates[seen.rng.randrange(len(candidates))]))
+    def choose(self, situation: Situation) -> PrefillChoice:
+        candidates = situation.candidates()
+        return situation.with_local_prefix(
+            int(candidates[situation.rng.randrange(len(candidates))])
+        )
 
 
 class RoundRobinPolicy:
@@ -26,35 +28,35 @@ class RoundRobinPolicy:
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, seen: Situation) -> PrefillChoice:
+    def choose(self, situation: Situation) -> PrefillChoice:
         self._next += 1
-        candidates = seen.candidates()
-        return seen.with_local_prefix(int(candidates[(self._next - 1) % len(candidates)]))
+        candidates = situation.candidates()
+        return situation.with_local_prefix(int(candidates[(self._next - 1) % len(candidates)]))
 
 
 class LeastLoadedPolicy:
     """The instance with the shortest queue, in seconds."""
 
-    def choose(self, seen: Situation) -> PrefillChoice:
-        return seen.with_local_prefix(seen.least(seen.queue))
+    def choose(self, situation: Situation) -> PrefillChoice:
+        return situation.with_local_prefix(situation.least(situation.queue))
 
 
 class CacheLocalPolicy:
     """The least queueing plus computation, with each instance's own prefix."""
 
-    def choose(self, seen: Situation) -> PrefillChoice:
-        costs = seen.queue + seen.compute(seen.tokens(seen.own))
-        return seen.with_local_prefix(seen.least(costs))
+    def choose(self, situation: Situation) -> PrefillChoice:
+        costs = situation.queue + situation.compute(situation.tokens(situation.own))
+        return situation.with_local_prefix(situation.least(costs))
 
 
 class LMetricPolicy:
     """Least tokens to compute times batch size (arXiv 2603.15202); needs no cost model."""
 
-    def choose(self, seen: Situation) -> PrefillChoice:
-        queues, slots = seen.fleet.queues, seen.slots
-        new = seen.request.num_tokens - seen.tokens(seen.own)
+    def choose(self, situation: Situation) -> PrefillChoice:
+        queues, slots = situation.fleet.queues, situation.slots
+        new = situation.request.num_tokens - situation.tokens(situation.own)
         costs = (queues.num_tokens[slots] + new) * (queues.num_requests[slots] + 1)
-        return seen.with_local_prefix(seen.least(costs))
+        return situation.with_local_prefix(situation.least(costs))
 
 
 class DynamoPolicy:
@@ -69,15 +71,15 @@ class DynamoPolicy:
     def __init__(self, device: float = 1.0, host: float = 0.75, disk: float = 0.25) -> None:
         self._credits = (device, host, disk)
 
-    def choose(self, seen: Situation) -> PrefillChoice:
-        match, slots, queues = seen.match, seen.slots, seen.fleet.queues
+    def choose(self, situation: Situation) -> PrefillChoice:
+        match, slots, queues = situation.match, situation.slots, situation.fleet.queues
         device, host, local = (c[slots] for c in (match.device, match.host, match.local))
         held = zip(self._credits, (device, host - device, local - host), strict=True)
         credit = sum((share * blocks for share, blocks in held), start=np.zeros(len(slots)))
-        active = queues.num_tokens[slots] / seen.fleet.chunk_tokens
-        incoming = seen.request.num_tokens / seen.fleet.chunk_tokens
+        active = queues.num_tokens[slots] / situation.fleet.chunk_tokens
+        incoming = situation.request.num_tokens / situation.fleet.chunk_tokens
         costs = np.maximum(active + incoming - credit, 0.0)
-        return seen.with_local_prefix(seen.least(costs))
+        return situation.with_local_prefix(situation.least(costs))
 
 
 class SGLangPolicy:
@@ -106,20 +108,20 @@ class SGLangPolicy:
         self._relative = relative
         self._threshold = threshold
 
-    def choose(self, seen: Situation) -> PrefillChoice:
-        waiting = seen.fleet.queues.num_requests[seen.slots]
+    def choose(self, situation: Situation) -> PrefillChoice:
+        waiting = situation.fleet.queues.num_requests[situation.slots]
         longest, shortest = float(waiting.max()), float(waiting.min())
-        matched = seen.tokens(seen.own) / seen.request.num_tokens
+        matched = situation.tokens(situation.own) / situation.request.num_tokens
         if longest - shortest > self._absolute and longest > self._relative * shortest:
             costs = waiting
         elif float(matched.max()) > self._threshold:
             costs = -matched
         else:
             # sglang-router's tree includes requests that are not completed yet.
-            sent = seen.fleet.queues.num_tokens[seen.slots] / seen.fleet.chunk_tokens
-            held = [self._num_held(int(slot)) for slot in seen.slots]
+            sent = situation.fleet.queues.num_tokens[situation.slots] / situation.fleet.chunk_tokens
+            held = [self._num_held(int(slot)) for slot in situation.slots]
             costs = sent + np.array(held, np.float64)
-        return seen.with_local_prefix(seen.least(costs))
+        return situation.with_local_prefix(situation.least(costs))
 
 
 class PreblePolicy:
@@ -133,18 +135,18 @@ class PreblePolicy:
         self._recent: deque[tuple[float, int, float]] = deque()
         self._load: dict[int, float] = {}
 
-    def choose(self, seen: Situation) -> PrefillChoice:
-        self._forget(seen.now)
-        longest = int(seen.own.max())
-        cached = longest * seen.fleet.chunk_tokens
-        load = np.array([self._load.get(int(slot), 0.0) for slot in seen.slots])
-        if cached > seen.request.num_tokens - cached:
-            costs = np.where(seen.own == longest, load, np.inf)
+    def choose(self, situation: Situation) -> PrefillChoice:
+        self._forget(situation.now)
+        longest = int(situation.own.max())
+        cached = longest * situation.fleet.chunk_tokens
+        load = np.array([self._load.get(int(slot), 0.0) for slot in situation.slots])
+        if cached > situation.request.num_tokens - cached:
+            costs = np.where(situation.own == longest, load, np.inf)
         else:
-            compute = seen.compute(seen.tokens(seen.own))
+            compute = situation.compute(situation.tokens(situation.own))
             costs = load + 2 * compute
-        choice = seen.with_local_prefix(seen.least(costs))
-        self._recent.append((seen.now, choice.slot, choice.compute))
+        choice = situation.with_local_prefix(situation.least(costs))
+        self._recent.append((situation.now, choice.slot, choice.compute))
         self._load[choice.slot] = self._load.get(choice.slot, 0.0) + choice.compute
         return choice
 

@@ -36,26 +36,26 @@ class MooncakePolicy:
         self._threshold = threshold
         self._boundary = boundary
 
-    def choose(self, seen: Situation) -> PrefillChoice:
-        own = seen.own
-        best, source = self._best_match(seen, own)
-        transfers = self.is_far_behind(best, own) & seen.fleet.fetches[seen.slots]
-        reused = seen.tokens(np.where(transfers, best, own))
-        moved = np.where(transfers, best - own, 0) * seen.fleet.chunk_bytes
-        transfer = self._transfer_seconds(seen, source, moved)
-        ttft = transfer + seen.queue + seen.compute(reused)
-        index = seen.least(ttft)
+    def choose(self, situation: Situation) -> PrefillChoice:
+        own = situation.own
+        best, source = self._best_match(situation, own)
+        transfers = self.is_far_behind(best, own) & situation.fleet.fetches[situation.slots]
+        reused = situation.tokens(np.where(transfers, best, own))
+        moved = np.where(transfers, best - own, 0) * situation.fleet.chunk_bytes
+        transfer = self._transfer_seconds(situation, source, moved)
+        ttft = transfer + situation.queue + situation.compute(reused)
+        index = situation.least(ttft)
         if not transfers[index]:
-            return seen.with_local_prefix(index)
+            return situation.with_local_prefix(index)
         return PrefillChoice(
-            int(seen.slots[index]),
+            int(situation.slots[index]),
             Plan.FETCH,
             int(reused[index]),
             float(ttft[index]),
-            float(seen.queue[index]),
+            float(situation.queue[index]),
             float(transfer[index]),
-            float(seen.compute(reused)[index]),
-            (Fetch(int(seen.slots[source]), int(own[index]), best - int(own[index])),),
+            float(situation.compute(reused)[index]),
+            (Fetch(int(situation.slots[source]), int(own[index]), best - int(own[index])),),
             keeps_copy=True,
         )
 
@@ -66,19 +66,19 @@ class MooncakePolicy:
             return (ratio >= self._threshold) & (best > own)
         return (ratio > self._threshold) & (best > own)
 
-    def _best_match(self, seen: Situation, own: Counts) -> tuple[int, int]:
+    def _best_match(self, situation: Situation, own: Counts) -> tuple[int, int]:
         """The longest prefix that can be sent, and its holder whose link is free to send first."""
-        sends = seen.fleet.sends[seen.slots]
+        sends = situation.fleet.sends[situation.slots]
         if not sends.any():
             return 0, 0
         longest = int(own[sends].max())
-        until = seen.fleet.links.sending_until[seen.slots]
+        until = situation.fleet.links.sending_until[situation.slots]
         return longest, int(np.argmin(np.where(sends & (own == longest), until, np.inf)))
 
-    def _transfer_seconds(self, seen: Situation, source: int, moved: Values) -> Values:
+    def _transfer_seconds(self, situation: Situation, source: int, moved: Values) -> Values:
         """EstimateKVCacheTransferTime, including the congestion at the sender, as in the paper."""
-        links = seen.fleet.links
-        sender = seen.slots[source]
-        wait = max(float(links.sending_until[sender]) - seen.now, 0.0)
-        rate = np.minimum(links.bytes_per_s[seen.slots], links.bytes_per_s[sender])
+        links = situation.fleet.links
+        sender = situation.slots[source]
+        wait = max(float(links.sending_until[sender]) - situation.now, 0.0)
+        rate = np.minimum(links.bytes_per_s[situation.slots], links.bytes_per_s[sender])
         return np.where(moved > 0, wait + links.setup_s + moved / rate, 0.0)

@@ -170,6 +170,6 @@ def behind_queue(queue: float, load: float, compute: float, num_layers: int) -> 
 class PrefillPolicy(Protocol):
     """Chooses prefill instances. One object per conductor; it may be stateful."""
 
-    def choose(self, seen: Situation) -> PrefillChoice:
+    def choose(self, situation: Situation) -> PrefillChoice:
         """Choose where to prefill. There is at least one prefill instance."""
         ...

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from mooncake_conductor.simulator.simulation import RequestRecord, SimulationResult
-from mooncake_conductor.slo_admission import Alone, Objective
+from mooncake_conductor.slo_admission import Objective, UnloadedLatency
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ def is_within(record: RequestRecord, wanted: Objective) -> bool:
     """Whether a request completed within its objectives."""
     if record.ended_at is None or record.ttft is None:
         return False
-    limits = wanted.in_seconds(Alone(record.alone_ttft, record.alone_tbt))
+    limits = wanted.in_seconds(UnloadedLatency(record.alone_ttft, record.alone_tbt))
     return record.ttft <= limits.ttft_s and (record.tail_tbt or 0.0) <= limits.tbt_s
 
 

@@ -424,8 +424,8 @@ class Simulation:
             self._close(record)
             return
         # From here on times are as seen by the client: every token is as late as the first.
-        way_s = first_token_s + max(self._cluster.hand_over_s - self._links.setup_s, 0.0)
-        self._at(max(done, self._now) + way_s, lambda: self._join(decode_slot, record))
+        path_s = first_token_s + max(self._cluster.hand_over_s - self._links.setup_s, 0.0)
+        self._at(max(done, self._now) + path_s, lambda: self._join(decode_slot, record))
 
     def _join(self, slot: int, record: RequestRecord) -> None:
         self._decode[slot].add(str(record.number), record.num_input + 1, record.num_output - 1)

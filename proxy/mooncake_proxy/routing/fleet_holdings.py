@@ -14,7 +14,7 @@ from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import (
     ChunkHoldings,
     EventStream,
-    Question,
+    PublisherRequest,
     ReplayRequest,
 )
 from mooncake_conductor.index.holder_sets import Tier
@@ -142,10 +142,10 @@ class FleetHoldings:
         for _ in range(delivery.num_replays_ended):
             self._send_request(delivery.name, stream.replay_ended())
         for snapshot in delivery.snapshots:
-            question = yield from stream.take_snapshot(snapshot.next_sequence, snapshot.batches)
+            request = yield from stream.apply_snapshot(snapshot.next_sequence, snapshot.batches)
             if stream.has_ended:
                 return  # the publisher left while its snapshot was applied
-            self._send_request(delivery.name, question)
+            self._send_request(delivery.name, request)
         yield from self._store_blocks.tell()
 
     def note_processed(self, slot: int, keys: Sequence[int]) -> None:
@@ -178,7 +178,7 @@ class FleetHoldings:
                 held.retry_snapshot_at = None
                 stream = held.streams[held.store_name]
                 if stream.num_orphans:
-                    self._send_request(held.store_name, stream.ask_snapshot())
+                    self._send_request(held.store_name, stream.request_snapshot())
 
     def _new_blocks(self, names: BlockNames | None = None) -> PublishedBlocks:
         return PublishedBlocks(names, self.adapters)
@@ -209,8 +209,8 @@ class FleetHoldings:
         held.streams.clear()
         held.retry_snapshot_at = None
 
-    def _send_request(self, name: str, question: Question | None) -> None:
-        if isinstance(question, ReplayRequest):
-            self._feed().replay(name, question.start)
-        elif question is not None:
+    def _send_request(self, name: str, request: PublisherRequest | None) -> None:
+        if isinstance(request, ReplayRequest):
+            self._feed().replay(name, request.start)
+        elif request is not None:
             self._feed().snapshot(name)

@@ -35,7 +35,7 @@ def snapshot(endpoint: str, namespace: str) -> ChunkIndex:
     index = ChunkIndex(1)
     stream = EventStream(index, 0, PublishedBlocks(), asks_snapshots=True, namespace=namespace)
     found = ask_events(endpoint, SNAPSHOT_QUESTION)
-    apply_all(stream.take_snapshot(found[0][0], [batch for _, batch in found]))
+    apply_all(stream.apply_snapshot(found[0][0], [batch for _, batch in found]))
     return index
 
 

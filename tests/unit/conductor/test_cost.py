@@ -150,7 +150,7 @@ def test_transfers_queue_at_both_ends() -> None:
     fetches = (Fetch(0, 0, 1), Fetch(2, 1, 2))
     booked = links.book_all(fetches, 1, 10.0, now=30.0)
     assert max(each.done for each in booked) == pytest.approx(37.0)
-    links.cut(0, now=30.0)
+    links.clear(0, now=30.0)
     assert links.sending_until[0] == 30.0
 
 
@@ -158,10 +158,10 @@ def test_what_ends_early_lets_those_behind_it_come_sooner() -> None:
     links = LinkCalendar(np.full(3, 10.0), setup_s=0.0)
     first = links.book(0, 1, 100.0, now=0.0)
     links.book(0, 2, 50.0, now=0.0)
-    links.give_back(first, now=4.0)
+    links.release(first, now=4.0)
     assert (links.sending_until[0], links.receiving_until[1]) == (9.0, 4.0)
-    links.give_back(first, now=20.0)
+    links.release(first, now=20.0)
     never = links.book(1, 2, 30.0, now=9.0)  # behind the second one
-    links.give_back(never, now=9.0)
+    links.release(never, now=9.0)
     assert links.receiving_until[2] == 15.0
     assert links.sending_until[0] == 9.0

@@ -52,7 +52,7 @@ def deliver(stream: EventStream, publisher: Publisher, message, num_kept: int) -
     while asked:
         wanted = asked.pop(0)
         if isinstance(wanted, SnapshotRequest):
-            asked.append(apply_all(stream.take_snapshot(*publisher.snapshot())))
+            asked.append(apply_all(stream.apply_snapshot(*publisher.snapshot())))
         elif wanted is not None:
             kept = [sent for sent in publisher.sent[-num_kept:] if sent[0] >= wanted.start]
             asked += [stream.receive(*sent, is_replayed=True) for sent in kept]
@@ -89,7 +89,7 @@ def test_the_index_never_claims_what_is_gone_and_a_whole_replay_restores_all(don
     known = {key for key in range(1, 21) if index.num_copies(key)}
     known = {key for key in known if index.num_copies(key)}
     assert known <= publisher.held
-    if kept >= len(publisher.sent) or stream.stats.num_fresh_starts == 0:
+    if kept >= len(publisher.sent) or stream.stats.num_resets == 0:
         count, _ = index.digest(0, Tier.DEVICE)
         assert (known, count) == (publisher.held, len(publisher.held))
 
@@ -140,7 +140,7 @@ class Line:
                 number, batches = message
                 if batches:
                     self._assume_followed(number, batches[0])
-                wanted = apply_all(self.stream.take_snapshot(number, batches))
+                wanted = apply_all(self.stream.apply_snapshot(number, batches))
             else:
                 self._assume_followed(message[0] + 1, message[1])
                 wanted = self.stream.receive(*message, is_replayed=line is self.replayed)
@@ -216,7 +216,7 @@ def test_answers_that_come_late_leave_nothing_of_an_epoch_that_has_ended(
     known = {key for key in range(1, 21) if index.num_copies(key)}
     assert known <= line.publisher.held
     stats = line.stream.stats
-    if has or stats.num_fresh_starts == stats.num_restarts:  # nothing was given up
+    if has or stats.num_resets == stats.num_restarts:  # nothing was given up
         assert known == line.publisher.held
 
 
@@ -253,7 +253,7 @@ def test_what_waits_for_a_missing_batch_is_bounded(monkeypatch) -> None:
 def test_with_snapshots_the_index_is_the_truth_however_short_replays_are(done, kept) -> None:
     index = ChunkIndex(1)
     stream, publisher = EventStream(index, 0, asks_snapshots=True), Publisher()
-    apply_all(stream.take_snapshot(*publisher.snapshot()))
+    apply_all(stream.apply_snapshot(*publisher.snapshot()))
     publisher = suffer(done, stream, publisher, kept)
     for _ in range(2):
         deliver(stream, publisher, publisher.change(set(), set(), False), kept)
@@ -271,8 +271,8 @@ def test_a_snapshot_replaces_what_was_known() -> None:
     early = publisher.snapshot()
     late = publisher.change({2}, set(), False)
     assert stream.receive(*late) == ReplayRequest(0)
-    assert stream.ask_snapshot() == SnapshotRequest()
-    assert apply_all(stream.take_snapshot(*early)) is None
+    assert stream.request_snapshot() == SnapshotRequest()
+    assert apply_all(stream.apply_snapshot(*early)) is None
     assert stream.matches_digest(Tier.DEVICE, 2, 1 ^ 2)
     assert not stream.matches_digest(Tier.DEVICE, 2, 0)
     assert stream.state is StreamState.HEALTHY
@@ -284,7 +284,7 @@ def test_who_can_not_say_what_it_holds_is_asked_for_a_replay() -> None:
     for number in range(3):
         publisher.change({number}, set(), False)
     assert stream.receive(*publisher.sent[2]) is None, "the snapshot is awaited"
-    assert apply_all(stream.take_snapshot(0, [])) == ReplayRequest(0)
+    assert apply_all(stream.apply_snapshot(0, [])) == ReplayRequest(0)
     for sent in publisher.sent:
         stream.receive(*sent, is_replayed=True)
     assert stream.replay_ended() is None
@@ -301,7 +301,7 @@ def test_a_gap_is_asked_for_though_a_snapshot_of_the_epoch_before_is_awaited() -
     stream.receive(*old.sent[0])
     assert stream.receive(*new.sent[0]) is None
     assert stream.receive(*new.sent[2]) == ReplayRequest(0)
-    assert apply_all(stream.take_snapshot(0, [])) is None, "nobody could say it then"
+    assert apply_all(stream.apply_snapshot(0, [])) is None, "nobody could say it then"
     stream.receive(*new.sent[1], is_replayed=True)
     assert stream.replay_ended() is None
     assert stream.matches_digest(Tier.DEVICE, 3, 10 ^ 11 ^ 12)
@@ -314,12 +314,12 @@ def test_a_snapshot_of_an_epoch_that_has_ended_is_not_taken() -> None:
     for number in range(5):
         old.change({number}, set(), False)
     stream.receive(*new.change({7}, set(), False))
-    stream.ask_snapshot()
-    assert apply_all(stream.take_snapshot(*old.snapshot())) is None
+    stream.request_snapshot()
+    assert apply_all(stream.apply_snapshot(*old.snapshot())) is None
     assert stream.matches_digest(Tier.DEVICE, 1, 7)
-    stream.ask_snapshot()
+    stream.request_snapshot()
     new.change({8}, set(), False)
-    assert apply_all(stream.take_snapshot(*new.snapshot())) is None
+    assert apply_all(stream.apply_snapshot(*new.snapshot())) is None
     assert stream.matches_digest(Tier.DEVICE, 2, 7 ^ 8)
 
 
@@ -397,13 +397,13 @@ def test_a_clock_that_is_set_back_costs_one_fresh_start(has_snapshots: bool) -> 
     index, publisher = ChunkIndex(1), Publisher(clock=1000.0)
     stream = EventStream(index, 0, asks_snapshots=has_snapshots)
     if has_snapshots:
-        apply_all(stream.take_snapshot(0, [EventBatch(1000.0, ())]))
+        apply_all(stream.apply_snapshot(0, [EventBatch(1000.0, ())]))
     for number in range(3):
         deliver(stream, publisher, publisher.change({number}, set(), False), 10)
     publisher.clock = 500.0
     for number in range(3, 20):
         deliver(stream, publisher, publisher.change({number}, set(), False), 10)
     assert stream.state is StreamState.HEALTHY
-    assert stream.stats.num_fresh_starts == 1 + has_snapshots
+    assert stream.stats.num_resets == 1 + has_snapshots
     known = {number for number in range(20) if index.num_copies(number)}
     assert set(range(4, 20)) <= known

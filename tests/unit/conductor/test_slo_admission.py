@@ -14,11 +14,11 @@ from mooncake_conductor.slo_admission import (
     ADMITTED,
     Admission,
     AdmissionMode,
-    Alone,
     Forecast,
     Objective,
     Objectives,
     Refusal,
+    UnloadedLatency,
     objective,
 )
 
@@ -87,9 +87,9 @@ def test_best_effort_is_shed_smoothly() -> None:
 
 
 def test_multiples_are_of_the_request_alone_and_the_tighter_limit_holds() -> None:
-    wanted = objective("10x", "5x").in_seconds(Alone(0.3, 0.02))
+    wanted = objective("10x", "5x").in_seconds(UnloadedLatency(0.3, 0.02))
     assert (wanted.ttft_s, wanted.tbt_s) == pytest.approx((3.0, 0.1))
-    both = Objective(ttft_s=2.0, ttft_scale=10.0).in_seconds(Alone(0.3, 0.02))
+    both = Objective(ttft_s=2.0, ttft_scale=10.0).in_seconds(UnloadedLatency(0.3, 0.02))
     assert both == Objective(2.0, math.inf)
     assert objective("30000", "100ms") == Objective(30.0, 0.1)
     with pytest.raises(ConductorConfigError, match=r"a multiple of the unloaded request.*'soon'"):

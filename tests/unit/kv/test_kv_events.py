@@ -158,7 +158,7 @@ def test_a_late_subscriber_gets_a_snapshot_when_no_replay_reaches_back() -> None
             _, last, _ = receive(subscriber)
         found = ask_for_snapshot(publisher)
         assert {sequence for sequence, _ in found} == {last + 1}
-        assert apply_all(stream.take_snapshot(last + 1, [batch for _, batch in found])) is None
+        assert apply_all(stream.apply_snapshot(last + 1, [batch for _, batch in found])) is None
         log.stored(DIGESTS[:1], None, [1, 2])
         log.flush()
         _, sequence, batch = receive(subscriber)

@@ -77,9 +77,10 @@ class Reader:
     def snapshot(self) -> None:
         found = ask_events(self._endpoint, SNAPSHOT_QUESTION)
         assert (
-            apply_all(self.stream.take_snapshot(found[0][0], [batch for _, batch in found])) is None
+            apply_all(self.stream.apply_snapshot(found[0][0], [batch for _, batch in found]))
+            is None
         )
-        self.stream.ask_snapshot()
+        self.stream.request_snapshot()
 
     def until(self, tier: IndexTier, keys: tuple[int, ...]) -> None:
         """Ask until the index has these in a tier, and no others: events take a moment."""
