@@ -133,8 +133,8 @@ def test_the_transports_that_a_pair_may_use_are_those_whose_constraints_it_meets
 
 def test_a_pair_without_a_transport_in_common_is_refused_by_name() -> None:
     words = refusal(facts(hardware=STRICT, block_size=128), facts())
-    assert "links: the decode instance does not offer it, but tcp" in words
-    assert "tcp: the prefill instance does not offer it, but links" in words
+    assert "links: the decode instance does not offer it; it offers tcp" in words
+    assert "tcp: the prefill instance does not offer it; it offers links" in words
 
 
 UNSOUND_SHARDS = [{"layer_stop": 3}, {"head_start": 4}, {"layer_start": -1}]
