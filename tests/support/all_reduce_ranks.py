@@ -90,8 +90,8 @@ def sums(group: EmulatedCommunicator) -> None:
 
 
 def others_sizes(group: EmulatedCommunicator) -> list[bool]:
-    """Which of these it takes; the others are summed as well."""
-    limit = one_shot_all_reduce.most_bytes(group.world_size)
+    """Which of these sizes the kernel supports; the group sums the others as well."""
+    limit = one_shot_all_reduce.max_message_bytes(group.world_size)
     shapes = (4, 3, limit // 4, limit // 4 + 4)
     tensors = [torch.ones(elements) for elements in shapes] + [torch.ones(4, dtype=torch.int64)]
     taken = [group.small.reduce(group, x.clone()) for x in tensors]
@@ -101,7 +101,7 @@ def others_sizes(group: EmulatedCommunicator) -> list[bool]:
 
 
 def without_the_last(group: EmulatedCommunicator) -> str:
-    """What the first rank hears when the last one has left after a sum."""
+    """The error of the first rank after the last one has left."""
     assert group.small.reduce(group, torch.ones(4))
     if group.rank == group.world_size - 1:
         return ""
@@ -115,18 +115,18 @@ def without_the_last(group: EmulatedCommunicator) -> str:
 
 
 def refused(group: EmulatedCommunicator) -> tuple[bool, str]:
-    """Whether a sum went over memory, and what was logged; it is right either way."""
-    said: list[str] = []
+    """Whether a sum went over memory, and the log; the sum is right either way."""
+    logged: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
     one_shot_all_reduce.logger.addHandler(handler)
     taken = [group.small.reduce(group, torch.ones(4)) for _ in range(2)]
     assert group.all_reduce(torch.ones(4)).tolist() == [group.world_size] * 4
-    return any(taken), "; ".join(said)
+    return any(taken), "; ".join(logged)
 
 
-def asked_for_nccl(group: EmulatedCommunicator) -> tuple[bool, str]:
-    """By the last rank's environment."""
+def nccl_requested(group: EmulatedCommunicator) -> tuple[bool, str]:
+    """The last rank's environment requests NCCL."""
     if group.rank == group.world_size - 1:
         group.small = SmallAllReduce(emulated_sharing(), TIMEOUT_S, "nccl")
     return refused(group)
@@ -134,7 +134,7 @@ def asked_for_nccl(group: EmulatedCommunicator) -> tuple[bool, str]:
 
 def without_descriptors(group: EmulatedCommunicator) -> tuple[bool, str]:
     """The last rank's descriptors do not arrive."""
-    one_shot_all_reduce._MAILBOX_SECONDS = 0.2
+    one_shot_all_reduce._MAILBOX_TIMEOUT_S = 0.2
     if group.rank == group.world_size - 1:
         one_shot_all_reduce.send_descriptor = lambda name, token, descriptor: None
     return refused(group)

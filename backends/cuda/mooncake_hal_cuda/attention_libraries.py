@@ -83,10 +83,10 @@ def choose_library(wanted: str, trials: Sequence[LibraryTrial]) -> LibraryChoice
         trial = by_name[wanted]
         if trial.milliseconds is None:
             raise CapabilityError(
-                f"attention by {wanted!r} was asked for (MOONCAKE_HAL_CUDA_ATTENTION), but "
+                f"MOONCAKE_HAL_CUDA_ATTENTION={wanted} requests this library, but "
                 f"{trial.refusal}; use 'auto'"
             )
-        return LibraryChoice(wanted, "it was asked for")
+        return LibraryChoice(wanted, f"MOONCAKE_HAL_CUDA_ATTENTION={wanted} requests it")
     timed = {t.name: t.milliseconds for t in trials if t.milliseconds is not None}
     best = min(timed, key=lambda name: timed[name] * (MARGIN if name == OURS else 1.0))
     return LibraryChoice(best, "; ".join(_describe(trial) for trial in trials))

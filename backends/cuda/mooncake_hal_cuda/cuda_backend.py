@@ -29,7 +29,7 @@ from mooncake_hal_cuda.launch_tuning import Tuning
 from mooncake_hal_cuda.libcuda import CudaDriver
 from mooncake_hal_cuda.memory.cuda_memory import CudaMemory
 from mooncake_hal_cuda.memory.memory_kinds import DeviceSharing
-from mooncake_hal_cuda.one_shot_all_reduce import WAYS, SmallAllReduce
+from mooncake_hal_cuda.one_shot_all_reduce import IMPLEMENTATIONS, SmallAllReduce
 
 DTYPES = ("bfloat16", "float16", "float32")
 BLOCK_SIZES = (16, 32, 64, 128, 8, 256, 4)
@@ -74,8 +74,13 @@ class CudaBackend:
         )
         sharing = DeviceSharing(CudaDriver())
         self.memory = CudaMemory(sharing, devices)
-        way = cuda_env.all_reduce(WAYS)
-        self._groups = GroupFactory(partial(NcclCommunicator, sharing=sharing, way=way))
+        self._groups = GroupFactory(
+            partial(
+                NcclCommunicator,
+                sharing=sharing,
+                implementation=cuda_env.all_reduce(IMPLEMENTATIONS),
+            )
+        )
 
     def communicator(self, group: GroupSpec) -> Communicator:
         return self._groups.join(group)
@@ -101,14 +106,14 @@ class NcclCommunicator(OneShotCommunicator, DeviceCommunicator):
     Args:
         group, generation: see ``GroupCommunicator``.
         sharing: the driver, and the memory kind of each device.
-        way: the implementation of small all-reduces, one of ``WAYS``.
+        implementation: how small all-reduces run, one of ``IMPLEMENTATIONS``.
     """
 
     def __init__(
-        self, group: GroupSpec, generation: int, *, sharing: DeviceSharing, way: str
+        self, group: GroupSpec, generation: int, *, sharing: DeviceSharing, implementation: str
     ) -> None:
         super().__init__(group, generation, _join, name="nccl", accelerator=torch.cuda)
-        self.small = SmallAllReduce(sharing, group.timeout_s, way)
+        self.small = SmallAllReduce(sharing, group.timeout_s, implementation)
 
 
 def _join(store: Store, group: GroupSpec) -> ProcessGroup:

@@ -53,20 +53,20 @@ from mooncake_hal.session.addressing import host_identity
 from mooncake_hal_cuda.memory.memory_kinds import HANDLE_TYPES, DeviceSharing, MemoryKind
 from mooncake_hal_cuda.transports.ipc_peer import DescriptorMailbox, send_descriptor
 
-WAYS = ("auto", "nccl")
+IMPLEMENTATIONS = ("auto", "nccl")
 """Values of MOONCAKE_HAL_CUDA_ALL_REDUCE."""
-MOST_RANKS = 8
+MAX_RANKS = 8
 """Largest group, in ranks: the GPUs of one host that are all connected pairwise. Reading the
 buffers of more ranks would take too long."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 CHUNK_BYTES = 8 << 10
 """Bytes per program: 16 for each of 512 threads, so that the whole chunk is in flight at once."""
-MOST_PROGRAMS = 64
+MAX_PROGRAMS = 64
 """Programs per launch. All of them must be resident at once, since each waits for one program of
 every other rank. A processor holds at least two, so that 32 processors suffice; kernels that occupy
 processors meanwhile complete without waiting for this one."""
-MOST_BYTES = MOST_PROGRAMS * CHUNK_BYTES
-MOST_BYTES_OF_MANY = MOST_BYTES // 2
+MAX_BYTES = MAX_PROGRAMS * CHUNK_BYTES
+MAX_BYTES_OF_MANY_RANKS = MAX_BYTES // 2
 """Largest message with more than two ranks, in bytes: reading 256 KiB of each of seven other ranks
 takes about 4 us over NVLink at 450 GB/s, less than what the single exchange saves. With messages
 twice as large, nothing would be saved."""
@@ -74,30 +74,30 @@ twice as large, nothing would be saved."""
 WORD_BYTES = 16
 _WARPS = 16
 _LINE_BYTES = 128
-_CALLS = MOST_PROGRAMS * _LINE_BYTES
+_CALLS = MAX_PROGRAMS * _LINE_BYTES
 _HALVES = 2 * _CALLS
-BUFFER_BYTES = _HALVES + 2 * MOST_BYTES
+BUFFER_BYTES = _HALVES + 2 * MAX_BYTES
 _POLLS_PER_SECOND = 5_000_000
 """Upper bound: one poll takes at least 0.2 us, for a read of L2 that bypasses L1, and two
 barriers."""
-_MAILBOX_SECONDS = 10.0
+_MAILBOX_TIMEOUT_S = 10.0
 _NOTICE_BYTES = 4096
 _LENGTH_BYTES = 4
-_MOST_OF_REASON = 500
+_MAX_REASON_CHARS = 500
 
 logger = logging.getLogger(__name__)
 
 
-class Seat(msgspec.Struct, frozen=True, array_like=True):
+class RankDevice(msgspec.Struct, frozen=True, array_like=True):
     """The host and device of a rank.
 
     Args:
         host: see ``host_identity``.
-        device: UUID of its device.
+        uuid: UUID of its device.
     """
 
     host: str
-    device: bytes
+    uuid: bytes
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True):
@@ -112,7 +112,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True):
     mailboxes: tuple[tuple[str, bytes], ...] = ()
 
 
-Notice = TypeVar("Notice", Seat, Offer)
+Notice = TypeVar("Notice", RankDevice, Offer)
 
 
 class OneShotAllReduce:
@@ -138,11 +138,11 @@ class OneShotAllReduce:
         self._buffers = torch.tensor(buffers, dtype=torch.int64, device=device)
         self._max_polls = int(timeout_s * _POLLS_PER_SECOND)
         self._release = release
-        self.most_bytes = most_bytes(len(buffers))
+        self.max_message_bytes = max_message_bytes(len(buffers))
 
-    def takes(self, x: Tensor) -> bool:
+    def supports(self, x: Tensor) -> bool:
         """Whether ``run`` supports ``x``; the answer is the same on every rank."""
-        return takes(x, self.most_bytes)
+        return supports(x, self.max_message_bytes)
 
     def run(self, x: Tensor) -> Tensor:
         """Enqueue the sum over all ranks on the current stream, in place; returns x."""
@@ -166,7 +166,7 @@ class OneShotAllReduce:
             LINE=_LINE_BYTES,
             CALLS=_CALLS,
             HALVES=_HALVES,
-            HALF_BYTES=MOST_BYTES,
+            HALF_BYTES=MAX_BYTES,
             num_warps=_WARPS,
             debug=True,  # which device_assert needs
             sanitize_overflow=False,  # and would bring along
@@ -181,7 +181,7 @@ class OneShotAllReduce:
         try:
             self._release()
         except DeviceError as exc:
-            logger.warning("the buffers of all-reduces are left to the end of the process: %s", exc)
+            logger.warning("buffers of all-reduces stay allocated until the process ends: %s", exc)
 
 
 class SmallAllReduce:
@@ -194,13 +194,15 @@ class SmallAllReduce:
     Args:
         sharing: the driver, and the memory kind of each device.
         timeout_s: see ``OneShotAllReduce``.
-        way: one of ``WAYS``.
+        implementation: one of ``IMPLEMENTATIONS``.
     """
 
-    def __init__(self, sharing: DeviceSharing, timeout_s: float, way: str = WAYS[0]) -> None:
+    def __init__(
+        self, sharing: DeviceSharing, timeout_s: float, implementation: str = IMPLEMENTATIONS[0]
+    ) -> None:
         self._sharing = sharing
         self._timeout_s = timeout_s
-        self._way = way
+        self._implementation = implementation
         self._is_decided = False
         self._opened: OneShotAllReduce | None = None
 
@@ -209,7 +211,7 @@ class SmallAllReduce:
         if not self._is_decided:
             self._is_decided = True
             self._opened = self._open(group, x.device)
-        if self._opened is None or not self._opened.takes(x):
+        if self._opened is None or not self._opened.supports(x):
             return False
         self._opened.run(x)
         return True
@@ -218,8 +220,11 @@ class SmallAllReduce:
         """Map all ranks' buffers if every rank can. Otherwise return None on every rank; rank 0
         logs the reason."""
         with ExitStack() as undo:
-            asked = "it was asked for (MOONCAKE_HAL_CUDA_ALL_REDUCE)" if self._way == "nccl" else ""
-            refusal, buffers = _Opening(group, self._sharing, device, undo).agree(asked)
+            refusal = ""
+            if self._implementation == "nccl":
+                refusal = "MOONCAKE_HAL_CUDA_ALL_REDUCE=nccl requests it"
+            exchange = _BufferExchange(group, self._sharing, device, undo)
+            refusal, buffers = exchange.agree(refusal)
             if refusal:
                 if group.rank == 0:
                     logger.warning("all-reduces of all sizes run on NCCL: %s", refusal)
@@ -228,8 +233,8 @@ class SmallAllReduce:
         opened = OneShotAllReduce(group.rank, buffers, device, self._timeout_s, release)
         if group.rank == 0:
             logger.info(
-                "all-reduces of up to %d KiB are one exchange of %d ranks over shared memory",
-                opened.most_bytes >> 10,
+                "all-reduces of up to %d KiB run as one kernel over memory shared by %d ranks",
+                opened.max_message_bytes >> 10,
                 group.world_size,
             )
         return opened
@@ -241,30 +246,30 @@ class SmallAllReduce:
             opened.close()
 
 
-def most_bytes(world_size: int) -> int:
+def max_message_bytes(world_size: int) -> int:
     """Largest message for a number of ranks, in bytes."""
-    return MOST_BYTES if world_size == 2 else MOST_BYTES_OF_MANY
+    return MAX_BYTES if world_size == 2 else MAX_BYTES_OF_MANY_RANKS
 
 
-def takes(x: Tensor, limit: int) -> bool:
+def supports(x: Tensor, limit: int) -> bool:
     """Whether the kernel supports ``x``: floating point, whole words, at most ``limit`` bytes."""
     num_bytes = x.numel() * x.element_size()
     return x.dtype in DTYPES and 0 < num_bytes <= limit and num_bytes % WORD_BYTES == 0
 
 
-def why_not(sharing: DeviceSharing, rank: int, seats: Sequence[Seat]) -> str:
+def why_unsupported(sharing: DeviceSharing, rank: int, devices: Sequence[RankDevice]) -> str:
     """The reason why a rank can't share memory with the others, or an empty string."""
-    if len(seats) > MOST_RANKS:
-        return f"{len(seats)} ranks are more than {MOST_RANKS}"
-    if len({seat.host for seat in seats}) > 1:
+    if len(devices) > MAX_RANKS:
+        return f"the group has {len(devices)} ranks, at most {MAX_RANKS} are supported"
+    if len({each.host for each in devices}) > 1:
         return "the ranks are on different hosts or in different network namespaces"
-    for seat in seats:
-        if reason := sharing.why_no_atomics(seats[rank].device, seat.device):
+    for each in devices:
+        if reason := sharing.why_no_atomics(devices[rank].uuid, each.uuid):
             return reason
     return ""
 
 
-class _Opening:
+class _BufferExchange:
     """The exchange in which all ranks map all buffers, or all learn why they can't.
 
     Args:
@@ -281,7 +286,7 @@ class _Opening:
         self._index = device.index or 0
         self._undo = undo
         self._mailboxes: dict[int, DescriptorMailbox] = {}
-        self._own = 0
+        self._own_buffer = 0
 
     def agree(self, refusal: str) -> tuple[str, list[int]]:
         """Map all buffers, or agree on a reason why not.
@@ -295,21 +300,21 @@ class _Opening:
         """
         driver = self._sharing.driver
         driver.bind(self._index)
-        seats = self._gather(Seat(host_identity(), driver.uuid(self._index)))
-        refusal = refusal or why_not(self._sharing, self._group.rank, seats)
+        devices = self._gather(RankDevice(host_identity(), driver.uuid(self._index)))
+        refusal = refusal or why_unsupported(self._sharing, self._group.rank, devices)
         buffers: list[int] = []
         with ExitStack() as mailboxes:
             try:
                 offer = Offer(refusal) if refusal else self._offer(mailboxes)
             except (HalError, OSError) as exc:
-                offer = Offer(str(exc)[:_MOST_OF_REASON])
+                offer = Offer(str(exc)[:_MAX_REASON_CHARS])
             offers = self._gather(offer)
             if refusal := _first_refusal(offers):
                 return refusal, []
             try:
                 buffers, offer = self._map(offers), Offer()
             except (HalError, OSError) as exc:
-                offer = Offer(str(exc)[:_MOST_OF_REASON])
+                offer = Offer(str(exc)[:_MAX_REASON_CHARS])
             return _first_refusal(self._gather(offer)), buffers
 
     def _offer(self, mailboxes: ExitStack) -> Offer:
@@ -322,27 +327,27 @@ class _Opening:
         types = HANDLE_TYPES[MemoryKind.DESCRIPTOR]
         mapped = sharing.virtual.allocate(BUFFER_BYTES, index, types, is_rdma=False)
         self._undo.callback(mapped.close)
-        self._own = mapped.address
-        named = [("", b"")] * self._group.world_size
+        self._own_buffer = mapped.address
+        endpoints = [("", b"")] * self._group.world_size
         for rank in self._others():
             mailbox = self._mailboxes[rank] = DescriptorMailbox()
             mailboxes.callback(mailbox.close)
-            named[rank] = mailbox.name, mailbox.token
-        return Offer(mailboxes=tuple(named))
+            endpoints[rank] = mailbox.name, mailbox.token
+        return Offer(mailboxes=tuple(endpoints))
 
     def _map(self, offers: Sequence[Offer]) -> list[int]:
         """Send a descriptor of this rank's buffer to all other ranks, and map their buffers."""
         sharing, index, rank = self._sharing, self._index, self._group.rank
-        descriptor = sharing.virtual.export_descriptor(self._own)
+        descriptor = sharing.virtual.export_descriptor(self._own_buffer)
         try:
             for other in self._others():
                 send_descriptor(*offers[other].mailboxes[rank], descriptor)
         finally:
             os.close(descriptor)
-        _, nbytes = sharing.driver.allocation_of(self._own)
-        buffers = [self._own] * self._group.world_size
+        _, nbytes = sharing.driver.allocation_of(self._own_buffer)
+        buffers = [self._own_buffer] * self._group.world_size
         for other in self._others():
-            received = self._mailboxes[other].receive(_MAILBOX_SECONDS)
+            received = self._mailboxes[other].receive(_MAILBOX_TIMEOUT_S)
             try:
                 mapped = sharing.virtual.open_descriptor(received, nbytes, index)
             finally:
@@ -358,9 +363,9 @@ class _Opening:
 
     def _gather(self, notice: Notice) -> list[Notice]:
         """Gather the notices of all ranks."""
-        said, row = msgspec.msgpack.encode(notice), bytearray(_NOTICE_BYTES)
-        row[:_LENGTH_BYTES] = len(said).to_bytes(_LENGTH_BYTES, "little")
-        row[_LENGTH_BYTES : _LENGTH_BYTES + len(said)] = said
+        encoded, row = msgspec.msgpack.encode(notice), bytearray(_NOTICE_BYTES)
+        row[:_LENGTH_BYTES] = len(encoded).to_bytes(_LENGTH_BYTES, "little")
+        row[_LENGTH_BYTES : _LENGTH_BYTES + len(encoded)] = encoded
         mine = torch.frombuffer(row, dtype=torch.uint8).to(self._device).view(1, -1)
         rows = self._group.all_gather(mine, dim=0).cpu().numpy()
         lengths = (int.from_bytes(row[:_LENGTH_BYTES].tobytes(), "little") for row in rows)

@@ -42,24 +42,24 @@ def test_a_lost_rank_ends_the_kernel() -> None:
         ("export", "cuMemExportToShareableHandle failed: operation not supported"),
     ],
 )
-def test_a_rank_that_can_not_share_keeps_all_from_it(lacks: str, reason: str) -> None:
-    (first, said), (second, nothing) = on_ranks(2, all_reduce_ranks.refused, "", lacks)
+def test_a_rank_that_can_not_share_makes_all_ranks_use_nccl(lacks: str, reason: str) -> None:
+    (first, logged), (second, nothing) = on_ranks(2, all_reduce_ranks.refused, "", lacks)
     assert (first, second) == (False, False)
-    assert said.startswith("all-reduces of all sizes run on NCCL: rank 1: ")
-    assert reason in said
-    assert nothing == ""  # the first rank has said it
+    assert logged.startswith("all-reduces of all sizes run on NCCL: rank 1: ")
+    assert reason in logged
+    assert nothing == ""  # only the first rank logs it
 
 
-def test_one_rank_that_is_told_to_keeps_all_to_the_library() -> None:
-    (first, said), (second, _) = on_ranks(2, all_reduce_ranks.asked_for_nccl)
+def test_one_rank_that_requests_nccl_makes_all_ranks_use_it() -> None:
+    (first, logged), (second, _) = on_ranks(2, all_reduce_ranks.nccl_requested)
     assert (first, second) == (False, False)
-    assert said.endswith("NCCL: rank 1: it was asked for (MOONCAKE_HAL_CUDA_ALL_REDUCE)")
+    assert logged.endswith("NCCL: rank 1: MOONCAKE_HAL_CUDA_ALL_REDUCE=nccl requests it")
 
 
-def test_what_fails_half_way_is_undone_everywhere() -> None:
-    (first, said), (second, _) = on_ranks(2, all_reduce_ranks.without_descriptors)
+def test_a_failed_exchange_is_undone_on_all_ranks() -> None:
+    (first, logged), (second, _) = on_ranks(2, all_reduce_ranks.without_descriptors)
     assert (first, second) == (False, False)
-    assert "rank 0: no descriptor of the peer's memory came within 0.2 s" in said
+    assert "rank 0: received no descriptor of the peer's memory within 0.2 s" in logged
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

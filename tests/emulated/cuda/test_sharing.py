@@ -132,7 +132,7 @@ def test_other_memory_has_no_handle(memory: VirtualMemory) -> None:
         ("", "9", MemoryKind.FABRIC, "other hosts reach it"),
         ("imex", "9", MemoryKind.DESCRIPTOR, "no fabric: cuMemCreate failed: operation not perm"),
         ("fabric", "9", MemoryKind.DESCRIPTOR, "no fabric: the device has no fabric handles"),
-        ("", "0", MemoryKind.DESCRIPTOR, "no fabric: the NVLink fabric ends at this host"),
+        ("", "0", MemoryKind.DESCRIPTOR, "no fabric: the NVLink fabric spans this host only"),
         ("", "none", MemoryKind.DESCRIPTOR, "no fabric: the GPU has not joined its NVLink fabric"),
         ("fd", "9", MemoryKind.IPC, "no fd: the device exports no descriptors"),
         ("vmm", "9", MemoryKind.IPC, "no fd: the device has no virtual memory management"),
@@ -198,7 +198,7 @@ def test_staging_is_given_back_by_any_thread() -> None:
     ("lacks", "reason"),
     [
         ("peer", "cuda:0 has no peer access to cuda:1; see nvidia-smi topo"),
-        ("atomics", "no NVLink joins cuda:0 and cuda:1; see nvidia-smi topo"),
+        ("atomics", "no NVLink connects cuda:0 and cuda:1; see nvidia-smi topo"),
     ],
 )
 def test_devices_without_atomics(monkeypatch: pytest.MonkeyPatch, lacks: str, reason: str) -> None:
@@ -215,7 +215,7 @@ def test_without_a_channel_there_is_no_fabric() -> None:
 
 def test_a_kind_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_HAL_CUDA_MEMORY", "fabric")
-    with pytest.raises(CapabilityError, match=r"'fabric' was asked for .*, but no IMEX channel"):
+    with pytest.raises(CapabilityError, match=r"MEMORY=fabric requests .*, but no IMEX channel"):
         emulated_memory().allocate(1, 0)
 
 
@@ -230,8 +230,8 @@ def test_a_descriptor_goes_to_who_knows_the_token() -> None:
 
 def test_a_descriptor_that_never_comes() -> None:
     mailbox = DescriptorMailbox()
-    with pytest.raises(TransferTimeout, match="no descriptor of the peer's memory came within"):
+    with pytest.raises(TransferTimeout, match="received no descriptor of the peer's memory within"):
         mailbox.receive(0.01)
     mailbox.close()
-    with pytest.raises(PeerLost, match="does not take a descriptor of our memory"):
+    with pytest.raises(PeerLost, match="did not accept a descriptor of our memory"):
         send_descriptor(mailbox.name, mailbox.token, 0)

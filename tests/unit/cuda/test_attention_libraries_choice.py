@@ -39,14 +39,14 @@ def test_ours_wins_unless_another_is_clearly_faster(milliseconds: float) -> None
     )
 
 
-def test_what_is_asked_for_is_taken_though_it_is_slower() -> None:
+def test_a_requested_library_is_chosen_even_if_it_is_slower() -> None:
     assert (
         choose_library("sdpa", [LibraryTrial(OURS, 0.1), LibraryTrial("sdpa", 5.0)]).name == "sdpa"
     )
 
 
-def test_what_is_asked_for_and_not_usable_is_refused() -> None:
-    with pytest.raises(CapabilityError, match=r"'varlen' was asked for .* no pages of 16 tokens"):
+def test_a_requested_library_that_is_unusable_is_refused() -> None:
+    with pytest.raises(CapabilityError, match=r"ATTENTION=varlen .* no pages of 16 tokens"):
         choose_library("varlen", TRIALS)
 
 

@@ -38,10 +38,10 @@ def test_auto_takes_the_longest_reach(facts: SharingCapabilities, kind: MemoryKi
     assert facts.no_fabric in found.reason
 
 
-def test_what_was_asked_for_is_taken_or_refused() -> None:
+def test_a_requested_kind_is_chosen_or_refused() -> None:
     assert decide_sharing("ipc", ALL).kind is MemoryKind.IPC
     assert decide_sharing("fd", ALL).domain is None  # which other hosts would look for
-    with pytest.raises(CapabilityError, match=r"'fabric' was asked for .*, but no IMEX channel"):
+    with pytest.raises(CapabilityError, match=r"MEMORY=fabric requests .*, but no IMEX channel"):
         decide_sharing("fabric", ONE_HOST)
 
 

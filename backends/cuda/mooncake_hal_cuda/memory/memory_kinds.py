@@ -87,10 +87,10 @@ def decide_sharing(wanted: str, capabilities: SharingCapabilities) -> SharingDec
         better = (f"no {kind.value}: {refusal}" for kind, refusal in refusals.items() if refusal)
         reason = "; ".join(better) if kind is not MemoryKind.FABRIC else "other hosts reach it"
     else:
-        kind, reason = MemoryKind(wanted), "it was asked for"
+        kind, reason = MemoryKind(wanted), f"MOONCAKE_HAL_CUDA_MEMORY={wanted} requests it"
         if refusals[kind]:
             raise CapabilityError(
-                f"memory of kind {wanted!r} was asked for (MOONCAKE_HAL_CUDA_MEMORY), but "
+                f"MOONCAKE_HAL_CUDA_MEMORY={wanted} requests this kind of memory, but "
                 f"{refusals[kind]}; use 'auto'"
             )
     domain = capabilities.domain if kind is MemoryKind.FABRIC else None
@@ -198,12 +198,14 @@ class DeviceSharing:
             return None
         known = self._indices
         if not {ours, theirs} <= known.keys():
-            return "CUDA_VISIBLE_DEVICES hides a peer's device, whose link can't be asked about"
+            return "CUDA_VISIBLE_DEVICES hides a peer's device, so its link can't be queried"
         if (reason := self.why_no_access(ours, theirs)) is not None:
             return reason
         if self.driver.has_atomics(known[ours], known[theirs]):
             return None
-        return f"no NVLink joins cuda:{known[ours]} and cuda:{known[theirs]}; see nvidia-smi topo"
+        return (
+            f"no NVLink connects cuda:{known[ours]} and cuda:{known[theirs]}; see nvidia-smi topo"
+        )
 
     @cached_property
     def _indices(self) -> dict[bytes, int]:

@@ -100,7 +100,7 @@ class NvlinkFabric:
                 f"{info.status}); look at nvidia-fabricmanager and nvidia-imex"
             )
         if not any(info.clusterUuid):
-            raise DeviceError("the NVLink fabric ends at this host")
+            raise DeviceError("the NVLink fabric spans this host only")
         return NvlinkDomain(bytes(info.clusterUuid), info.cliqueId)
 
     def _load(self) -> ctypes.CDLL:
@@ -110,7 +110,7 @@ class NvlinkFabric:
                 function = getattr(library, name)
                 function.argtypes, function.restype = arguments, c_int
         except (OSError, AttributeError) as exc:
-            raise DeviceError(f"NVML does not tell the NVLink domain: {exc}") from exc
+            raise DeviceError(f"NVML can't report the NVLink domain: {exc}") from exc
         return library
 
 

@@ -69,7 +69,7 @@ class DescriptorMailbox:
                 connection.settimeout(left)
                 if (descriptor := self._read(connection)) is not None:
                     return descriptor
-        raise TransferTimeout(f"no descriptor of the peer's memory came within {timeout:.3g} s")
+        raise TransferTimeout(f"received no descriptor of the peer's memory within {timeout:.3g} s")
 
     def close(self) -> None:
         """Stop receiving."""
@@ -103,7 +103,7 @@ def send_descriptor(name: str, token: bytes, descriptor: int) -> None:
             sender.connect(f"\0{name}")
             socket.send_fds(sender, [token], [descriptor])
         except OSError as exc:
-            raise PeerLost(f"the peer does not take a descriptor of our memory: {exc}") from exc
+            raise PeerLost(f"the peer did not accept a descriptor of our memory: {exc}") from exc
 
 
 class PeerMappings:
