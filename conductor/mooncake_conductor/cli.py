@@ -1,4 +1,7 @@
-"""``mooncake-conductor``: replays traces through the code that serves."""
+"""Replays request traces on simulated clusters, and measures the latencies of live instances.
+
+`mooncake-conductor` uses the same conductor as the proxy.
+"""
 
 from __future__ import annotations
 
@@ -258,7 +261,9 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--policy", choices=POLICIES, default=DEFAULT_POLICY, help="default: %(default)s"
     )
-    one.add_argument("--load", type=_positive, default=1.0, help="times the trace's rate (1)")
+    one.add_argument(
+        "--load", type=_positive, default=1.0, help="multiple of the trace's request rate (1)"
+    )
     one.add_argument(
         "--cache-tokens", type=_count, default=3_000_000, help="per prefill node (3e6)"
     )
@@ -270,20 +275,21 @@ def build_parser() -> argparse.ArgumentParser:
         "--policies",
         type=_names(POLICIES, "policy"),
         default=list(POLICIES),
-        help="with commas (all)",
+        help="comma-separated (all)",
     )
-    many.add_argument("--loads", type=_list_of(_positive), default=[1.0], help="with commas (1)")
-    many.add_argument(
-        "--caches", type=_list_of(_count), default=[3_000_000], help="tokens per node, with commas"
-    )
+    loads = "multiples of the trace's request rate, comma-separated (1)"
+    many.add_argument("--loads", type=_list_of(_positive), default=[1.0], help=loads)
+    caches = "tokens per prefill node, comma-separated (3e6)"
+    many.add_argument("--caches", type=_list_of(_count), default=[3_000_000], help=caches)
     many.set_defaults(run=compare)
-    systems = commands.add_parser("goodput", help="beside coupled instances, over load")
+    about = "goodput over load, compared with coupled instances"
+    systems = commands.add_parser("goodput", help=about)
     _add_common(systems)
     names = ", ".join(SYSTEMS)
     systems.add_argument(
         "--systems", type=_names(SYSTEMS, "system"), default=list(SYSTEMS), help=f"of {names} (all)"
     )
-    systems.add_argument("--loads", type=_list_of(_positive), default=[1.0], help="with commas (1)")
+    systems.add_argument("--loads", type=_list_of(_positive), default=[1.0], help=loads)
     systems.add_argument(
         "--cache-tokens", type=_count, default=3_000_000, help="per prefill node (3e6)"
     )
@@ -296,24 +302,25 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     plan, add = CalibrationPlan(), parser.add_argument
     counts = _list_of(_count)
-    add("url", metavar="URL", help="of an idle OpenAI-compatible server, http://HOST:PORT")
+    add("url", metavar="URL", help="an idle OpenAI-compatible server, http://HOST:PORT")
     add("--out", type=Path, default=Path("calibrated.json"), help="default: %(default)s")
-    add("--name", default="measured", help="of the row (measured)")
-    meaning = "a proxy in front of it and of decode instances, as idle: measures the way, too"
+    add("--name", default="measured", help="name of the measured row (measured)")
+    meaning = "an idle proxy in front of it and of decode instances: measure the path through it"
     add("--through", default="", metavar="URL", help=meaning)
-    add("--served-model", default="", help="the first that the server lists")
+    add("--served-model", default="", help="model to request (the first that the server lists)")
     add("--api-key", default="", help="sent as a bearer token")
     lengths = {
         "--prompt-tokens": (plan.prompt_tokens, "lengths of prompts"),
-        "--batches": (plan.batches, "requests that decode at once"),
+        "--batches": (plan.batches, "requests that decode concurrently"),
         "--decode-context": (plan.decode_context, "tokens of their prompts"),
     }
     for flag, (default, meaning) in lengths.items():
         shown = ",".join(map(str, default))
         add(flag, type=counts, default=list(default), help=f"{meaning} ({shown})")
-    meaning = "of each answer; more where answers don't overlap (%(default)s)"
+    meaning = "tokens of each answer; more if answers don't overlap (%(default)s)"
     add("--decode-tokens", type=_count, default=plan.decode_tokens, help=meaning)
-    add("--max-token-id", type=_count, default=plan.max_token_id, help="of prompts (%(default)s)")
+    meaning = "token ids of prompts are drawn below this (%(default)s)"
+    add("--max-token-id", type=_count, default=plan.max_token_id, help=meaning)
     parser.set_defaults(run=calibrate_instance)
 
 
@@ -325,26 +332,28 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--model", choices=MODELS, default="llama-3-70b", help="default: %(default)s")
     add("--device", choices=DEVICES, default="A800", help="default: %(default)s")
     add("--devices-per-node", type=_count, default=8, help="default: 8")
-    add("--calibrated", type=Path, metavar="FILE", help="of calibrate, instead of a device")
-    add("--link-gb-s", type=_positive, default=50.0, help="of a node's network, GB/s (50)")
+    add("--calibrated", type=Path, metavar="FILE", help="result of calibrate, replaces --device")
+    add("--link-gb-s", type=_positive, default=50.0, help="network bandwidth per node, GB/s (50)")
     add("--max-batch", type=_count, default=256, help="sequences per decode node (256)")
-    add("--chunk-tokens", type=_count, default=512, help="tokens of a hash id (512)")
+    add("--chunk-tokens", type=_count, default=512, help="tokens per hash id of the trace (512)")
     modes = [mode.value for mode in AdmissionMode]
-    add("--admission", choices=modes, default="none", help="when load refuses (none)")
-    unit = "milliseconds, or a multiple of the unloaded request's time like"
+    add("--admission", choices=modes, default="none", help="when load leads to refusals (none)")
+    unit = "milliseconds, or a multiple of the unloaded latency such as"
     add("--slo-ttft", default="30000", help=f"{unit} 10x (30000)")
     add("--slo-tbt", default="100", help=f"{unit} 5x (100)")
-    add("--threshold", type=_positive, default=2.0, help="of the policy mooncake (2)")
+    add("--threshold", type=_positive, default=2.0, help="parameter of the policy mooncake (2)")
     forms = [boundary.value for boundary in Boundary]
-    add("--boundary", choices=forms, default="fast", help="form of Algorithm 1 (fast)")
-    add("--binding", choices=["early", "late"], default="early", help="of the decode node (early)")
-    add("--delta", action="store_true", help="later turns of a session carry only what is new")
-    add("--replicate", action="store_true", help="copy hot chunks before they are asked for")
-    add("--role-changes", action="store_true", help="idle nodes change sides when load shifts")
-    add("--poisson", type=_positive, metavar="RATE", help="come at random times, so many per s")
-    add("--copies", type=_count, default=1, help="of the trace's users, at the same time (1)")
-    add("--limit", type=_count, help="only the first requests of the trace")
-    add("--seed", type=int, default=0, help="of what is left to chance (0)")
+    add("--boundary", choices=forms, default="fast", help="version of Algorithm 1 (fast)")
+    meaning = "choose the decode node at arrival or after the prefill (early)"
+    add("--binding", choices=["early", "late"], default="early", help=meaning)
+    add("--delta", action="store_true", help="later turns of a session contain only new tokens")
+    add("--replicate", action="store_true", help="copy hot chunks before they are requested again")
+    add("--role-changes", action="store_true", help="switch roles of idle nodes when load shifts")
+    meaning = "Poisson arrivals of RATE requests per second instead of the trace's times"
+    add("--poisson", type=_positive, metavar="RATE", help=meaning)
+    add("--copies", type=_count, default=1, help="replicate the trace's users N times (1)")
+    add("--limit", type=_count, help="use only the first requests of the trace")
+    add("--seed", type=int, default=0, help="seed of the random numbers (0)")
     add("--html", type=Path, metavar="FILE", help="write one page with charts")
 
 

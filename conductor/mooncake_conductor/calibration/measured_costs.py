@@ -216,8 +216,8 @@ def _step_seconds(
         if gaps:
             return median(gaps), tokens
     raise CalibrationFailed(
-        f"{len(prompts)} requests of {LONGEST * num_tokens} tokens never decoded at once: ask for "
-        "more decode tokens"
+        f"{len(prompts)} requests of {LONGEST * num_tokens} tokens never decoded concurrently: "
+        "ask for more decode tokens"
     )
 
 

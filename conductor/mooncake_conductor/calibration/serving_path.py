@@ -77,7 +77,7 @@ def _join_steps(
             waited = median(probe.gaps[0] for probe in beside) - hand_over
             return max(round(waited / step - 1.5), 0)
     raise CalibrationFailed(
-        f"{len(others)} answers of {num_tokens} tokens were over too soon to see how others join "
+        f"{len(others)} answers of {num_tokens} tokens ended too soon to see how others join "
         "them: ask for more decode tokens"
     )
 

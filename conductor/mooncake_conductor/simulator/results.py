@@ -135,7 +135,7 @@ def swing(result: SimulationResult) -> Swing:
 
 COLUMNS = (
     ("requests", "num_requests", "{:,}"),
-    ("refused at once", "refused_early", "{:,}"),
+    ("refused early", "refused_early", "{:,}"),
     ("after prefill", "refused_late", "{:,}"),
     ("in SLO %", "within_slo", "{:.1%}"),
     ("goodput /s", "goodput", "{:.2f}"),
