@@ -9,7 +9,7 @@ import pytest
 from mooncake_engine.config import Role
 from mooncake_engine.server import registration as engine
 from mooncake_proxy.api.admin_routes import REGISTER_PATH
-from mooncake_proxy.http1.signed_head import signed_head
+from mooncake_proxy.http1.http_wire import signed_head
 from mooncake_proxy.http1.upstream_connection import ClientContext, ClientLimits
 from mooncake_proxy.pool import registrations as proxy
 from mooncake_proxy.pool.model_pools import ModelPools

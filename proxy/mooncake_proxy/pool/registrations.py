@@ -15,8 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from mooncake_proxy.errors import DECODE_ERRORS, BadRequest, Conflict, Forbidden, Refusal
-from mooncake_proxy.http1.http_wire import Origin
-from mooncake_proxy.http1.signed_head import is_signed, signed_digest
+from mooncake_proxy.http1.http_wire import Origin, is_signed, signed_digest
 from mooncake_proxy.pool.instances import Instance, Role
 from mooncake_proxy.pool.membership import (
     ChangeOperation,

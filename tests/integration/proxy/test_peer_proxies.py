@@ -22,7 +22,7 @@ from support.proxy_fakes_client import BODY, post
 from mooncake_conductor.policies.situation import Plan
 from mooncake_proxy.config_from_options import config_from
 from mooncake_proxy.errors import ConfigError
-from mooncake_proxy.http1.signed_head import signed_head
+from mooncake_proxy.http1.http_wire import signed_head
 from mooncake_proxy.ops.worker_link import PeerNews, WorkerLink, decode_message, encode_message
 from mooncake_proxy.proxy_options import build_parser
 from mooncake_proxy.routing import peer_proxies
