@@ -32,7 +32,7 @@ _MIN_SPLIT = 256
 # for the reads to outweigh those writes
 _MIN_LATENT_SPLIT_PER_HEAD = 8
 _MIN_DOT = 16
-_LEAST_ARRIVALS = 4096
+_MIN_COUNTERS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +148,13 @@ def attend_grouped(call: AttentionCall, tuning: Tuning) -> Tensor:
     else:
         launch = _Launch(tuning.prefill(dim, size, kv_size), Splitting(_MIN_SPLIT, 1), 1)
     row_blocks = -(-call.new_tokens * group // launch.tile.rows)
-    shares = row_blocks * kv_heads * call.sequences
-    programs, least = tuning.programs(launch.splits, shares), tuning.least_splits(shares)
+    num_row_blocks = row_blocks * kv_heads * call.sequences
+    programs = tuning.programs(launch.splits, num_row_blocks)
+    least = tuning.least_splits(num_row_blocks)
     parts, weights, arrivals = out, out, out
     if call.is_decode:
         parts, weights = _split_buffers(out, launch.splits)
-        arrivals = _arrivals(shares, out.device)
+        arrivals = _arrivals(num_row_blocks, out.device)
     paged_attention[(row_blocks * programs, kv_heads, call.sequences)](
         out,
         parts,
@@ -262,7 +263,7 @@ def _arrivals(count: int, device: torch.device) -> Tensor:
     memory pool are never replayed concurrently.
     """
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _zeros(max(_LEAST_ARRIVALS, power_of_two(count)), device, stream)
+    return _zeros(max(_MIN_COUNTERS, power_of_two(count)), device, stream)
 
 
 @cache

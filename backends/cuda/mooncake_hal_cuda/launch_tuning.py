@@ -22,21 +22,21 @@ SHARED_BYTES = {
 }
 """Shared memory available to one program, per generation, in bytes (CUDA C Programming Guide)."""
 
-_ROOMY_BYTES = 160_000
-_LEAST_PROGRAMS = 8
-_LEAST_OF_MANY = 2
+_LARGE_SHARED_BYTES = 160_000
+_MIN_PROGRAMS = 8
+_MIN_PROGRAMS_ON_FULL_DEVICE = 2
 """Used where the rows of all sequences fill the device without splits: for contexts of usual length
 further programs would find no split to compute, and would only cost their launch."""
-_LEAST_SPLITS_OF_MANY = 8
+_MIN_SPLITS_ON_FULL_DEVICE = 8
 """Splits that one program computes at least on a full device: on an H200, 128 contexts of three
 splits took 92 us with one program per context, and 103 us with two programs that shared them. The
 splits of a long context in such a batch are still divided among several programs."""
-_OVERLAPPED = 5
+_OVERLAPPED_STAGES = 5
 """Pipeline stages that Triton needs to overlap the load of a tile with the computation on the one
 before it, if the addresses are loaded too (from the block table): the loads of addresses take two
 stages, and with fewer than five stages the tile has a single buffer."""
 
-MOST_REGISTERS = 255
+MAX_REGISTERS = 255
 """Registers per thread that the hardware can address."""
 
 NEIGHBOURS = 8
@@ -66,7 +66,7 @@ class AttentionTile:
     registers: int | None = None
 
 
-_EXACT = AttentionTile(32, 32, 8, 1, MOST_REGISTERS)
+_EXACT = AttentionTile(32, 32, 8, 1, MAX_REGISTERS)
 """For float32, which is multiplied without matrix units: for correctness checks, not for speed."""
 
 
@@ -129,8 +129,8 @@ class Tuning:
         return () if self.generation in ("sm_80", "sm_86") else ("fp8", "fp8_experts")
 
     @property
-    def _is_roomy(self) -> bool:
-        return SHARED_BYTES[self.generation] >= _ROOMY_BYTES
+    def _has_large_shared(self) -> bool:
+        return SHARED_BYTES[self.generation] >= _LARGE_SHARED_BYTES
 
     @property
     def _is_wide(self) -> bool:
@@ -149,8 +149,9 @@ class Tuning:
         # with larger ones, the assembler for sm_100 spills registers rather than wait for loads
         if self._is_wide and (self.generation != "sm_90" or kv_bytes == element_bytes):
             tokens = max(32, tokens // 2)
-        rows, stages = max(16, power_of_two(group)), _OVERLAPPED if self._is_roomy else 2
-        registers = 128 if rows == 16 and dim <= 128 else 168 if rows <= 32 else MOST_REGISTERS
+        rows = max(16, power_of_two(group))
+        stages = _OVERLAPPED_STAGES if self._has_large_shared else 2
+        registers = 128 if rows == 16 and dim <= 128 else 168 if rows <= 32 else MAX_REGISTERS
         if kv_bytes < element_bytes:
             return AttentionTile(rows, min(tokens, 64), 8, stages, registers)
         return AttentionTile(rows, tokens, 4, stages, registers)
@@ -160,10 +161,10 @@ class Tuning:
         if element_bytes == 4:
             return _EXACT
         stages, registers = 3, None
-        if self._is_roomy and (kv_bytes < element_bytes or not self._is_wide):
-            stages = _OVERLAPPED
+        if self._has_large_shared and (kv_bytes < element_bytes or not self._is_wide):
+            stages = _OVERLAPPED_STAGES
             if dim <= 64 and self.generation == "sm_100":
-                registers = MOST_REGISTERS  # Triton 3.5's assembler would spill at 128
+                registers = MAX_REGISTERS  # Triton 3.5's assembler would spill at 128
         elif dim <= 64 and self.generation in ("sm_100", "sm_103"):
             stages = 2  # with products in tensor memory and narrow heads, a third stage spills
         tokens = 64 if self._is_wide and dim <= 128 else 32
@@ -177,16 +178,16 @@ class Tuning:
         every latent is read twice, the second time from L2. Narrower KV allows fewer rows.
         """
         if element_bytes == 4:
-            return AttentionTile(16, 16, 8, 1, MOST_REGISTERS)
+            return AttentionTile(16, 16, 8, 1, MAX_REGISTERS)
         if kv_bytes < element_bytes:
-            return AttentionTile(16, 32, 8, _OVERLAPPED)
+            return AttentionTile(16, 32, 8, _OVERLAPPED_STAGES)
         if self._is_wide and rows >= 64:
             return AttentionTile(64, 64 if self.generation == "sm_90" else 32, 8, 2)
         height = max(16, min(32, power_of_two(rows)))
-        fits = self._is_roomy or height == 16
+        fits = self._has_large_shared or height == 16
         # shared memory holds two programs of 16 rows there, so registers must hold two as well
         warps = 4 if self._is_wide and height == 16 else 8
-        return AttentionTile(height, 32, warps, _OVERLAPPED if fits else 2)
+        return AttentionTile(height, 32, warps, _OVERLAPPED_STAGES if fits else 2)
 
     def matmul(self, rows: int, element_bytes: int) -> MatmulTile:
         """Tile of the experts' matrix products; ``rows`` is the mean number of rows per expert."""
@@ -194,15 +195,15 @@ class Tuning:
             return MatmulTile(16, 64, 32, 4, 1)
         height = max(16, min(128, power_of_two(rows)))
         if height <= 32:
-            return MatmulTile(height, 128, 64, 4, 4 if self._is_roomy else 3)
+            return MatmulTile(height, 128, 64, 4, 4 if self._has_large_shared else 3)
         return MatmulTile(height, 128, 64, 8, 3)
 
     def fp8_matmul(self, rows: int) -> MatmulTile:
         """Tile of e4m3 products with block scales; one iteration is as deep as a block."""
         height = max(16, min(128 if self._is_wide else 64, power_of_two(rows)))
         if height <= 32:
-            return MatmulTile(height, 64, FP8_BLOCK, 4, 5 if self._is_roomy else 4)
-        return MatmulTile(height, 128, FP8_BLOCK, 8, 4 if self._is_roomy else 3)
+            return MatmulTile(height, 64, FP8_BLOCK, 4, 5 if self._has_large_shared else 4)
+        return MatmulTile(height, 128, FP8_BLOCK, 8, 4 if self._has_large_shared else 3)
 
     @property
     def has_early_launches(self) -> bool:
@@ -236,19 +237,20 @@ class Tuning:
             splits: number of splits of the longest context.
             others: number of programs in the launch without splits.
         """
-        least = _LEAST_OF_MANY if self._is_full(others) else _LEAST_PROGRAMS
-        return min(splits, max(least, power_of_two(self._room // others or 1)))
+        min_programs = _MIN_PROGRAMS_ON_FULL_DEVICE if self._is_full(others) else _MIN_PROGRAMS
+        wanted = power_of_two(self._full_device_programs // others or 1)
+        return min(splits, max(min_programs, wanted))
 
     def least_splits(self, others: int) -> int:
         """The least number of splits per program; ``others`` as for ``programs``."""
-        return _LEAST_SPLITS_OF_MANY if self._is_full(others) else 1
+        return _MIN_SPLITS_ON_FULL_DEVICE if self._is_full(others) else 1
 
     @property
-    def _room(self) -> int:
+    def _full_device_programs(self) -> int:
         return 4 * self.processors
 
     def _is_full(self, others: int) -> bool:
-        return others > self._room
+        return others > self._full_device_programs
 
 
 def power_of_two(value: int) -> int:
