@@ -69,4 +69,4 @@ def peak_resident_bytes() -> int:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    raise RuntimeError("the kernel does not tell VmHWM in /proc/self/status")
+    raise RuntimeError("the kernel does not report VmHWM in /proc/self/status")

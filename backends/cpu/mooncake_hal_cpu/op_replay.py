@@ -113,7 +113,7 @@ def record_call(function: Callable[..., object], *args: object) -> None:
 def refuse_capture(what: str) -> None:
     """Raise CapabilityError if this thread is running a capture."""
     if _current.recorder is not None:
-        raise CapabilityError(f"{what} depends on numbers of the host: it can't be captured")
+        raise CapabilityError(f"{what} depends on values on the host: it can't be captured")
 
 
 def _is_view(out: Any, arguments: Any) -> bool:

@@ -172,7 +172,7 @@ class TorchOps(ComposedLatentWrites):
         expert_weights: Tensor,
     ) -> Tensor:
         """Sort tokens by expert, run each expert on its tokens, and restore the order."""
-        refuse_capture("sharing tokens out among experts")
+        refuse_capture("sorting tokens by expert")
         order = expert_ids.flatten().argsort(stable=True)
         counts = torch.bincount(expert_ids.flatten(), minlength=len(gate_up)).tolist()
         chosen = x[torch.div(order, expert_ids.shape[1], rounding_mode="floor")]
