@@ -171,9 +171,9 @@ def test_fewer_ranks_for_prefill_are_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"block_size": 16}, r"block_size 16 was asked for, backend 'ascend' has \[128\]"),
-        ({"dtype": "float32"}, "dtype 'float32' was asked for"),
-        ({"kv_layout": "LPBHT"}, "kernels run on \\['LPBTH'\\]"),
+        ({"block_size": 16}, r"block_size 16 was requested, backend 'ascend' supports \[128\]"),
+        ({"dtype": "float32"}, "dtype 'float32' was requested"),
+        ({"kv_layout": "LPBHT"}, "kernels support \\['LPBTH'\\]"),
     ],
 )
 def test_what_the_ops_do_not_take_is_refused(options: dict[str, Any], message: str) -> None:
@@ -202,6 +202,6 @@ def test_ports_that_the_transfer_engine_may_take_are_refused(
 def test_latents_of_another_width_are_refused(tmp_path: Path) -> None:
     model = write_model(tmp_path / "narrow", "deepseek_v3", dtype="bfloat16")
     with pytest.raises(
-        ConfigError, match=r"\(48, 16\) wide, backend 'ascend' runs \[\(512, 64\)\]"
+        ConfigError, match=r"\(48, 16\) wide, backend 'ascend' supports \[\(512, 64\)\]"
     ):
         start(make_config(model, **ON_NPU))

@@ -116,7 +116,7 @@ def test_what_does_not_come_is_computed_here(model: Path) -> None:
 def test_nobody_is_given_what_only_this_device_reads(model: Path) -> None:
     async def main() -> None:
         async with instance(model, Role.DECODE, **OVER_HCCS) as on_npu:
-            with pytest.raises(InvalidRequest, match="ask a prefill instance, or start this one"):
+            with pytest.raises(InvalidRequest, match="send the request to a prefill instance, or"):
                 await ask(on_npu, (1, 2, 3), replace(FEW, max_tokens=1), ORDER)
 
     asyncio.run(main())

@@ -48,7 +48,7 @@ def test_what_is_left_is_for_kv_and_the_log_says_how_much(
     assert 16 * MIB < nbytes <= 256 * MIB
     assert facts.max_model_len == 512
     words = " ".join(record.getMessage() for record in caplog.records)
-    assert "the largest step takes" in words
+    assert "the largest step take" in words
     assert f"{facts.num_kv_blocks} blocks of 16 tokens, {facts.num_kv_blocks * 16} tokens" in words
 
 

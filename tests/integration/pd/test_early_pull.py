@@ -167,10 +167,10 @@ def test_who_pushes_is_not_asked_to_let_its_kv_be_read(model: Path) -> None:
     async def main() -> None:
         async with pair(model, connector="MooncakeLayerwiseConnector") as both:
             params = {"do_remote_prefill": True, "metaserver": "http://127.0.0.1:1/"}
-            with pytest.raises(InvalidRequest, match=r"ask for a pull.* made to push"):
+            with pytest.raises(InvalidRequest, match=r"request a pull, .* does a push"):
                 await ask(both.decode, PROMPT, GREEDY, {**params, "do_pull": True})
         async with pair(model, connector=PULLING) as both:
-            with pytest.raises(InvalidRequest, match=r"ask for a push.* made to pull"):
+            with pytest.raises(InvalidRequest, match=r"request a push, .* does a pull"):
                 await ask(both.decode, PROMPT, GREEDY, params)
 
     asyncio.run(main())

@@ -154,6 +154,4 @@ def test_one_that_is_pulled_is_refused_by_name(
     request = replace(Asked("p", PROMPT), kv_transfer_params={"do_remote_decode": True})
     prefill.scheduler.on_new_request(request)
     assert prefill.compute(request, P_BLOCKS, (14,)) == (False, None)
-    assert "wants KV transfer by pull, this instance's connector does push" in (
-        caplog.text
-    )
+    assert "wants KV transfer by pull, this instance's connector does push" in caplog.text

@@ -78,7 +78,7 @@ def test_the_doctor_asks_the_plugin() -> None:
     assert any("hccn_tool" in finding.what for finding in rest)
     (found,) = examine_transport(Registry.discover(), "hcsc")
     assert found.problem is not None
-    assert found.problem.startswith("no installed plugin offers it; there are ")
+    assert found.problem.startswith("no installed plugin offers it; known are ")
     assert [str(finding) for finding in examine_transport(Registry.discover(), "tcp")] == [
         "ok    transport tcp: "
     ]
