@@ -432,11 +432,15 @@ class SsdTier:
         collected already; a stale index entry is removed, or every lookup would retry the read."""
         if record.drive.directory.hold(record.location):
             return True
+        self._remove(record)
+        return False
+
+    def _remove(self, record: _Record) -> None:
+        """Remove a record from the index, but not another one of its chunk that has replaced it."""
         with self._lock:
             is_gone = self._is_indexed(record) and self._unindex(record.chunk.key)
         if is_gone:
             self._on_removed([record.chunk.key])
-        return False
 
     def _read_whole(self, record: _Record, payload: memoryview) -> bool:
         """Read a held record on this thread, end the hold, and return whether it is intact."""
@@ -477,10 +481,10 @@ class SsdTier:
         return is_intact
 
     def _end_read(self, record: _Record, *, is_intact: bool) -> None:
-        """End a hold, once no read of the record is in flight. A damaged record is forgotten."""
+        """End a hold, once no read of the record is in flight. A damaged record is removed."""
         record.drive.directory.release(record.location)
-        if not is_intact and (removed := self.forget([record.chunk.key])):
-            self._on_removed(removed)
+        if not is_intact:
+            self._remove(record)
 
     def _collect(self, drive: Drive, *, wait_s: float = 0.0) -> None:
         """Empty the oldest segment if no other one is left to write to next.

@@ -24,7 +24,8 @@ from mooncake_kv.store.chunk_store import (
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.ssd_config import SsdConfig, SsdDirectoryConfig
 from mooncake_kv.store.ssd_directory import SsdDirectory
-from mooncake_kv.store.ssd_drive import DriveThreads
+from mooncake_kv.store.ssd_drive import ChunkWrite, DriveThreads
+from mooncake_kv.store.ssd_reads import ChunkRead
 from mooncake_kv.store.ssd_records import PAGE, read_page, record_bytes
 
 NBYTES = 4 * GRANULE
@@ -500,6 +501,30 @@ def test_a_stale_index_entry_is_removed_when_it_is_read(opened):
     assert store.store.verify() == (0, 0)
     store.put(0)  # memory had it before
     store.await_event("stored", Tier.SSD, chunk(0).key)
+
+
+def test_a_failed_read_of_a_record_does_not_remove_its_successor(opened, monkeypatch):
+    """Its chunk may be dropped and written anew while the old record is still being read."""
+    store = opened(capacity=2)
+    store.save([0])
+    tier = store.store._moves.tier
+    read_sections = SsdDirectory.read_sections
+    rewritten = threading.Event()
+
+    def fail_once(directory, *args):
+        if rewritten.is_set():
+            return read_sections(directory, *args)
+        tier.forget(keys([0]))
+        assert tier.admit(chunk(0))
+        tier.write(ChunkWrite(chunk(0), 0, lambda: True, lambda _: rewritten.set()))
+        assert rewritten.wait(WAIT_S)
+        raise StoreIOError("of the old record")
+
+    monkeypatch.setattr(SsdDirectory, "read_sections", fail_once)
+    done = threading.Event()
+    tier.read([ChunkRead(key_of(0), 0, lambda: True, lambda _: None, lambda _: done.set())])
+    assert done.wait(WAIT_S)
+    assert tier.chunk(key_of(0)) == chunk(0)
 
 
 def hang(monkeypatch):
