@@ -249,7 +249,7 @@ class AsyncEngine:
             with self._lock:
                 self._pending_replies.discard(reply)
 
-    def check_room(self, num_requests: int) -> None:
+    def check_capacity(self, num_requests: int) -> None:
         """Check that the engine can take ``num_requests`` more requests. Any thread.
 
         To be called before a client's request for several answers is submitted: one that does not

@@ -92,7 +92,7 @@ class FakeEngine:
     room: int = 1024
     _live: dict[str, asyncio.Task[None]] = field(default_factory=dict)
 
-    def check_room(self, num_requests: int) -> None:
+    def check_capacity(self, num_requests: int) -> None:
         if num_requests > self.room:
             raise Overloaded(f"room for {self.room} requests; try again later")
 

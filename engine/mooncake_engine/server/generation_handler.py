@@ -136,7 +136,7 @@ class GenerationHandler:
         outcome = FinishReason.ABORT  # for choices without a finish reason of their own
         streams: list[ChoiceStream] = []
         try:
-            self.engine.check_room(len(context.choices))
+            self.engine.check_capacity(len(context.choices))
             for choice in context.choices:
                 finished = context.kv_transfer.finished_update(choice.index)
                 if finished is not None:

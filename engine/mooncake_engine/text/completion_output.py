@@ -71,7 +71,7 @@ class EngineClient(Protocol):
             name: the name that ``submit`` returned.
         """
 
-    def check_room(self, num_requests: int) -> None:
+    def check_capacity(self, num_requests: int) -> None:
         """Check that the engine can accept ``num_requests`` more.
 
         Raises:

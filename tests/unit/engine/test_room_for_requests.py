@@ -20,12 +20,12 @@ def test_more_than_there_is_ever_room_for_is_no_overload() -> None:
     request = EngineRequest("a", (1, 2, 3), SamplingParams(max_tokens=4))
 
     async def check(engine: AsyncEngine) -> None:
-        engine.check_room(5)
+        engine.check_capacity(5)
         with pytest.raises(InvalidRequest, match=r"6 choices were requested at once.* at most 5"):
-            engine.check_room(6)
+            engine.check_capacity(6)
         name = await engine.submit(request, lambda _: None)
         with pytest.raises(Overloaded, match="1 requests are running or waiting already"):
-            engine.check_room(5)
+            engine.check_capacity(5)
         engine.leave(name)
 
     built = scripted_engine(ScriptedExecutor())
