@@ -64,13 +64,13 @@ async def serve(config: ProxyConfig, link: WorkerLink | None = None) -> None:
     # them. A few hundred are garbage already: not worth the 10 ms that a collection takes here.
     gc.freeze()
     _announce(f"mooncake-proxy listens on {scheme}://{host}:{app.port}")
-    asked = loop.create_task(stop.asked.wait())
+    requested = loop.create_task(stop.requested.wait())
     try:
-        while not stop.asked.is_set():
+        while not stop.requested.is_set():
             app.poll()
-            await asyncio.wait({asked}, timeout=1.0)
+            await asyncio.wait({requested}, timeout=1.0)
     finally:
-        asked.cancel()
+        requested.cancel()
         await app.close(stop)
 
 

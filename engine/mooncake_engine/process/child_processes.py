@@ -79,22 +79,22 @@ class StopSignals:
     immediate stop.
 
     Attributes:
-        asked_at: time of the first signal, in seconds; None before it.
-        is_hurried: whether a later signal has arrived.
+        requested_at: time of the first signal, in seconds; None before it.
+        is_forced: whether a later signal has arrived.
     """
 
     def __init__(self) -> None:
-        self.asked_at: float | None = None
-        self.is_hurried = False
+        self.requested_at: float | None = None
+        self.is_forced = False
 
     def note(self, now: float) -> bool:
         """Process a signal at ``now``, in seconds of a steady clock; returns whether it is the
         first one."""
-        if self.asked_at is None:
-            self.asked_at = now
+        if self.requested_at is None:
+            self.requested_at = now
             return True
-        if now - self.asked_at > _SAME_SIGNAL_S:
-            self.is_hurried = True
+        if now - self.requested_at > _SAME_SIGNAL_S:
+            self.is_forced = True
         return False
 
 
@@ -180,20 +180,20 @@ class Child:
         assert status is not None
         return ChildDied(f"{self.name} died, {describe_exit(status)}: {self._stderr_tail}")
 
-    async def stop(self, stop_timeout_s: float, hurried: asyncio.Event) -> None:
+    async def stop(self, stop_timeout_s: float, forced: asyncio.Event) -> None:
         """Stop the program and all processes that it has started: by SIGTERM, a second SIGTERM, and
         SIGKILL.
 
         Args:
             stop_timeout_s: seconds from the first to the second SIGTERM.
-            hurried: set to send the second SIGTERM at once.
+            forced: set to send the second SIGTERM at once.
         """
         self._signal_group(signal.SIGTERM)
-        hurry = asyncio.ensure_future(hurried.wait())
+        force = asyncio.ensure_future(forced.wait())
         await asyncio.wait(
-            {self.ended, hurry}, timeout=stop_timeout_s, return_when=asyncio.FIRST_COMPLETED
+            {self.ended, force}, timeout=stop_timeout_s, return_when=asyncio.FIRST_COMPLETED
         )
-        hurry.cancel()
+        force.cancel()
         if not self.ended.done():
             self._signal_group(signal.SIGTERM)  # the second: don't wait for running requests
             await asyncio.wait({self.ended}, timeout=_KILL_DELAY_S)
@@ -281,7 +281,7 @@ class ChildProcesses:
         self._log_dir = log_dir
         self._stop_timeout_s = stop_timeout_s
         self._max_restarts = max_restarts
-        self._hurried = asyncio.Event()
+        self._forced = asyncio.Event()
         self._is_stopping = False
         self._logs: dict[str, TextIO] = {}
         self._supervised: list[_SupervisedChild] = []
@@ -354,15 +354,15 @@ class ChildProcesses:
         await asyncio.gather(*self._restarting, return_exceptions=True)
         children = [one.child for one in self._supervised if one.child is not None]
         for child in children[-1:]:
-            await child.stop(self._stop_timeout_s, self._hurried)
-        rest = (child.stop(self._stop_timeout_s, self._hurried) for child in children[:-1])
+            await child.stop(self._stop_timeout_s, self._forced)
+        rest = (child.stop(self._stop_timeout_s, self._forced) for child in children[:-1])
         await asyncio.gather(*rest)
         for file in self._logs.values():
             file.close()
 
-    def hurry(self) -> None:
+    def force_stop(self) -> None:
         """Send the second SIGTERM at once to children that are being stopped, or will be."""
-        self._hurried.set()
+        self._forced.set()
 
     def _note_end(self, supervised: _SupervisedChild, child: Child) -> None:
         if self._is_stopping:

@@ -166,8 +166,8 @@ def _stop_on_signal(children: ChildProcesses) -> None:
     def stop() -> None:
         if signals.note(loop.time()):
             task.cancel()
-        elif signals.is_hurried:
-            children.hurry()
+        elif signals.is_forced:
+            children.force_stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop)

@@ -350,15 +350,15 @@ class Draining:
     @property
     def is_requested(self) -> bool:
         """Whether a signal was received."""
-        return self._signals.asked_at is not None
+        return self._signals.requested_at is not None
 
     def is_over(self, now: float) -> bool:
         """Whether the instance may exit: nothing is left to wait for, or the timeout has passed.
 
         At the timeout, requests that still run are failed; the server has yet to send their error
         responses. Call this periodically."""
-        asked_at = self._signals.asked_at
-        if asked_at is None:
+        requested_at = self._signals.requested_at
+        if requested_at is None:
             return False
         num_live, num_held = len(self._live), self._num_held()
         # The core's thread counts the KV of a finished prefill, possibly after its response was
@@ -373,7 +373,7 @@ class Draining:
                 "waiting for at most %g s",
                 *(num_live, num_held, self._timeout_s),
             )
-        if not self._signals.is_hurried and now - asked_at < self._timeout_s:
+        if not self._signals.is_forced and now - requested_at < self._timeout_s:
             return False
         log.warning(
             "draining is incomplete: %d requests fail, the KV of %d is released", num_live, num_held

@@ -259,7 +259,7 @@ class ProxyApplication:
             any(connection.is_busy for connection in self.server.connections)
             and self.router.now() < end
         ):
-            if stop is not None and stop.is_hurried:
+            if stop is not None and stop.is_forced:
                 break
             await asyncio.sleep(DRAIN_POLL_S)
         for listener in (self._listener, self._admin_listener, self._own_listener):

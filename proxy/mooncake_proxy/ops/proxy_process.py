@@ -126,17 +126,17 @@ class ShutdownSignals:
     """Shutdown requested by SIGINT and SIGTERM: the first one drains, a second one ends that."""
 
     def __init__(self) -> None:
-        self.asked = asyncio.Event()
-        self.is_hurried = False
+        self.requested = asyncio.Event()
+        self.is_forced = False
         self._first_at = 0.0
 
     def signal(self, now: float) -> None:
         """Process a signal received at loop time `now`, in seconds."""
-        if not self.asked.is_set():
-            self.asked.set()
+        if not self.requested.is_set():
+            self.requested.set()
             self._first_at = now
         elif now - self._first_at > SIGNAL_WINDOW_S:
-            self.is_hurried = True
+            self.is_forced = True
 
 
 def live_page() -> bytes:

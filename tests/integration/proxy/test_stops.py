@@ -103,12 +103,12 @@ def test_a_proxy_that_ends_finishes_what_runs_and_tells_who_comes() -> None:
     uvloop.run(main())
 
 
-@pytest.mark.parametrize("is_hurried", [False, True])
-def test_what_outlasts_the_time_is_cut_off_with_an_error(*, is_hurried: bool) -> None:
+@pytest.mark.parametrize("is_forced", [False, True])
+def test_what_outlasts_the_time_is_cut_off_with_an_error(*, is_forced: bool) -> None:
     """On both sides: the instance is told, too, by its connection's end."""
 
     async def main() -> None:
-        async with stand(shutdown_timeout_s=60.0 if is_hurried else 0.1) as s:
+        async with stand(shutdown_timeout_s=60.0 if is_forced else 0.1) as s:
             s.decode.behaviour.hang_after = 2
             streamed = asyncio.ensure_future(post(s, STREAM))
             await s.decode.wait_for(lambda: len(s.decode.generated) == 1)
@@ -117,7 +117,7 @@ def test_what_outlasts_the_time_is_cut_off_with_an_error(*, is_hurried: bool) ->
             await s.decode.wait_for(lambda: len(s.decode.generated) == 2)
             stop = ShutdownSignals()
             stop.signal(10.0)
-            if is_hurried:
+            if is_forced:
                 stop.signal(11.5)
             await s.app.close(stop)
             last = events_of((await streamed).text)[-1]
@@ -130,10 +130,10 @@ def test_what_outlasts_the_time_is_cut_off_with_an_error(*, is_hurried: bool) ->
 
 def test_signals_at_once_are_one_stop() -> None:
     stop = ShutdownSignals()
-    assert not stop.asked.is_set()
+    assert not stop.requested.is_set()
     for now in (10.0, 10.2, 10.9):  # a worker gets the terminal's and its parent's
         stop.signal(now)
-    assert stop.asked.is_set()
-    assert not stop.is_hurried
+    assert stop.requested.is_set()
+    assert not stop.is_forced
     stop.signal(11.1)
-    assert stop.is_hurried
+    assert stop.is_forced

@@ -23,7 +23,7 @@ while True:
 """
 
 
-def test_a_hurried_child_is_asked_a_second_time(tmp_path: Path) -> None:
+def test_forced_stop_sends_a_second_sigterm(tmp_path: Path) -> None:
     """Its patience would last for an hour."""
 
     async def main() -> int | None:
@@ -34,7 +34,7 @@ def test_a_hurried_child_is_asked_a_second_time(tmp_path: Path) -> None:
         while "asked 1" not in (tmp_path / "slow.log").read_text():  # noqa: ASYNC110
             await asyncio.sleep(0.02)
         assert not leaving.done()
-        children.hurry()
+        children.force_stop()
         await leaving
         return child.process.returncode
 

@@ -10,18 +10,18 @@ from mooncake_engine.process.child_processes import RestartPolicy, StopSignals
 def test_signals_at_once_are_one_stop() -> None:
     """A terminal's Ctrl-C reaches a program, and its parent passes it on."""
     signals = StopSignals()
-    assert signals.asked_at is None
+    assert signals.requested_at is None
     assert [signals.note(now) for now in (10.0, 10.01, 10.9)] == [True, False, False]
-    assert not signals.is_hurried
-    assert signals.asked_at == 10.0
+    assert not signals.is_forced
+    assert signals.requested_at == 10.0
 
 
 def test_a_later_signal_wants_the_end_at_once() -> None:
     signals = StopSignals()
     signals.note(10.0)
     assert not signals.note(11.5)
-    assert signals.is_hurried
-    assert signals.asked_at == 10.0
+    assert signals.is_forced
+    assert signals.requested_at == 10.0
 
 
 def test_who_keeps_dying_waits_longer_each_time() -> None:
