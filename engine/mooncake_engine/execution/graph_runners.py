@@ -322,13 +322,13 @@ class PiecewiseGraphRunner(GraphRunner[_Segments]):
         most, widths = sizes[-1], model.attention_widths
         self._query = parallel.zeros(most, widths.heads, widths.query)
         self._attended = parallel.zeros(most, widths.heads, widths.value)
-        self._is_cut = [model.is_cut(index) for index in range(model.num_held_layers)]
-        self._has_cuts = any(self._is_cut)
-        if self._has_cuts:
+        self._is_split = [model.is_split(index) for index in range(model.num_held_layers)]
+        self._has_split_layers = any(self._is_split)
+        if self._has_split_layers:
             self._output, self._residual = parallel.zeros(2, most, hidden_size)
 
     def _can_replay(self, count: int, context: ForwardContext) -> bool:
-        if self._has_cuts:
+        if self._has_split_layers:
             return True
         return context.batch.num_decodes < count or context.layer_done is not None
 
@@ -340,7 +340,7 @@ class PiecewiseGraphRunner(GraphRunner[_Segments]):
         first.replay()
         for index, graph in enumerate(others):
             found = self._model.attend(index, query, context)
-            if self._is_cut[index]:
+            if self._is_split[index]:
                 output, residual = self._output[:count], self._residual[:count]
                 finished = self._model.finish_layer(index, found, residual, context.expert_round)
                 output.copy_(finished[0])
@@ -364,7 +364,7 @@ class PiecewiseGraphRunner(GraphRunner[_Segments]):
         )
         graphs, last = [graph], model.num_held_layers - 1
         for index in range(model.num_held_layers):
-            if self._is_cut[index]:
+            if self._is_split[index]:
                 rows = self._output[:size], self._residual[:size]
                 run = partial(model.run_to_next_attention, index, *rows, tokens)
             else:
@@ -385,7 +385,7 @@ class PiecewiseGraphRunner(GraphRunner[_Segments]):
             between = run()
             if query is not None:
                 between = between._replace(rows=query.copy_(between.rows))
-                if self._has_cuts:
+                if self._has_split_layers:
                     kept = self._residual[: len(query)].copy_(between.residual)
                     between = between._replace(residual=kept)
             left[:] = [between]

@@ -25,7 +25,10 @@ from mooncake_engine.execution.sampling_metadata import (
     column,
     uniform,
 )
-from mooncake_engine.execution.speculation.rejection_sampling import DrawnTokens, rejection_weights
+from mooncake_engine.execution.speculation.rejection_sampling import (
+    SampledDrafts,
+    rejection_weights,
+)
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import SampledToken
 from mooncake_hal.backend import SamplingOps
@@ -117,7 +120,7 @@ class Sampler:
         self,
         logits: Tensor,
         states: Sequence[SamplingState],
-        drawn: DrawnTokens | None = None,
+        drawn: SampledDrafts | None = None,
     ) -> list[SampledToken]:
         """Choose a token per row; does not append it to the states.
 
@@ -132,7 +135,7 @@ class Sampler:
         self,
         logits: Tensor,
         states: Sequence[SamplingState],
-        drawn: DrawnTokens | None = None,
+        drawn: SampledDrafts | None = None,
     ) -> ChosenTokens:
         """As ``sample``, but the tokens stay on the device.
 
@@ -158,7 +161,7 @@ class Sampler:
         self,
         logits: Tensor,
         states: Sequence[SamplingState],
-        drawn: DrawnTokens | None,
+        drawn: SampledDrafts | None,
     ) -> Tensor:
         """Choose a token per row of the processed logits: [rows] int64."""
         if not self._info_of(logits, states).random_rows:
@@ -235,7 +238,7 @@ def _uses_rejection_sampling(state: SamplingState) -> bool:
     return not sampling.is_greedy and sampling.seed is None and sampling.grammar is None
 
 
-def _choose(logits: Tensor, states: Sequence[SamplingState], drawn: DrawnTokens | None) -> Tensor:
+def _choose(logits: Tensor, states: Sequence[SamplingState], drawn: SampledDrafts | None) -> Tensor:
     """Choose a token per row with torch: [rows] int64."""
     random_rows = [row for row, state in enumerate(states) if not state.sampling.is_greedy]
     if not random_rows:
@@ -259,7 +262,7 @@ def _argmax(logits: Tensor) -> Tensor:
 
 
 def _apply_rejection(
-    weights: Tensor, rows: Sequence[int], states: Sequence[SamplingState], drawn: DrawnTokens
+    weights: Tensor, rows: Sequence[int], states: Sequence[SamplingState], drawn: SampledDrafts
 ) -> None:
     """Apply rejection sampling to the weights of the rows that have draft tokens, in place.
 

@@ -132,7 +132,7 @@ class Model(Protocol):
         same as ``finish_layer`` and ``run_to_next_attention``."""
         ...
 
-    def is_cut(self, index: int) -> bool:
+    def is_split(self, index: int) -> bool:
         """Whether the segment after a held layer's attention can't be one graph, because the
         layer's experts are divided over ranks: how many tokens go to which rank is known only after
         routing. The part after ``finish_layer`` can be a graph."""

@@ -319,7 +319,7 @@ class Decoder:
         x, residual = self.finish_layer(index, attended, residual, tokens.expert_round)
         return self.run_to_next_attention(index, x, residual, tokens)
 
-    def is_cut(self, index: int) -> bool:
+    def is_split(self, index: int) -> bool:
         """Whether the segment after a layer's attention can't be one graph; see ``Model``."""
         return False
 

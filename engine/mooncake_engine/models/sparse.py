@@ -104,7 +104,7 @@ class SparseDecoder(Decoder):
         for layer, of_layer in slots.items():
             self._divided[layer].move_experts(of_layer)
 
-    def is_cut(self, index: int) -> bool:
+    def is_split(self, index: int) -> bool:
         return self._held.start + index in self._divided
 
     @contextmanager

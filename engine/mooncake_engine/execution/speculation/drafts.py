@@ -17,7 +17,7 @@ from mooncake_engine.execution.request_table import (
     GrammarState,
     SamplingState,
 )
-from mooncake_engine.execution.speculation.rejection_sampling import DrawnTokens, count_accepted
+from mooncake_engine.execution.speculation.rejection_sampling import SampledDrafts, count_accepted
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import SampledToken, ScheduledSequence
 from mooncake_hal.backend_parts import index_tensor
@@ -238,14 +238,14 @@ def verify_drafts(
 
 def _drawn(
     tested: Sequence[tuple[int, int, Tensor]], on_device: Tensor | None
-) -> DrawnTokens | None:
+) -> SampledDrafts | None:
     if not tested:
         return None
     assert on_device is not None, "what has a distribution was drawn on the device"
     rows, indexes, distributions = zip(*tested, strict=True)
     if len(indexes) < len(on_device):
         on_device = on_device[index_tensor(on_device.device, indexes)]
-    return DrawnTokens(rows, on_device, torch.stack(distributions))
+    return SampledDrafts(rows, on_device, torch.stack(distributions))
 
 
 def _accepted(sampled: Iterator[SampledToken], draft: Draft | None) -> tuple[SampledToken, ...]:

@@ -19,7 +19,7 @@ from mooncake_engine.execution.sampling_metadata import column
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DrawnTokens:
+class SampledDrafts:
     """Draft tokens that were sampled from known distributions, on the device.
 
     Args:
@@ -33,7 +33,7 @@ class DrawnTokens:
     distributions: Tensor
 
 
-def rejection_weights(weights: Tensor, drawn: DrawnTokens, numbers: Sequence[float]) -> Tensor:
+def rejection_weights(weights: Tensor, drawn: SampledDrafts, numbers: Sequence[float]) -> Tensor:
     """The weights to sample from, so that each row keeps its draft token as often as possible.
 
     A draft token x, sampled with probability q(x), is kept with probability min(1, p(x) / q(x));

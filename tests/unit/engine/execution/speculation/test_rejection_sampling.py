@@ -19,7 +19,7 @@ from mooncake_engine.execution.speculation.drafts import (
     verify_drafts,
 )
 from mooncake_engine.execution.speculation.rejection_sampling import (
-    DrawnTokens,
+    SampledDrafts,
     count_accepted,
     rejection_weights,
 )
@@ -36,8 +36,8 @@ def normal(values: list[int] | Tensor) -> Tensor:
     return row / row.sum()
 
 
-def drawn(token_id: int, distribution: Tensor) -> DrawnTokens:
-    return DrawnTokens([0], torch.tensor([token_id]), distribution.unsqueeze(0))
+def drawn(token_id: int, distribution: Tensor) -> SampledDrafts:
+    return SampledDrafts([0], torch.tensor([token_id]), distribution.unsqueeze(0))
 
 
 def chance_of_keeping(target: Tensor, token_id: int, proposed: Tensor) -> float:
