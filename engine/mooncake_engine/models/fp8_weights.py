@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mooncake_engine.models.layers import (
     LinearSource,
-    MovedExperts,
+    MoveExperts,
     ParallelContext,
     Span,
     WeightShard,
@@ -218,8 +218,8 @@ class Fp8Experts:
         """This rank's part of the weighted sums, [tokens, hidden]; see ``Ops.moe``."""
         return self._ops.fp8_moe(x, self._weights["gate_up"], self._weights["down"], ids, weights)
 
-    def exchange(self, moved: MovedExperts) -> None:
-        """Replace some of the experts, with their scales; see ``MovedExperts``."""
+    def exchange(self, moved: MoveExperts) -> None:
+        """Replace some of the experts, with their scales; see ``MoveExperts``."""
         for name in tuple(self._weights):
             weight = self._ops.unpack_fp8_experts(self._weights.pop(name))
             # not all collectives support e4m3

@@ -21,7 +21,7 @@ from mooncake_hal.fused_experts import FusedExperts
 from mooncake_hal.latents import LatentOps, NativeLatentOps
 from mooncake_hal.rope_writes import ComposedRopeWrites, RopeWriteOps
 
-MovedExperts = Callable[[Tensor], tuple[list[int], Tensor]]
+MoveExperts = Callable[[Tensor], tuple[list[int], Tensor]]
 """Moves experts between ranks. It is called with each tensor of a rank's experts, [experts, ...],
 in the same order on every rank; returns the indexes of the experts to replace, and their values."""
 
@@ -57,8 +57,8 @@ class ExpertWeights(Protocol):
         """This rank's part of the weighted sums, [tokens, hidden]; see ``Ops.moe``."""
         ...
 
-    def exchange(self, moved: MovedExperts) -> None:
-        """Replace some of the experts, with their scales; see ``MovedExperts``."""
+    def exchange(self, moved: MoveExperts) -> None:
+        """Replace some of the experts, with their scales; see ``MoveExperts``."""
         ...
 
 

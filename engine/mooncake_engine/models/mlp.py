@@ -13,7 +13,7 @@ from torch import Tensor
 from mooncake_engine.models.layers import (
     ColumnLinear,
     ExpertWeights,
-    MovedExperts,
+    MoveExperts,
     ParallelContext,
     RowLinear,
     WeightShard,
@@ -234,8 +234,8 @@ class DenseExperts:
         weight = self._gate_up, self._down
         return fused.run(x, *weight, slots, weights, most_tokens=most_tokens)
 
-    def exchange(self, moved: MovedExperts) -> None:
-        """Replace some of the experts; see ``MovedExperts``."""
+    def exchange(self, moved: MoveExperts) -> None:
+        """Replace some of the experts; see ``MoveExperts``."""
         for name in ("_gate_up", "_down"):
             weights = self._ops.unpack_experts(getattr(self, name))
             setattr(self, name, ())  # packed and unpacked weights may not both fit into memory
