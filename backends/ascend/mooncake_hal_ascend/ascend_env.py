@@ -17,6 +17,9 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from mooncake_hal.errors import HalError
+
+_DEFAULT_BUFFER_MIB = 200
 PREFIXES = ("HCCL_", "ASCEND_", "MC_", "MF_", "MEMFABRIC_")
 
 
@@ -44,6 +47,19 @@ def engine_settings() -> dict[str, str]:
     return {
         name: value for name, value in os.environ.items() if value and name.startswith(PREFIXES)
     }
+
+
+def group_buffer_bytes() -> int:
+    """Size of the buffer that HCCL allocates per group, through which ops exchange rows
+    (HCCL_BUFFSIZE, in MiB; 200 unless it is set).
+
+    Raises:
+        HalError: the value is not a whole number above 0.
+    """
+    value = os.environ.get("HCCL_BUFFSIZE") or str(_DEFAULT_BUFFER_MIB)
+    if not value.isdecimal() or int(value) == 0:
+        raise HalError(f"HCCL_BUFFSIZE={value!r} must be a whole number of MiB above 0")
+    return int(value) << 20
 
 
 def transport_settings() -> str:
