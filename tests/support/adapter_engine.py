@@ -1,8 +1,7 @@
-"""An engine to test adapters with: copies within this process, and does what engines do badly.
+"""An engine that adapters are tested with: copies within this process, and misbehaves on demand.
 
-It checks what it moves against what the other agent registered, refuses to go on when it is told
-to fail, and stands still when it is told to; memory that it touches after it was closed would be
-found by the suite's guard bytes.
+It checks every copy against the regions that the other agent registered. A test can make it fail or
+stall; the suite's guard bytes show whether it touches memory after it was closed.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ NAME = "copying"
 
 @dataclass
 class World:
-    """The agents of this process, and what is to go wrong.
+    """The agents of this process, and the faults to inject.
 
-    ``num_failures`` slices to come fail; a slice stands still until ``goes_on`` is set or nobody
-    wants it; ``num_opened`` agents were started so far.
+    The next ``num_failures`` slices fail. Slices stall until ``goes_on`` is set or they are
+    cancelled. ``num_opened`` counts the agents that were started.
     """
 
     agents: dict[bytes, CopyingAgent] = field(default_factory=dict)
@@ -110,7 +109,7 @@ def _require(regions: dict[int, MemoryRegion], key: int, address: int, nbytes: i
 
 
 def transport_in(world: World) -> AdapterTransport:
-    """The adapter's transport, with slices so small that every transfer has many."""
+    """The adapter's transport, with slices so small that every transfer has many of them."""
 
     def configure(options: EndpointOptions) -> AdaptedEngine:
         chosen_settings(NAME, options.extra, {})
@@ -120,5 +119,5 @@ def transport_in(world: World) -> AdapterTransport:
 
 
 def load() -> AdapterTransport:
-    """In a world of its own."""
+    """Load the transport with a world of its own."""
     return transport_in(World())

@@ -1,4 +1,4 @@
-"""Ranks of small all-reduces on the emulated device: one process each, which runs one scenario."""
+"""Scenarios of small all-reduces on the emulated device, with one process per rank."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from mooncake_hal_cuda.one_shot_all_reduce import CHUNK_BYTES, SmallAllReduce
 
 Scenario = Callable[[EmulatedCommunicator], Any]
 SIZES = (16, 3 * CHUNK_BYTES + 48, CHUNK_BYTES, 1024, 2 * CHUNK_BYTES, 16)
-"""Bytes of one call after the other: a program takes part in some of them."""
+"""Message sizes of successive calls; not every program has work in all of them."""
 TIMEOUT_S = 30.0
 
 
 def on_ranks(world_size: int, scenario: Scenario, *lacks: str, timeout_s: float = 0) -> list[Any]:
-    """What each rank makes of it.
+    """Run a scenario on every rank; return each rank's result.
 
     Args:
-        world_size: ranks.
-        scenario: a function of a module.
-        lacks: by rank, what its device can't do (EMULATED_CUDA_LACKS).
-        timeout_s: how long an all-reduce waits for the others; the group's if 0.
+        world_size: number of ranks.
+        scenario: a module-level function.
+        lacks: by rank, the features that its device lacks (EMULATED_CUDA_LACKS).
+        timeout_s: how long an all-reduce waits for the other ranks; 0: the group's timeout.
     """
     meeting = f"tcp://127.0.0.1:{free_port()}"
     groups = [GroupSpec(rank, world_size, meeting, TIMEOUT_S) for rank in range(world_size)]
@@ -55,8 +55,8 @@ def _one(scenario: Scenario, group: GroupSpec, timeout_s: float, lacks: str) -> 
 
 
 def addends(world_size: int, dtype: torch.dtype, nbytes: int) -> list[torch.Tensor]:
-    """What each rank brings. Bfloat16 gets whole numbers, since the interpreter cuts others off
-    where a device rounds them."""
+    """Each rank's input. Bfloat16 inputs are whole numbers, because the interpreter truncates where
+    a device rounds."""
     chance = torch.Generator().manual_seed(nbytes)
     shape = (world_size, nbytes // dtype.itemsize)
     if dtype == torch.bfloat16:
@@ -65,7 +65,7 @@ def addends(world_size: int, dtype: torch.dtype, nbytes: int) -> list[torch.Tens
 
 
 def in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
-    """The sum as the kernel makes it."""
+    """The sum in the kernel's order of additions."""
     total = torch.zeros(parts[0].shape)
     for part in parts:
         total += part.float()
@@ -73,7 +73,7 @@ def in_rank_order(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def sums(group: EmulatedCommunicator) -> None:
-    """Of all types and of changing sizes, to the bit; every kind of view."""
+    """Sum messages of every type and changing sizes, exact to the bit, and every kind of view."""
     for dtype in one_shot_all_reduce.DTYPES:
         for nbytes in SIZES:
             parts = addends(group.world_size, dtype, nbytes)
@@ -90,7 +90,7 @@ def sums(group: EmulatedCommunicator) -> None:
 
 
 def others_sizes(group: EmulatedCommunicator) -> list[bool]:
-    """Which of these sizes the kernel supports; the group sums the others as well."""
+    """Which of these sizes the kernel supports; the group also sums the others."""
     limit = one_shot_all_reduce.max_message_bytes(group.world_size)
     shapes = (4, 3, limit // 4, limit // 4 + 4)
     tensors = [torch.ones(elements) for elements in shapes] + [torch.ones(4, dtype=torch.int64)]
@@ -101,7 +101,7 @@ def others_sizes(group: EmulatedCommunicator) -> list[bool]:
 
 
 def without_the_last(group: EmulatedCommunicator) -> str:
-    """The error of the first rank after the last one has left."""
+    """The first rank's error once the last rank has left."""
     assert group.small.reduce(group, torch.ones(4))
     if group.rank == group.world_size - 1:
         return ""
@@ -115,7 +115,7 @@ def without_the_last(group: EmulatedCommunicator) -> str:
 
 
 def refused(group: EmulatedCommunicator) -> tuple[bool, str]:
-    """Whether a sum went over memory, and the log; the sum is right either way."""
+    """Whether a sum went over shared memory, and what was logged; the sum is right either way."""
     logged: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
@@ -133,7 +133,7 @@ def nccl_requested(group: EmulatedCommunicator) -> tuple[bool, str]:
 
 
 def without_descriptors(group: EmulatedCommunicator) -> tuple[bool, str]:
-    """The last rank's descriptors do not arrive."""
+    """The last rank sends no descriptors."""
     one_shot_all_reduce._MAILBOX_TIMEOUT_S = 0.2
     if group.rank == group.world_size - 1:
         one_shot_all_reduce.send_descriptor = lambda name, token, descriptor: None

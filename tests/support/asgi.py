@@ -1,4 +1,4 @@
-"""Speaks to an ASGI application without a network."""
+"""Calls an ASGI application without a network."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class AsgiClient:
         return self.request("POST", path, json=body)
 
     def stream(self, path: str, **body: Any) -> list[Json]:
-        """The events of a stream in good order, without ``[DONE]``."""
+        """The events of a successful stream, without ``[DONE]``."""
         response = self.post(path, stream=True, **body)
         assert response.status_code == 200, response.text
         assert response.headers["content-type"].startswith("text/event-stream")
@@ -51,7 +51,7 @@ def events(body: str) -> list[Json]:
 
 @dataclass
 class ManualClient:
-    """One POST whose client decides when it goes away."""
+    """One POST request whose client disconnects when the test says so."""
 
     body: bytes
     path: str = "/v1/completions"

@@ -16,7 +16,7 @@ from mooncake_engine.server.guarded_connection import GuardedConnection
 
 @contextmanager
 def serving_app(app: Any) -> Iterator[str]:
-    """Serve it on a thread; where."""
+    """Serve the application on a thread; yields its URL."""
     listener = bind("127.0.0.1", 0)
     server = uvicorn.Server(
         uvicorn.Config(app, loop="uvloop", http=GuardedConnection, ws="none", log_config=None)

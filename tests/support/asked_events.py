@@ -1,4 +1,4 @@
-"""What a publisher of KV events answers to whom asks it for what was, or for all that is held."""
+"""Requests a replay or a snapshot from a publisher of KV events."""
 
 import zmq
 
@@ -14,12 +14,12 @@ FROM_THE_START = (0).to_bytes(8, "big")
 
 
 def ask_events(endpoint: str | None, *questions: bytes) -> list[tuple[int, EventBatch]]:
-    """The batches of one answer, each with its number.
+    """Send requests to a publisher; return the batches of one answer with their sequence numbers.
 
     Args:
-        endpoint: where the publisher is asked.
-        questions: the first number that is wanted, 8 bytes, or ``SNAPSHOT_QUESTION``; of several,
-            all but one are to be left unanswered.
+        endpoint: the publisher's address for replay requests.
+        questions: requests: the first wanted sequence number in 8 bytes, or ``SNAPSHOT_QUESTION``.
+            Of several requests, the publisher must ignore all but one.
     """
     found = []
     with zmq.Context() as context, context.socket(zmq.DEALER) as asking:

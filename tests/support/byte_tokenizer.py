@@ -1,4 +1,4 @@
-"""Small tokenizers for tests, written in Hugging Face form: one token per byte, no merges."""
+"""Small tokenizers for tests in Hugging Face's format: one token per byte, no merges."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ CHAT_TEMPLATE = (
 def write_byte_tokenizer(
     directory: Path, *, chat_template: str | None = CHAT_TEMPLATE, vocab_size: int = 258
 ) -> Path:
-    """Token id = byte value; 256 is ``<|eos|>`` and 257 ``<|note|>``, an added token that is not
-    special; further ids, up to the vocabulary's size, are words of their own that no text has."""
+    """Write a tokenizer whose token id is the byte's value. 256 is ``<|eos|>`` and 257
+    ``<|note|>``, an added token that is not special. Ids from there up to the vocabulary's size are
+    words that occur in no text."""
     words = {character: byte for byte, character in enumerate(_byte_characters())}
-    if vocab_size > EOS + 2:  # added tokens come behind all words, unless they are words, too
+    if vocab_size > EOS + 2:  # added tokens follow all words, unless they are words, too
         words |= {"<|eos|>": EOS, "<|a note|>": EOS + 1}
         words |= {f"Ġw{number}": number for number in range(EOS + 2, vocab_size)}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
@@ -35,8 +36,8 @@ def write_byte_tokenizer(
 
 
 def write_fallback_tokenizer(directory: Path) -> Path:
-    """In the manner of SentencePiece: letters and spaces have tokens, everything else falls back to
-    bytes. Token id = byte value + 3 for bytes; letters follow."""
+    """Write a tokenizer like SentencePiece's: letters and spaces have tokens, everything else falls
+    back to bytes. A byte's token id is its value + 3; letters follow."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     for piece in ["▁", *"abcdefghijklmnopqrstuvwxyz"]:

@@ -1,4 +1,5 @@
-"""Requests that change or describe their logits, and what any model and device has to answer."""
+"""Requests that change or report their logits, and the outputs that every model and device must
+give."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from mooncake_engine.messages import FinishReason
 from mooncake_engine.sampling_params import Grammar, GrammarKind, SamplingParams
 
 FIRST, SECOND, THIRD = 70, 80, 90
-"""Tokens that biases prefer, in this order, to whatever the model says."""
+"""Tokens that the biases prefer, in this order, whatever the model's logits are."""
 BIASES = ((FIRST, 1000.0), (SECOND, 900.0), (THIRD, 800.0))
 PROMPT = (40, 41, 42)
 
@@ -39,7 +40,8 @@ REQUESTS = {
         seed=5, max_tokens=9, grammar=Grammar(GrammarKind.REGEX, "[a-c]{3}x")
     ),
 }
-"""A repetition leaves 1000 / 1.3 and less: the penalised one says the third token before it."""
+"""A repeated token's logit falls to 1000 / 1.3 or less, so "penalised" samples the third token
+before it repeats the first."""
 TOKENS = {
     "biased": (FIRST,) * 4,
     "drawn": (FIRST,) * 4,
@@ -52,14 +54,14 @@ TOKENS = {
 def check_changed_logits(
     model: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], tolerance: float
 ) -> None:
-    """A device that runs steps ahead answers all of them, in one batch; no step of them waits for
-    its own tokens.
+    """A device with async scheduling serves all of these requests in one batch, and no step waits
+    for its own tokens.
 
     Args:
-        model: with a byte tokenizer.
-        monkeypatch: of the test.
+        model: a checkpoint with a byte tokenizer.
+        monkeypatch: the test's.
         options: of the engine on the device.
-        tolerance: of its log probabilities against the CPU's.
+        tolerance: of the device's log probabilities against the CPU's.
     """
     sizes = {"num_kv_blocks": 32, "threads": 1}
     with LLM(model, **{**sizes, "backend": "cpu"}) as on_cpu:
@@ -80,7 +82,7 @@ def _check(
     assert found["structured"].text == "abab"
     assert re.fullmatch("[a-c]{3}x", found["drawn and structured"].text)
     pairs = zip(found["described"].logprobs, described.logprobs, strict=True)
-    for ours, theirs in pairs:  # of the model, not of what the bias makes of it
+    for ours, theirs in pairs:  # log probabilities are the model's, before any bias
         assert ours.token_id == theirs.token_id
         assert ours.logprob == pytest.approx(theirs.logprob, abs=tolerance)
         values = [[value for _, value in each.top] for each in (ours, theirs)]

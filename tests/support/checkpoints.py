@@ -1,4 +1,5 @@
-"""Small random checkpoints, written by transformers, the oracle that they are tested against."""
+"""Small random checkpoints, written by transformers, the reference that models are tested
+against."""
 
 from __future__ import annotations
 
@@ -65,7 +66,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "phi3": {"head_dim": None, "pad_token_id": 0, "original_max_position_embeddings": 512},
     "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
 }
-"""What a family's models need besides SMALL."""
+"""Config fields that a family's models need besides SMALL."""
 
 SMALL: dict[str, Any] = {
     "vocab_size": 307,
@@ -79,7 +80,7 @@ SMALL: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-"""A shape that runs in milliseconds; the vocabulary is odd on purpose."""
+"""A model that runs in milliseconds; its vocabulary size is odd on purpose."""
 
 MEDIUM: dict[str, Any] = {
     "vocab_size": 32000,
@@ -92,7 +93,7 @@ MEDIUM: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "dtype": "bfloat16",
 }
-"""About 112 million parameters: what speed is measured with."""
+"""About 112 million parameters: the model that speed is measured with."""
 
 
 def random_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -100,8 +101,8 @@ def random_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedM
 
     Args:
         family: key of FAMILIES.
-        seed: of the weights.
-        overrides: fields of the family's config that differ from SMALL; None leaves one out.
+        seed: random seed of the weights.
+        overrides: fields of the family's config that differ from SMALL; None removes a field.
     """
     config_class, model_class = FAMILIES[family]
     fields = {**SMALL, **OF_FAMILY.get(family, {}), **overrides}
@@ -109,7 +110,7 @@ def random_model(family: str, *, seed: int = 0, **overrides: Any) -> PreTrainedM
     generator = torch.Generator().manual_seed(seed)
     model: PreTrainedModel = model_class(config)
     for name, parameter in model.named_parameters():
-        # wide enough that greedy choices are far apart, norms and biases off their defaults too
+        # weights so large that greedy choices are far apart; norms and biases off their defaults
         spread = 0.3 if parameter.ndim == 1 else 1.6 / parameter.shape[-1] ** 0.5
         noise = torch.randn(parameter.shape, generator=generator) * spread
         parameter.data = noise + 1.0 if "norm" in name else noise
@@ -125,9 +126,10 @@ def write_checkpoint(model: PreTrainedModel, directory: Path, *, max_shard: str 
     """Save the model as it would be published; returns the directory.
 
     Args:
-        model: what to save.
-        directory: where to; made if need be.
-        max_shard: largest safetensors file, such as ``"100KB"``: smaller ones make an index.
+        model: the model to save.
+        directory: the target; created if it does not exist.
+        max_shard: largest safetensors file, such as ``"100KB"``; a smaller one gives several files
+            and an index.
     """
     directory.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(directory, max_shard_size=max_shard)

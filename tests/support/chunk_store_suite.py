@@ -1,7 +1,7 @@
-"""What every ``ChunkStore`` promises, as test cases: for a store of this process, of another one,
-and for those that others wrote.
+"""The conformance suite of ``ChunkStore``: for a store in this process, one in another process, and
+adapters of third-party stores.
 
-A subclass gives ``pool``: a fixture of an ``OpenedPool``.
+A subclass defines ``pool``: a fixture that returns an ``OpenedPool``.
 """
 
 import random
@@ -29,7 +29,7 @@ SECRET = b"secret"
 
 
 class Rank:
-    """Memory that is read from a store and written to it, over shm."""
+    """Registered memory that exchanges chunks with a store over shm."""
 
     def __init__(self, store):
         self.store = store
@@ -59,7 +59,7 @@ class Rank:
 
 @dataclass
 class OpenedPool:
-    """Two users of one pool; ``nbytes`` is about what it holds."""
+    """Two clients of one pool; ``nbytes`` is roughly the pool's capacity."""
 
     store: ChunkStore
     other: ChunkStore
@@ -75,7 +75,7 @@ def content(number, nbytes=NBYTES):
 
 
 def put(rank, *chunks):
-    """Whether each was stored; what is there already was."""
+    """Whether each chunk is stored now, including those that the pool had before."""
     grants = rank.store.reserve(chunks).result(WAIT_S)
     stored = [grant is PutRefusal.PRESENT for grant in grants]
     for index, grant in enumerate(grants):
@@ -86,7 +86,7 @@ def put(rank, *chunks):
 
 
 def get(rank, *keys):
-    """Whether each was a hit, whose bytes were right."""
+    """Whether each key was a hit; the bytes of a hit must be right."""
     handles = rank.store.pin(keys).result(WAIT_S)
     hits = []
     for key, handle in zip(keys, handles, strict=True):
@@ -104,7 +104,7 @@ def absent(store, number):
 
 
 class ChunkStoreSuite:
-    """The cases. Keys differ from case to case, for pools that outlive one."""
+    """The cases. Keys differ from case to case, so that a pool may outlive one case."""
 
     def ranks(self, pool):
         return Rank(pool.store), Rank(pool.other)

@@ -49,7 +49,7 @@ def hold(conductor: Conductor, slot: int, num_chunks: int, tier: Tier = Tier.DEV
 
 
 class Member:
-    """One conductor of several, with its own numbers of the same instances."""
+    """One of several conductors, with its own slot numbers for the same instances."""
 
     def __init__(self, owner: str, names: list[str]) -> None:
         fleet = Fleet(8, chunk_tokens=CHUNK, kv_bytes_per_token=327_680, num_layers=80)
@@ -64,7 +64,8 @@ class Member:
         self.exchange = ReservationExchange(self.conductor.book, owner, fleet.names, self.slots.get)
 
     def loads(self, now: float) -> dict[str, tuple[float, float]]:
-        """Seconds of queue, or sequences, by name."""
+        """The queue in seconds (prefill) or the number of sequences (decode) of each instance, by
+        name."""
         fleet, ledger = self.conductor.fleet, self.conductor.ledger
         seconds = dict(
             zip(

@@ -1,4 +1,4 @@
-"""Traces with sessions that grow, like conversations: Poisson arrivals, fixed seed."""
+"""Traces with growing sessions, like conversations: Poisson arrivals, fixed seed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 
 def write_trace(path: Path, num_requests: int, per_second: float, seed: int = 4) -> Path:
-    """A Mooncake trace: 60 % of the requests go on with an earlier one's prompt."""
+    """Write a trace in Mooncake's format; 60 % of the requests continue an earlier request's
+    prompt."""
     rng, now, fresh = random.Random(seed), 0.0, 1
     sessions: list[list[int]] = []
     with path.open("w") as file:

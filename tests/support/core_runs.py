@@ -1,4 +1,4 @@
-"""Whole loads through a real core, and what came of them."""
+"""Runs a whole load through a real core and collects its updates and statistics."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from mooncake_engine.messages import EngineRequest, EngineStats, TokenUpdate
 from mooncake_engine.sampling_params import SamplingParams
 
 PROMPT_TOKENS = 37
-"""Two blocks of 16 and part of a third."""
+"""Two blocks of 16 tokens and part of a third."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a load, and what it took.
+    """The result of a load.
 
     Args:
-        updates: of each request, in order.
-        stats: when all was done.
+        updates: each request's updates, in order.
+        stats: the engine's statistics after the last request.
     """
 
     updates: dict[str, list[TokenUpdate]]
@@ -43,13 +43,13 @@ class Outcome:
 
 
 def random_prompt(number: int, length: int = PROMPT_TOKENS) -> tuple[int, ...]:
-    """Token ids from 3 to 299, the same for the same number."""
+    """Random token ids from 3 to 299, the same for the same number."""
     generator = torch.Generator().manual_seed(number)
     return tuple(torch.randint(3, 300, (length,), generator=generator).tolist())
 
 
 def make_load(sampling: SamplingParams, *, sizes: Sequence[int]) -> list[EngineRequest]:
-    """Prompts with as many answers each as ``sizes`` says; seeds by answer."""
+    """Requests with ``sizes[i]`` answers for prompt i; each answer has its own seed."""
     return [
         EngineRequest(
             f"p{number}-{index}",
@@ -63,11 +63,11 @@ def make_load(sampling: SamplingParams, *, sizes: Sequence[int]) -> list[EngineR
 
 
 def run_load(checkpoint: Path, requests: Sequence[EngineRequest], **options: Any) -> Outcome:
-    """Serve requests that come all at once; the books are audited after every step.
+    """Serve requests that arrive at once; the block accounting is audited after every step.
 
     Args:
-        checkpoint: the model.
-        requests: what to serve.
+        checkpoint: the model's directory.
+        requests: the requests to serve.
         options: fields of ``EngineConfig``.
     """
     options = {"swap_space_bytes": 4 << 20, "dtype": "float32", "threads": 1, **options}
@@ -79,7 +79,7 @@ def run_load(checkpoint: Path, requests: Sequence[EngineRequest], **options: Any
 
 
 def serve_all(core: EngineCore | DataParallelCore, requests: Sequence[EngineRequest]) -> Outcome:
-    """The same with a core that is there already."""
+    """Serve requests that arrive at once with a core that is already running."""
     updates: dict[str, list[TokenUpdate]] = {request.request_id: [] for request in requests}
     for request in requests:
         core.post(AddRequest(request))

@@ -1,7 +1,8 @@
-"""Compiles what the CUDA backend's ops launch, at the launch's own specialisation, with no GPU.
+"""Compiles the kernels that the CUDA backend's ops launch, at the launch's specialisation, without
+a GPU.
 
-An op called with ``meta`` tensors under ``compiling`` launches nothing: each kernel is compiled to
-a cubin for the generation asked for, as Triton would in that place, and measured.
+An op that is called with ``meta`` tensors under ``compiling`` launches nothing: each kernel is
+compiled to a cubin for the given generation, as Triton would at launch, and measured.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class CompiledKernel:
-    """What one launch became.
+    """The compiled form of one launch.
 
     Args:
-        name: of the kernel.
-        shared_bytes: per program, dynamic.
+        name: the kernel's name.
+        shared_bytes: dynamic shared memory per program.
         registers: per thread.
-        spilled_bytes: of stack and local memory per thread; 0 means that all fits in registers.
-        tensor_columns: of tensor memory; 0 where there is none.
+        spilled_bytes: stack and local memory per thread; 0 means that everything fits in registers.
+        tensor_columns: columns of tensor memory; 0 where the generation has none.
         warps: per program.
-        cubin_bytes: its size.
-        matrix_unit: the best instruction for matrix products that it has, or none.
-        products: how many of those it has.
-        wide_copies: how many copies of 16 bytes into shared memory, past the registers, it has.
-        buffers: tiles that it loads into shared memory ahead of their use; 0 if none.
-        widest_access: bytes of its widest load or store of device memory, per thread.
+        cubin_bytes: size of the cubin.
+        matrix_unit: the best matrix-product instruction in the kernel, or none.
+        products: how many of those instructions the kernel has.
+        wide_copies: number of asynchronous 16-byte copies into shared memory (they bypass
+            registers).
+        buffers: tiles that are prefetched into shared memory; 0 if none.
+        widest_access: bytes per thread of the widest load or store of device memory.
     """
 
     name: str
@@ -63,7 +65,7 @@ class CompiledKernel:
 
 
 class CompileOnlyDriver:
-    """What Triton's runtime asks of a driver before it has to launch anything."""
+    """The methods of a driver that Triton's runtime calls before a launch."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -83,8 +85,8 @@ class CompileOnlyDriver:
 
 @contextmanager
 def compiling(generation: str) -> Iterator[list[CompiledKernel]]:
-    """Compile every launch in the body; the list holds them, each specialisation once."""
-    # up to Triton 3.4 the driver lies in what became a property
+    """Compile every launch in the body; the yielded list gets each specialisation once."""
+    # up to Triton 3.4 the driver is an attribute; later it is a property
     slot = "_active" if hasattr(driver, "_active") else "active"
     before, run = getattr(driver, slot), JITFunction.run
     found: dict[Any, CompiledKernel] = {}
@@ -105,12 +107,12 @@ def compiling(generation: str) -> Iterator[list[CompiledKernel]]:
     finally:
         JITFunction.run = run
         setattr(driver, slot, before)
-        for function in functions:  # their keys don't name the generation
+        for function in functions:  # their cache keys don't include the generation
             function.device_caches.clear()
 
 
 def measure(kernel: Any) -> CompiledKernel:
-    """Read what the assembler reports of a cubin."""
+    """Read the assembler's report of a cubin."""
     cubin = kernel.asm["cubin"]
     report = _resource_usage(cubin)
     usage = _USAGE.search(report)

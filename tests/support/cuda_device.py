@@ -1,4 +1,4 @@
-"""The first GPU of this machine: for tests and benchmarks that need one, and their buffers."""
+"""This machine's first GPU for tests and benchmarks that need one, and buffers on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from mooncake_hal.transport import MemoryRegion
 
 
 def require_cuda() -> Backend:
-    """The CUDA backend, its first device bound; without it a skip with the probe's reason."""
+    """The CUDA backend, bound to its first device; skips with the probe's reason if it is
+    unavailable."""
     try:
         backend = load_backend("cuda")
     except BackendUnavailable as exc:
@@ -24,7 +25,7 @@ def require_cuda() -> Backend:
 
 
 class DeviceBuffer:
-    """Memory of the first GPU, from the CUDA backend."""
+    """Memory of the first GPU, allocated by the CUDA backend."""
 
     def __init__(self, nbytes: int) -> None:
         backend = load_backend("cuda")

@@ -1,6 +1,5 @@
-"""The CUDA backend on an emulated device: host memory behind the driver's calls, and kernels by
-interpretation. What torch.cuda does (streams, events, graphs) is not there.
-"""
+"""The CUDA backend on an emulated device: the driver's calls act on host memory, and kernels run in
+Triton's interpreter. Streams, events and graphs of torch.cuda are not emulated."""
 
 from __future__ import annotations
 
@@ -46,18 +45,20 @@ DEVICE = DeviceInfo(0, "emulated", "sm_90", 4 << 30)
 INTERPRETED_PIECES = 256
 INTERPRETED_BYTES = 1 << 20
 INTERPRETED_COLUMNS = 256
-"""Of a layer of one row, to a program: the interpreter takes a millisecond for each."""
+"""Columns of a single-row linear layer per program: the interpreter takes a millisecond for each
+program."""
 
 
 class EmulatedRuntime(CpuRuntime):
-    """One device, which computes where the host does."""
+    """One device, which computes on the host."""
 
     def devices(self) -> Sequence[DeviceInfo]:
         return (DEVICE,)
 
 
 class EmulatedCommunicator(OneShotCommunicator, GlooCommunicator):
-    """As on GPUs, with gloo for NCCL; ranks are processes that share the device's memory."""
+    """The GPUs' communicator, with gloo for NCCL; ranks are processes that share the device's
+    memory."""
 
     def __init__(self, group: GroupSpec, generation: int, timeout_s: float | None = None) -> None:
         super().__init__(group, generation)
@@ -69,13 +70,13 @@ class EmulatedCommunicator(OneShotCommunicator, GlooCommunicator):
 
 
 class EmulatedBackend(CpuBackend):
-    """Named as what it stands in for."""
+    """A CPU backend with the name of the backend that it emulates."""
 
     name = "cuda"
 
 
 def emulated_backend(processors: int = 132) -> EmulatedBackend:
-    """A CPU backend whose ops and memory are those of CUDA, launched as on an sm_90."""
+    """A CPU backend with the CUDA backend's ops and memory, launched as on sm_90."""
     backend = device_without_kernels()
     gemv.COLUMNS = INTERPRETED_COLUMNS
     tuning = Tuning(DEVICE.generation, processors)
@@ -93,8 +94,8 @@ def emulated_backend(processors: int = 132) -> EmulatedBackend:
 
 
 def device_without_kernels() -> EmulatedBackend:
-    """The same with the CPU's ops, which take milliseconds where interpreted kernels take minutes:
-    for tests of what crosses between devices."""
+    """The emulated device with the CPU's ops, which take milliseconds where interpreted kernels
+    take minutes: for tests of transfers between devices."""
     repair()
     backend = EmulatedBackend()
     backend.runtime = EmulatedRuntime()
@@ -109,7 +110,7 @@ def device_without_kernels() -> EmulatedBackend:
 
 @cache
 def emulated_library() -> ctypes.CDLL:
-    """The driver's calls on host memory, compiled with NVIDIA's header."""
+    """The driver's functions on host memory, compiled against NVIDIA's header."""
     source = Path(__file__).with_name("libcuda.c").read_text()
     include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
     return compile_c("emulated_libcuda", source, ("-O2", "-pthread", f"-I{include}"))
@@ -117,12 +118,13 @@ def emulated_library() -> ctypes.CDLL:
 
 @cache
 def emulated_driver() -> CudaDriver:
-    """The driver over them."""
+    """The driver on top of the emulated functions."""
     return CudaDriver(emulated_library()._name)
 
 
 def emulated_sharing() -> DeviceSharing:
-    """The emulated device in an NVLink domain; EMULATED_IMEX_CHANNELS is the folder of channels."""
+    """The emulated device in an NVLink domain; EMULATED_IMEX_CHANNELS is the folder of its
+    channels."""
     source = Path(__file__).with_name("libnvidia-ml.c").read_text()
     nvml = compile_c("emulated_nvml", source, ("-O2",))._name
     channels = Path(os.environ.get("EMULATED_IMEX_CHANNELS", "/nonexistent"))
@@ -140,7 +142,7 @@ def host_view(address: int, nbytes: int, index: int) -> torch.Tensor:
 
 
 class InterpretedCopier(DeviceCopier):
-    """Its kernel is interpreted, for what does not take for ever."""
+    """Interprets the copy kernel for small copies only; large ones would take too long."""
 
     def __init__(self, driver: CudaDriver, device: torch.device, index: int) -> None:
         super().__init__(driver, torch.device("cpu"), index)
@@ -159,7 +161,8 @@ class InterpretedCopier(DeviceCopier):
 def load_ipc() -> IpcTransport:
     """The ``cuda_ipc`` transport of the emulated device.
 
-    With EMULATED_HOST_OF, a process that has another number takes itself for one elsewhere.
+    With EMULATED_HOST_OF, every process with another process id behaves as if it ran on another
+    host.
     """
     repair()
     if int(os.environ.get("EMULATED_HOST_OF", os.getpid())) != os.getpid():

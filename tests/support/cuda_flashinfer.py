@@ -1,4 +1,4 @@
-"""FlashInfer's decode attention by each of its ways, for comparing ours with the fastest."""
+"""FlashInfer's decode attention in each of its variants, to compare ours with the fastest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def best_of_flashinfer(
     scale: float,
     wanted: Tensor,
 ) -> tuple[str, float]:
-    """The fastest way and its seconds; one that can't be used here, or errs, is out of the race.
+    """The fastest variant and its seconds; a variant that is unavailable or gives wrong results is
+    excluded.
 
     Args:
         cuda: captures and times.
@@ -43,7 +44,7 @@ def best_of_flashinfer(
                 raise ValueError(f"off by {off:.3g}")
             times[name] = seconds_of(cuda, way)
         except (ImportError, RuntimeError, ValueError, NotImplementedError) as exc:
-            print(f"FlashInfer's {name} is out: {exc}")  # into the benchmark's report
+            print(f"FlashInfer's {name} is out: {exc}")  # printed into the benchmark's report
     if not times:
         pytest.skip("not run: FlashInfer is not here, or can't be used")
     fastest = min(times, key=lambda name: times[name])
@@ -53,7 +54,7 @@ def best_of_flashinfer(
 def ways(
     operands: tuple[Tensor, Tensor, Tensor], batch: AttentionBatch, scale: float
 ) -> Iterator[tuple[str, Callable[[], Way]]]:
-    """What each is called, and what plans it, which is not timed."""
+    """Each variant's name and the function that plans it; planning is not timed."""
     query, key, value = operands
     yield (
         "trtllm_batch_decode",
@@ -74,7 +75,7 @@ def planned(
     scale: float,
     with_tensor_cores: bool,
 ) -> Way:
-    """Its wrapper, planned for this batch."""
+    """FlashInfer's wrapper, planned for this batch."""
     from flashinfer.decode import BatchDecodeWithPagedKVCacheWrapper
 
     query, key, value = operands

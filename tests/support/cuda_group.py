@@ -1,4 +1,4 @@
-"""Ranks of several GPUs of this machine: one process each, with a communicator of the backend."""
+"""Ranks on several GPUs of this machine: one process each, with a communicator of the backend."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ IN_GRAPH = 32
 
 
 def require_gpus(cuda: Backend, count: int) -> None:
-    """Skip without so many."""
+    """Skip unless the machine has that many GPUs."""
     there = len(cuda.runtime.devices())
     if there < count:
         pytest.skip(f"needs {count} GPUs, this machine shows {there}")
 
 
 def on_gpus(ranks: int, run: OnRank, way: str = "auto") -> list[Any]:
-    """What each rank makes of it, with small all-reduces done that way."""
+    """Run a function on each rank, with small all-reduces by that implementation; return the
+    results."""
     meeting = f"tcp://127.0.0.1:{free_port()}"
     groups = (GroupSpec(rank, ranks, meeting) for rank in range(ranks))
     return at_once([partial(_one, run, group, way) for group in groups], 300.0)
@@ -48,7 +49,7 @@ def _one(run: OnRank, group: GroupSpec, way: str) -> Any:
 
 
 def small_sums(cuda: Backend, group: Communicator) -> list[list[torch.Tensor]]:
-    """Sums of changing sizes and types, then replays of a graph of them: (found, float64) pairs."""
+    """Sums of changing sizes and types, then replays of a graph of sums: (found, float64) pairs."""
     pairs = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for nbytes in (16, 200 << 10, 8 << 10, 1 << 20, 24 << 10, 12):
@@ -71,7 +72,7 @@ def small_sums(cuda: Backend, group: Communicator) -> list[list[torch.Tensor]]:
 
 
 def seconds_of_sums(nbytes: int, cuda: Backend, group: Communicator) -> float:
-    """Of one all-reduce in bfloat16, the median over replays of a graph of many."""
+    """Seconds of one all-reduce in bfloat16: the median over replays of a graph of many."""
     x = torch.zeros(nbytes // 2, dtype=torch.bfloat16)
 
     def many() -> None:
@@ -82,7 +83,7 @@ def seconds_of_sums(nbytes: int, cuda: Backend, group: Communicator) -> float:
 
 
 def _addends(ranks: int, dtype: torch.dtype, nbytes: int) -> torch.Tensor:
-    """What each rank brings: [ranks, elements], the same on all."""
+    """Each rank's input, [ranks, elements]; every rank computes the same values."""
     chance = torch.Generator("cpu").manual_seed(nbytes)
     shape = (ranks, nbytes // dtype.itemsize)
     return torch.randn(shape, generator=chance, device="cpu").to(dtype).cuda()

@@ -1,4 +1,4 @@
-"""Calls of the CUDA backend's ops with the shapes that models have, on tensors of any device."""
+"""Calls the CUDA backend's ops with the shapes of real models, on tensors of any device."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BLOCKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Grouped attention of one rank of a model."""
+    """The grouped attention of one rank of a model."""
 
     query: int
     kv: int
@@ -33,7 +33,7 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """A layer of experts of one rank of a model."""
+    """One rank's part of a layer of experts."""
 
     count: int
     chosen: int
@@ -47,22 +47,23 @@ GROUPED = {
     "Qwen2.5-0.5B": Heads(14, 2, 64, 896),
 }
 LINEARS = {"Qwen3-8B-FP8, qkv": (4096, 6144), "DeepSeek-V3, down": (7168, 2112)}
-"""(in, out) of linear layers."""
+"""(in, out) features of linear layers."""
 LATENT_HEADS = {"DeepSeek-V2-Lite": 16, "DeepSeek-V3": 128, "DeepSeek-V3, 1 of 8 ranks": 16}
 EXPERTS = {"Mixtral-8x7B": Experts(8, 2, 4096, 14336), "DeepSeek-V3": Experts(256, 8, 7168, 2048)}
 
 
 @dataclass(frozen=True, slots=True)
 class Shapes:
-    """Makes tensors, and calls ops with them.
+    """Makes tensors and calls ops with them.
 
     Args:
         ops: under test.
-        dtype: of everything that floats.
-        device: of everything.
-        block_size: of the caches.
-        kv_dtype: of the caches; None for ``dtype``.
-        make: a tensor of a shape; on a device that computes, one that may be used as an index.
+        dtype: of all floating-point tensors.
+        device: of all tensors.
+        block_size: tokens per block of the caches.
+        kv_dtype: of the caches; None: ``dtype``.
+        make: makes a tensor of a shape; on a device that computes, its values must be valid
+            indices.
     """
 
     ops: CudaOps
@@ -73,11 +74,11 @@ class Shapes:
     make: Callable[..., Tensor] = torch.empty
 
     def new(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor."""
+        """A tensor of that shape."""
         return self.make(shape, dtype=dtype or self.dtype, device=self.device)
 
     def batch(self, new_tokens: int, width: int, sequences: int = 4) -> AttentionBatch:
-        """Sequences of the same length, block tables of ``width``."""
+        """Sequences of equal length with block tables of ``width`` entries."""
         decodes = sequences if new_tokens == 1 else 0
         of_device = {"dtype": torch.int32, "device": self.device}
         context = width * self.block_size
@@ -93,7 +94,7 @@ class Shapes:
         )
 
     def rows(self, heads: Heads) -> None:
-        """Everything of a decoder's layer that works row by row."""
+        """All row-wise ops of a decoder layer."""
         x, weight = self.new(4, heads.hidden), self.new(heads.hidden)
         self.ops.rms_norm(x, weight, 1e-5)
         self.ops.add_rms_norm(x, self.new(4, heads.hidden), weight, 1e-5)
@@ -104,13 +105,13 @@ class Shapes:
         self.ops.rope(query, key, self.new(4, dtype=torch.int64), table)
 
     def lone_rows(self, heads: Heads) -> None:
-        """Linear layers of a lone stream's decode, with a bias and without."""
+        """The linear layers of a single stream's decode, with and without a bias."""
         weight = self.new(heads.query * heads.dim, heads.hidden)
         for bias in (None, self.new(len(weight))):
             self.ops.linear(self.new(1, heads.hidden), weight, bias)
 
     def fp8_linears(self, fan_in: int, fan_out: int) -> None:
-        """Linear layers on e4m3 weights, of decodes and prompts, scales of rows and of blocks."""
+        """Linear layers with e4m3 weights for decodes and prompts, scaled per row and per block."""
         weight = self.new(fan_out, fan_in, dtype=torch.float8_e4m3fn)
         float32 = torch.float32
         blocks = self.new(-(-fan_out // 128), -(-fan_in // 128), dtype=float32)
@@ -132,7 +133,7 @@ class Shapes:
         self.ops.scatter_blocks(staging, cache, ids)
 
     def rope_writes(self, heads: Heads) -> None:
-        """From projection to attention, with norms of queries and keys and without."""
+        """From the projection to attention, with and without norms of queries and keys."""
         cache, dim = self.cache(heads.kv, heads.dim), heads.dim
         fused = self.new(4, heads.query + 2 * heads.kv, dim)
         query, key, value = torch.split(fused, [heads.query, heads.kv, heads.kv], dim=1)
@@ -142,7 +143,7 @@ class Shapes:
             self.ops.rope_and_write_kv(query, rows, cache, cache, ids)
 
     def grouped(self, heads: Heads) -> None:
-        """Decodes of short and long contexts, and prompts."""
+        """Decodes with short and long contexts, and prompts."""
         cache = self.cache(heads.kv, heads.dim)
         for new_tokens, width in ((1, 1), (1, 2048), (700, 64)):
             batch = self.batch(new_tokens, width)
@@ -165,7 +166,7 @@ class Shapes:
         self.ops.write_latents(self.new(4, heads, 64), rows, latent, rope, ids)
 
     def experts(self, layer: Experts) -> None:
-        """Few tokens, and so many that every expert has a full tile."""
+        """A few tokens, and enough tokens that every expert has a full tile."""
         gate_up = (self.new(layer.count, 2 * layer.inner, layer.hidden),)
         down = (self.new(layer.count, layer.hidden, layer.inner),)
         for tokens in (1, 8, 64 * layer.count):
@@ -174,7 +175,7 @@ class Shapes:
             self.ops.moe(self.new(tokens, layer.hidden), gate_up, down, ids, weights)
 
     def fp8_experts(self, layer: Experts) -> None:
-        """The same on e4m3 weights, scales of rows and of blocks."""
+        """The same with e4m3 weights, scaled per row and per block."""
         sizes = (2 * layer.inner, layer.hidden), (layer.hidden, layer.inner)
         for is_blockwise in (False, True):
             weights = []
@@ -190,7 +191,7 @@ class Shapes:
                 self.ops.fp8_moe(self.new(tokens, layer.hidden), *weights, ids, scores)
 
     def cache(self, heads: int, dim: int) -> Tensor:
-        """One plane of one layer in the layout BHLPT, of a model with 32 layers."""
+        """One plane of one layer of a 32-layer model, in the layout BHLPT."""
         layers_and_planes = 64
         shape = (BLOCKS, heads, layers_and_planes, self.block_size, dim)
         dense = self.new(*shape, dtype=self.kv_dtype)
@@ -206,14 +207,14 @@ def sample_rows(
     device: str = "meta",
     tuning: Tuning = _HOPPER,
 ) -> None:
-    """Launch the sampling of tokens."""
+    """Launch the token-sampling kernels."""
     floats = torch.ones(rows, device=device)
     filters = SamplingMetadata(floats, floats.int(), floats, floats, floats.double())
     CudaOps(tuning).sample(torch.zeros(rows, vocab_size, device=device), filters)
 
 
 def sum_small(ranks: int, dtype: torch.dtype) -> None:
-    """Launch the all-reduce of small messages as the first of so many ranks, on no device."""
+    """Launch the all-reduce of small messages as the first of ``ranks`` ranks, without a device."""
     meta = torch.device("meta")
     one_shot = OneShotAllReduce(0, [0] * ranks, meta, 60.0, lambda: None)
     for elements in (8, 4096):
@@ -221,7 +222,7 @@ def sum_small(ranks: int, dtype: torch.dtype) -> None:
 
 
 def copy_pieces(*, aligned: bool) -> None:
-    """Launch the copy of pieces as ``cuda_ipc`` does, on tensors of no device."""
+    """Launch the copy kernel of ``cuda_ipc`` on tensors of no device."""
     at = np.full(3, 4096, np.uint64)
     nbytes = np.full(3, 256 if aligned else 255, np.uint64)
     launch_copy(torch.device("meta"), at, at, nbytes, HOST.programs)

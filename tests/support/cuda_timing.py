@@ -1,4 +1,4 @@
-"""Times of work on a GPU beside the GPU's own limits, such that they can be compared."""
+"""Times work on a GPU, and measures the GPU's own limits to compare it with."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ from mooncake_hal.backend import Backend
 
 WARM_UPS, ROUNDS = 5, 31
 FLUSHED_BYTES = 256 << 20
-"""More than the L2 of any GPU; writing them takes longer than enqueueing what is timed."""
+"""More than the L2 cache of any GPU; writing this much takes longer than enqueueing the timed
+work."""
 MOST_COPIED_BYTES = 8 << 30
 MATMUL_SIZE = 8192
 
 
 def seconds_of(cuda: Backend, run: Callable[[], object]) -> float:
-    """Median of a graph's replays, each with nothing of its data in L2.
+    """Median time of a graph's replays, each with none of its data in L2.
 
-    The host is ahead of the device all the time: neither launching nor waiting is in it.
+    The host runs ahead of the device throughout, so the time includes neither launches nor waits.
     """
 
     def once() -> None:
@@ -40,22 +41,22 @@ def seconds_of(cuda: Backend, run: Callable[[], object]) -> float:
 
 
 def copy_bandwidth(cuda: Backend, nbytes: int) -> float:
-    """Bytes per second, read and written, of a copy inside the device that moves ``nbytes``: what
-    takes microseconds has the same share of its time before the first byte."""
+    """Bytes per second, read and written, of a copy of ``nbytes`` inside the device. A copy of a
+    few microseconds spends the same share of its time on start-up as a kernel of that length."""
     half = min(nbytes, MOST_COPIED_BYTES) // 2
     source, target = (torch.empty(half, dtype=torch.uint8, device="cuda") for _ in range(2))
     return 2 * half / seconds_of(cuda, lambda: target.copy_(source))
 
 
 def matmul_rate(cuda: Backend) -> float:
-    """Operations per second of a large product in bfloat16."""
+    """Operations per second of a large matrix product in bfloat16."""
     shape = (MATMUL_SIZE, MATMUL_SIZE)
     a, b = (torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     return 2 * MATMUL_SIZE**3 / seconds_of(cuda, lambda: a @ b)
 
 
 def seconds_in_kernels(run: Callable[[], object], rounds: int) -> float:
-    """What the kernels of a run take one by one, without what lies between them."""
+    """Sum of the kernels' own times in a run, without the gaps between them."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -67,6 +68,6 @@ def seconds_in_kernels(run: Callable[[], object], rounds: int) -> float:
         event.self_device_time_total
         for event in seen.key_averages()
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
-    )  # the calls of the host that launched them are events, too, and have their time as well
+    )  # host calls that launch kernels are also events and also have device time
     assert micros > 0, "the profiler saw no kernel: is CUPTI to be had?"
     return float(micros) / 1e6 / rounds

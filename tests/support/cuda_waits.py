@@ -1,4 +1,4 @@
-"""What a stretch of work waits for on a GPU."""
+"""Records where code waits for a GPU."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ _WAIT = "called a synchronizing CUDA operation"
 
 @contextmanager
 def watched() -> Iterator[list[str]]:
-    """Fill a list, at the end of the block, with the waits for the device that torch has seen.
+    """Yield a list that gets, at the end of the block, the waits for the device that torch has
+    detected.
 
-    It sees copies that block, reads of results and streams that are waited for; not events.
+    Torch detects blocking copies, reads of results and stream synchronisation, but not events.
     """
     found: list[str] = []
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")  # which says first that it is a prototype
+        torch.cuda.set_sync_debug_mode("warn")  # torch warns first that this mode is a prototype
         try:
             yield found
         finally:

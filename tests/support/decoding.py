@@ -1,4 +1,4 @@
-"""Decode steps of an executor, one at a time: what speed and waiting are measured on."""
+"""Runs an executor's decode steps one at a time, to measure their speed and their waits."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, 
 
 GREEDY = SamplingParams(temperature=0.0)
 MOST_PROMPT_TOKENS = 2048
-"""Of a step: what an engine is warmed up for."""
+"""Prompt tokens per step: the size that an engine is warmed up for."""
 
 
 class Decoder:
-    """Sequences that have their prompts behind them; made of the executor's first blocks.
+    """Sequences whose prompts are computed; they use the executor's first blocks.
 
     Args:
-        executor: loaded, and warm.
-        prompts: token ids, of one length.
-        room: tokens that a sequence may grow by; then it begins again behind its prompt.
-        num_draft_tokens: tried with each step; then ``room`` is for all steps.
+        executor: loaded and warmed up.
+        prompts: token ids, all of the same length.
+        room: how many tokens a sequence may grow by before it restarts at the end of its prompt.
+        num_draft_tokens: verified in each step; ``room`` then has to suffice for all steps.
         sampling: of every sequence.
     """
 
@@ -58,7 +58,7 @@ class Decoder:
             executor.execute(StepPlan(0, new_requests=part, sequences=sequences))
 
     def step(self) -> None:
-        """One token more for every sequence, and the draft tokens that hold."""
+        """One more token for every sequence, and the accepted draft tokens."""
         count = self._num_draft_tokens
         sequences = tuple(
             ScheduledSequence(name, position, 1, num_draft_tokens=count)
@@ -71,5 +71,5 @@ class Decoder:
             self._positions[name] = position if position < self._end else self._begin
 
     def close(self) -> None:
-        """Retire the sequences."""
+        """Free the sequences."""
         self._executor.execute(StepPlan(2, removed=tuple(self._positions)))

@@ -1,4 +1,4 @@
-"""Deployment files as data: command lines by where they stand, manifests, the workflow."""
+"""Deployment files as data: command lines by place, manifests, the workflow."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ PROGRAMS = {
 LOADED_LATE = {("mooncake-hal", "doctor"): doctor, ("mooncake-hal", "bench"): bench}
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LEFT_OUT = {"...", "…", "MODE"}
-"""Words of an example that stand for whatever else there is."""
+"""Words in an example that stand for left-out options."""
 
 _DEFAULT = re.compile(r"\$\{\w+:-(?P<default>[^}]*)\}")
 _VARIABLE = re.compile(r"\$\{?(?P<name>\w+)\}?")
 
 
 def parse(command: list[str]) -> argparse.Namespace:
-    """What the program itself makes of a command line.
+    """Parse a command line with the program's own parser.
 
     Raises:
-        SystemExit: it has no such flag, or no such value.
+        SystemExit: the program has no such flag or rejects a value.
     """
     if module := LOADED_LATE.get(tuple(command[:2])):
         parser = argparse.ArgumentParser()
@@ -65,14 +65,14 @@ def read_yaml(path: Path) -> list[Any]:
 
 
 def compose() -> dict[str, Any]:
-    """The compose file, variables at their defaults."""
+    """The compose file with its variables at their defaults."""
     text = (DEPLOY / "docker" / "compose.yaml").read_text()
     content: dict[str, Any] = msgspec.yaml.decode(_DEFAULT.sub(r"\g<default>", text))
     return content
 
 
 def compose_commands() -> dict[str, list[str]]:
-    """Service to its whole command line."""
+    """Each service's whole command line."""
     programs = {"mooncake-engine:cpu": "mooncake-engine", "mooncake-proxy": "mooncake-proxy"}
     return {
         name: [programs[service["image"]], *service["command"]]
@@ -81,7 +81,7 @@ def compose_commands() -> dict[str, list[str]]:
 
 
 def manifests() -> list[dict[str, Any]]:
-    """Every object that ``kubectl apply -k`` would create, in its order."""
+    """Every object that ``kubectl apply -k`` would create, in order."""
     [kustomization] = read_yaml(DEPLOY / "kubernetes" / "kustomization.yaml")
     return [
         found
@@ -107,13 +107,13 @@ def pod_command(template: dict[str, Any]) -> list[str]:
 
 
 def environment_of(path: Path) -> dict[str, str]:
-    """An environment file of systemd."""
+    """The variables in an environment file of systemd."""
     lines = [line for line in path.read_text().splitlines() if line and not line.startswith("#")]
     return dict(line.split("=", 1) for line in lines)
 
 
 def unit_command(unit: Path, environment: dict[str, str]) -> list[str]:
-    """What a unit starts with that environment; the program without its folder."""
+    """The command line that a unit starts in that environment; the program without its folder."""
     text = unit.read_text().replace("\\\n", " ")
     [line] = re.findall(r"^ExecStart=(.*)$", text, flags=re.MULTILINE)
     known = environment | {"CREDENTIALS_DIRECTORY": "/run/credentials"}
@@ -122,19 +122,19 @@ def unit_command(unit: Path, environment: dict[str, str]) -> list[str]:
 
 
 def document_commands() -> Iterator[tuple[str, list[str]]]:
-    """Whole command lines of ours in the guides: where they stand, and their words."""
+    """Whole command lines of our programs in the guides: where they are, and their words."""
     for path in DOCUMENTS:
-        text = re.sub(r" \\\n *", " ", path.read_text())  # one that goes on in the next line
+        text = re.sub(r" \\\n *", " ", path.read_text())  # joins continued lines
         for number, line in enumerate(text.splitlines(), 1):
             words = line.split()
             if not line.startswith("    ") or not words or words[0] not in PROGRAMS:
                 continue
-            if not LEFT_OUT & {*words} and "(" not in line:  # a picture's words
+            if not LEFT_OUT & {*words} and "(" not in line:  # words in a diagram
                 yield f"{path.name}:{number}", shlex.split(line, comments=True)
 
 
 def document_flags() -> Iterator[tuple[str, str]]:
-    """Flags that the guides name in command lines of ours, whole or not: where, and which."""
+    """Flags in the guides' command lines of our programs, whole or partial: where, and which."""
     for path in DOCUMENTS:
         for number, line in enumerate(path.read_text().splitlines(), 1):
             for code in [line.strip(), *re.findall(r"`([^`]+)`", line)]:
@@ -144,7 +144,7 @@ def document_flags() -> Iterator[tuple[str, str]]:
 
 
 def all_flags() -> set[str]:
-    """Every flag that a program of ours has."""
+    """Every flag of our programs."""
     parsers = [build() for build in PROGRAMS.values()]
     for module in LOADED_LATE.values():
         parsers.append(argparse.ArgumentParser())
