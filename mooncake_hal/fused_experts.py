@@ -30,7 +30,7 @@ class FusedExperts(Protocol):
     order."""
 
     @property
-    def most_tokens(self) -> int:
+    def max_tokens(self) -> int:
         """Largest number of tokens that a rank may pass to one call."""
         ...
 
@@ -42,7 +42,7 @@ class FusedExperts(Protocol):
         slots: Tensor,  # [tokens, chosen] int64, numbered over all ranks
         weights: Tensor,  # [tokens, chosen] float32
         *,
-        most_tokens: int,
+        max_tokens: int,
     ) -> Tensor:  # [tokens, hidden]
         """Return the weighted sums of the experts' outputs for this rank's tokens, on whichever
         ranks the experts are. Every rank makes this call, even without tokens. No result is copied
@@ -50,7 +50,7 @@ class FusedExperts(Protocol):
 
         Args:
             x, gate_up, down, slots, weights: see above; a token's slots are distinct.
-            most_tokens: largest number of tokens of any rank in this call; the same value on every
+            max_tokens: largest number of tokens of any rank in this call; the same value on every
                 rank.
         """
         ...

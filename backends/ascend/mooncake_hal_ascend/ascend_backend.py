@@ -20,7 +20,7 @@ from mooncake_hal.transport import MemoryRegion
 from mooncake_hal_ascend.ascend_experts import (
     AscendFusedExperts,
     group_buffer_bytes,
-    most_fused_tokens,
+    max_fused_tokens,
 )
 from mooncake_hal_ascend.ascend_ops import AscendOps
 from mooncake_hal_ascend.ascend_runtime import AscendRuntime, npu
@@ -82,7 +82,7 @@ class AscendBackend:
 
     def fused_experts(self, group: GroupSpec, shape: ExpertShape) -> AscendFusedExperts | None:
         limits = self._expert_limits
-        most = most_fused_tokens(limits, group.world_size, shape, group_buffer_bytes())
+        most = max_fused_tokens(limits, group.world_size, shape, group_buffer_bytes())
         if not most:
             return None
         joined = self._groups.join(group)

@@ -26,13 +26,13 @@ def group_buffer_bytes() -> int:
     return int(os.environ.get("HCCL_BUFFSIZE") or _DEFAULT_BUFFER_MIB) * _MIB
 
 
-def most_fused_tokens(
+def max_fused_tokens(
     limits: FusedExpertLimits, ranks: int, shape: ExpertShape, buffer_bytes: int
 ) -> int:
     """The maximum number of tokens per rank and call, or 0 if the ops can't be used; the reason is
     logged."""
     why = limits.why_unsupported(ranks, shape)
-    tokens = 0 if why else limits.most_tokens(ranks, shape, buffer_bytes)
+    tokens = 0 if why else limits.max_tokens(ranks, shape, buffer_bytes)
     if not why and not tokens:
         why = f"HCCL_BUFFSIZE has {buffer_bytes // _MIB} MiB, too few for one token of each rank"
     if why:
@@ -50,14 +50,14 @@ class AscendFusedExperts:
         group: communicator that no other op may use; see the ops' documentation.
         comm_name: HCCL's name of the group.
         shape: shape of the experts.
-        most_tokens: maximum number of tokens per rank and call.
+        max_tokens: maximum number of tokens per rank and call.
         has_expert_scales: whether dispatch and combine also transfer weights, as on an A2.
     """
 
     group: GroupCommunicator
     comm_name: str
     shape: ExpertShape
-    most_tokens: int
+    max_tokens: int
     has_expert_scales: bool
 
     def run(
@@ -68,7 +68,7 @@ class AscendFusedExperts:
         slots: Tensor,
         weights: Tensor,
         *,
-        most_tokens: int,
+        max_tokens: int,
     ) -> Tensor:
         num_tokens = len(x)
         if num_tokens == 0:  # the ops require at least one token
@@ -85,7 +85,7 @@ class AscendFusedExperts:
                 self.group.rank,
                 self.shape.num_slots,
                 expert_scales=weights if self.has_expert_scales else None,
-                global_bs=most_tokens * ranks,
+                global_bs=max_tokens * ranks,
                 expert_token_nums_type=1,
             )
         )
@@ -101,7 +101,7 @@ class AscendFusedExperts:
             self.shape.num_slots,
             tp_send_counts=tp_counts,
             expand_scales=scales if self.has_expert_scales else None,
-            global_bs=most_tokens * ranks,
+            global_bs=max_tokens * ranks,
         )
         return total[:num_tokens]
 

@@ -72,7 +72,7 @@ class FusedExpertLimits:
             return f"{shape.num_slots // ranks} experts per rank, it takes {self.experts_per_rank}"
         return None
 
-    def most_tokens(self, ranks: int, shape: ExpertShape, buffer_bytes: int) -> int:
+    def max_tokens(self, ranks: int, shape: ExpertShape, buffer_bytes: int) -> int:
         """The maximum number of tokens per rank and call, given the size of a group's buffer."""
         held, hidden = shape.num_slots // ranks, shape.hidden_size
         if self.has_expert_scales:

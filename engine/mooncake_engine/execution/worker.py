@@ -150,7 +150,7 @@ class Worker:
             plan.expert_slots,
             self._groups.experts,
             fused,
-            0 if fused is None else self._groups.least(fused.most_tokens, self._device),
+            0 if fused is None else self._groups.least(fused.max_tokens, self._device),
             quantization=_linear_quantization(plan.model, plan),
             fused_rope_writes=self._backend.capabilities.fused_rope_writes,
         )

@@ -311,7 +311,7 @@ class ExpertParallelMixture(MixtureOfExperts):
         slots = self._replicas.choose(ids)
         shares = (max(self.tokens.counts(count)) for count in expert_round.token_counts)
         most, fused = max(shares), self._parallel.fused_experts
-        is_fitting = most <= self._parallel.fused_most_tokens and not self._is_worst_routed
+        is_fitting = most <= self._parallel.fused_max_tokens and not self._is_worst_routed
         if fused is not None and is_fitting and isinstance(self._experts, DenseExperts):
             self.counts.add(self._group.all_reduce(self.counts.of(ids)))
             foreign = (slots < self._held.start) | (slots >= self._held.stop)

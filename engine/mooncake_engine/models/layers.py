@@ -124,7 +124,7 @@ class ParallelContext:
         expert_communicator: all ranks that experts are divided over, in order of data-parallel
             ranks; None if those are the tensor-parallel group.
         fused_experts: the backend's fused ops for experts of all these ranks; None if it has none.
-        fused_most_tokens: the most tokens of a rank in one call of ``fused_experts``.
+        fused_max_tokens: the most tokens of a rank in one call of ``fused_experts``.
         quantization: makes the weights that the checkpoint has quantised and the ops can multiply
             as they are; None to dequantise all weights while they are loaded.
         fused_rope_writes: whether the ops are also ``RopeWriteOps``.
@@ -142,7 +142,7 @@ class ParallelContext:
     expert_slots: tuple[tuple[int, ...], ...] = ()
     expert_communicator: Communicator | None = None
     fused_experts: FusedExperts | None = None
-    fused_most_tokens: int = 0
+    fused_max_tokens: int = 0
     quantization: LinearQuantization | None = None
     fused_rope_writes: bool = False
 

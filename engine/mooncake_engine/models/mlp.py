@@ -228,11 +228,11 @@ class DenseExperts:
         return self._ops.moe(x, self._gate_up, self._down, ids, weights)
 
     def run_fused(
-        self, fused: FusedExperts, x: Tensor, slots: Tensor, weights: Tensor, most_tokens: int
+        self, fused: FusedExperts, x: Tensor, slots: Tensor, weights: Tensor, max_tokens: int
     ) -> Tensor:
         """The weighted sums over the experts of all ranks, by the backend's fused ops."""
         weight = self._gate_up, self._down
-        return fused.run(x, *weight, slots, weights, most_tokens=most_tokens)
+        return fused.run(x, *weight, slots, weights, max_tokens=max_tokens)
 
     def exchange(self, moved: MoveExperts) -> None:
         """Replace some of the experts; see ``MoveExperts``."""

@@ -75,7 +75,7 @@ def test_tokens_get_the_sums_of_their_experts_wherever_these_are(
         scores[:, -1], scores[:, :size] = 2.0, -1.0
         weights, ids = scores.topk(shape.chosen)
         arguments = ids.to("npu"), weights.to("npu")
-        found = fused.run(x.to("npu"), packed[0], packed[1], *arguments, most_tokens=9)
+        found = fused.run(x.to("npu"), packed[0], packed[1], *arguments, max_tokens=9)
         fused.close()
         assert found.dtype == x.dtype
         return found.cpu().float(), expected(x, ids, weights)
@@ -111,13 +111,13 @@ def test_what_the_ops_do_not_support_is_named(
 def test_a_call_is_no_larger_than_a_groups_buffer() -> None:
     """DeepSeek-V3 on 16 ranks; by the documentation's formulas."""
     shape, mib = ExpertShape(256, 8, 7168), 1 << 20
-    assert A2.most_tokens(16, shape, 200 * mib) == 98 * mib // (16 * 8 * 7168 * 2)
-    assert A3.most_tokens(16, shape, 200 * mib) == 99 * mib // (2 * 7296 * (256 + 9))
-    assert (A2.most_tokens(16, shape, 4096 * mib), A3.most_tokens(16, shape, 8192 * mib)) == (
+    assert A2.max_tokens(16, shape, 200 * mib) == 98 * mib // (16 * 8 * 7168 * 2)
+    assert A3.max_tokens(16, shape, 200 * mib) == 99 * mib // (2 * 7296 * (256 + 9))
+    assert (A2.max_tokens(16, shape, 4096 * mib), A3.max_tokens(16, shape, 8192 * mib)) == (
         256,
         512,
     )
-    assert A2.most_tokens(16, shape, 4 * mib) == 0
+    assert A2.max_tokens(16, shape, 4 * mib) == 0
 
 
 def test_other_groups_are_told_why(caplog: pytest.LogCaptureFixture) -> None:

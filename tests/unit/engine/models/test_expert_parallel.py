@@ -217,7 +217,7 @@ class GatheringExperts:
     def __init__(self, group: Communicator, num_slots: int) -> None:
         self._group = group
         self._held = share_of(num_slots, group.rank, group.world_size)
-        self.most_tokens = 20
+        self.max_tokens = 20
         self.calls: list[int] = []
 
     def run(
@@ -228,10 +228,10 @@ class GatheringExperts:
         slots: Tensor,
         weights: Tensor,
         *,
-        most_tokens: int,
+        max_tokens: int,
     ) -> Tensor:
-        assert len(x) <= most_tokens
-        self.calls.append(most_tokens)
+        assert len(x) <= max_tokens
+        self.calls.append(max_tokens)
         send, recv = [len(x)] * self._group.world_size, self._rows(len(x))
         parts = [
             self._group.start_all_to_all(each.repeat(len(send), 1), send, recv).wait()
@@ -274,7 +274,7 @@ def test_ops_of_the_backend_take_the_tokens_that_fit_them(
             ep_size=ranks,
             expert_slots=slots,
             fused_experts=fused,
-            fused_most_tokens=fused.most_tokens,
+            fused_max_tokens=fused.max_tokens,
         )
         model = build_model(config, parallel, 64)
         load_weights(model, checkpoint)
