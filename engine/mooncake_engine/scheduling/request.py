@@ -228,7 +228,7 @@ class Request:
         return len(self.token_ids) + self.num_output_placeholders
 
     @property
-    def most_tokens(self) -> int:
+    def num_tokens_with_drafts(self) -> int:
         """Its length once the steps in flight have completed, if all draft tokens are accepted."""
         return self.num_tokens + self.num_unverified_drafts
 

@@ -430,7 +430,7 @@ class Scheduler:
         behind the last accepted one. Without async scheduling the workers would not know the token
         either. A token that may be the request's last is never run ahead of."""
         is_known = self.limits.uses_async_scheduling and not request.is_unproven
-        return is_known and request.most_tokens < request.max_num_tokens
+        return is_known and request.num_tokens_with_drafts < request.max_num_tokens
 
     def _preempt_for(self, group: SequenceGroup, step: StepBuilder) -> bool:
         """Preempt the least urgent group to free blocks for ``group``; False if none was preempted.

@@ -32,7 +32,7 @@ class StepTimes:
     """
 
     def __init__(self, first_tokens: int) -> None:
-        self._most_tokens = first_tokens
+        self._max_tokens = first_tokens
         self._decodes_s: float | None = None
         self._token_s: float | None = None
         self._deviation_s: float | None = None  # of steps with both, from their estimate
@@ -46,7 +46,7 @@ class StepTimes:
                 expected = (self._decodes_s or 0.0) + self._token_s * num_prompt_tokens
                 self._deviation_s = _mean(self._deviation_s, abs(seconds - expected))
             self._token_s = _mean(self._token_s, self._beside_decodes(seconds) / num_prompt_tokens)
-            self._most_tokens = max(self._most_tokens, 2 * num_prompt_tokens)
+            self._max_tokens = max(self._max_tokens, 2 * num_prompt_tokens)
         elif self._token_s is None:  # costs more than beside decodes: a safe initial estimate
             self._token_s = seconds / num_prompt_tokens
 
@@ -57,10 +57,10 @@ class StepTimes:
         clients that wait for tokens notice the long steps. The result is at most twice the number
         that was ever measured, because a single short step proves little."""
         if self._token_s is None:
-            return self._most_tokens
+            return self._max_tokens
         left = self._beside_decodes(seconds - 2.0 * (self._deviation_s or 0.0))
         num_tokens = int(left / max(self._token_s, 1e-9))
-        return min(num_tokens, self._most_tokens)
+        return min(num_tokens, self._max_tokens)
 
     def _beside_decodes(self, seconds: float) -> float:
         return max(seconds - (self._decodes_s or 0.0), 0.0)
