@@ -468,7 +468,7 @@ def _make_scheduler(
         prefill_chunk_size=config.prefill_chunk_size,
         num_stages=config.pp_size,
         num_speculative_tokens=speculation.num_speculative_tokens if speculation else 0,
-        most_seqs_with_drafts=speculation.disable_by_batch_size if speculation else None,
+        max_seqs_with_drafts=speculation.disable_by_batch_size if speculation else None,
         uses_async_scheduling=config.uses_async_scheduling,
         reports_received_blocks=info.has_native_latents,
     )

@@ -187,7 +187,7 @@ class DraftScheduler:
             worth.learn(num_tokens, num_drafted, num_decodes + num_drafted - num_tokens, seconds)
 
     def _pays(self, num_decodes: int) -> bool:
-        most = self._limits.most_seqs_with_drafts
+        most = self._limits.max_seqs_with_drafts
         if most is not None and num_decodes > most:
             return False
         worth = self._worth.get(num_decodes.bit_length())

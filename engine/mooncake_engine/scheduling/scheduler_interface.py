@@ -47,7 +47,7 @@ class SchedulerLimits:
             divided by ``num_stages`` if there are several stages, otherwise for no bound.
         num_stages: number of pipeline stages.
         num_speculative_tokens: maximum number of draft tokens of a sequence in one step.
-        most_seqs_with_drafts: maximum number of decodes in a step with draft tokens; None decides
+        max_seqs_with_drafts: maximum number of decodes in a step with draft tokens; None decides
             by measured times alone.
         uses_async_scheduling: whether workers pass a sampled token to the next step themselves, so
             that a request can be planned again before the scheduler knows the token.
@@ -69,7 +69,7 @@ class SchedulerLimits:
     prefill_chunk_size: int | None = None
     num_stages: int = 1
     num_speculative_tokens: int = 0
-    most_seqs_with_drafts: int | None = None
+    max_seqs_with_drafts: int | None = None
     uses_async_scheduling: bool = False
     reports_received_blocks: bool = False
 

@@ -139,7 +139,7 @@ def test_a_sibling_gets_the_prompt_of_one_whose_drafts_are_in_flight() -> None:
 
 
 def test_where_drafts_do_not_pay_steps_run_ahead() -> None:
-    bench = ahead(num_speculative_tokens=3, most_seqs_with_drafts=1)
+    bench = ahead(num_speculative_tokens=3, max_seqs_with_drafts=1)
     for name in ("a", "b"):
         bench.add(name, PROMPT, max_tokens=20)
     plans = [bench.step()[0] for _ in range(8)]

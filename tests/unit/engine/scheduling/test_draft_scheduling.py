@@ -227,7 +227,7 @@ def test_steps_without_drafts_come_in_a_row() -> None:
 
 
 def test_steps_of_more_sequences_than_asked_for_have_no_drafts() -> None:
-    bench = timed_bench(most_seqs_with_drafts=3)
+    bench = timed_bench(max_seqs_with_drafts=3)
     bench.step()
     assert sum(s.num_draft_tokens for s in bench.step()[0].sequences) == 0
     bench.scheduler.abort("r3")
