@@ -73,19 +73,19 @@ class PartMover(Generic[C]):
         move: starts moving a part.
         confirm: called with the whole transfer when all parts have been moved; raises TransferError
             for failures that the parts can't detect, such as a peer that died.
-        most_bytes: maximum size of a part in bytes.
+        max_bytes: maximum size of a part in bytes.
     """
 
     move: MovePart[C]
     confirm: Callable[[Spans, float], None]
-    most_bytes: int
+    max_bytes: int
 
 
 class CopyJob(Generic[C]):
     """One transfer in the worker's queue.
 
     Args:
-        spans: the spans to move, none of them longer than ``way.most_bytes``.
+        spans: the spans to move, none of them longer than ``way.max_bytes``.
         timeout: timeout of the whole transfer, in seconds.
         way: how to move it.
         local_keys: keys of our regions that it touches.
@@ -133,7 +133,7 @@ class CopyJob(Generic[C]):
         """
         in_flight: deque[InFlightPart] = deque()
         try:
-            for begin, end in split_parts(self._spans.nbytes, self._way.most_bytes):
+            for begin, end in split_parts(self._spans.nbytes, self._way.max_bytes):
                 in_flight.append(self._begin(slice(begin, end), copier))
                 if len(in_flight) > 1:
                     in_flight.popleft().finish()
@@ -231,18 +231,18 @@ class CopyWorker(Generic[C]):
                 job.transfer.part_ended(TransferError(f"no copier could be created: {exc!r}"))
 
 
-def split_parts(nbytes: NDArray[np.uint64], most_bytes: int) -> list[tuple[int, int]]:
-    """Divide pieces into ranges of at most ``most_bytes`` and MAX_PIECES: [(begin, end), ...].
+def split_parts(nbytes: NDArray[np.uint64], max_bytes: int) -> list[tuple[int, int]]:
+    """Divide pieces into ranges of at most ``max_bytes`` and MAX_PIECES: [(begin, end), ...].
 
     Args:
-        nbytes: lengths of the pieces, none above ``most_bytes``.
-        most_bytes: maximum total length of a range.
+        nbytes: lengths of the pieces, none above ``max_bytes``.
+        max_bytes: maximum total length of a range.
     """
     before = np.cumsum(nbytes, dtype=np.uint64) - nbytes
     after = before + nbytes
     ranges, begin = [], 0
     while begin < len(nbytes):
-        limit = before[begin] + np.uint64(most_bytes)
+        limit = before[begin] + np.uint64(max_bytes)
         end = int(np.searchsorted(after, limit, side="right"))
         end = min(end, begin + MAX_PIECES)
         ranges.append((begin, end))

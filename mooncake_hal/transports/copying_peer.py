@@ -27,16 +27,16 @@ class CopyingPeer(Generic[C]):
         session: session to the other end; closed with the peer.
         local: this endpoint's regions.
         worker: executes the transfers; closed with the peer.
-        most_bytes: maximum size of a part in bytes.
+        max_bytes: maximum size of a part in bytes.
     """
 
     def __init__(
-        self, session: Session, local: AttachedRegions, worker: CopyWorker[C], most_bytes: int
+        self, session: Session, local: AttachedRegions, worker: CopyWorker[C], max_bytes: int
     ) -> None:
         self._session = session
         self._local = local
         self._worker = worker
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._jobs: set[CopyJob[C]] = set()
         self._error: TransferError | None = None
         self._lock = threading.Lock()
@@ -94,8 +94,8 @@ class CopyingPeer(Generic[C]):
             return DONE
         index, at = self._local.locate(spans.local, spans.nbytes)
         keys = index.touched(at)
-        way = PartMover(self._write if is_write else self._read, self._confirm, self._most_bytes)
-        pieces = cut(spans.local, spans.remote, spans.nbytes, self._most_bytes)
+        way = PartMover(self._write if is_write else self._read, self._confirm, self._max_bytes)
+        pieces = cut(spans.local, spans.remote, spans.nbytes, self._max_bytes)
         spans = Spans(pieces.local, pieces.remote, pieces.nbytes)
         job = CopyJob(spans, timeout, way, keys)
         with self._lock:

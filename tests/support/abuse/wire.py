@@ -60,13 +60,13 @@ def read_all(sock: socket.socket, seconds: float) -> bytes:
     return bytes(found)
 
 
-def send_forever(sock: socket.socket, piece: bytes, attempts: Attempts, most_bytes: int) -> int:
+def send_forever(sock: socket.socket, piece: bytes, attempts: Attempts, max_bytes: int) -> int:
     """Push pieces until the other side ends it, blocks for a second, or has taken so much; how
     many bytes it took."""
     sent = 0
     sock.settimeout(1.0)
     with suppress(*ENDED):
-        while sent < most_bytes and not attempts.is_over:
+        while sent < max_bytes and not attempts.is_over:
             sent += sock.send(piece)
     return sent
 

@@ -23,8 +23,8 @@ def stripes(num_blocks: int, tokens: int, piece: int, ranks: int, mine: int) -> 
     )
 
 
-def found(spans: Spans, most_bytes: int) -> ContiguousRuns | None:
-    return find_runs(spans.remote, spans.local, spans.nbytes, BASE, most_bytes)
+def found(spans: Spans, max_bytes: int) -> ContiguousRuns | None:
+    return find_runs(spans.remote, spans.local, spans.nbytes, BASE, max_bytes)
 
 
 def carry_out(runs: ContiguousRuns, buffer_bytes: int, there: np.ndarray, here: np.ndarray) -> None:

@@ -80,7 +80,7 @@ class Line:
 
 def job_of(line: Line) -> CopyJob[Copier]:
     parts = numbers(0, 1, 2)
-    way = PartMover(line, line.confirm, most_bytes=10)
+    way = PartMover(line, line.confirm, max_bytes=10)
     return CopyJob(Spans(parts, parts, numbers(10, 10, 10)), 60.0, way, frozenset())
 
 
