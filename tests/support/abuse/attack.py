@@ -66,18 +66,20 @@ class Attempts:
     Iterating gives the number of each try.
     """
 
-    def __init__(self, seconds: float, most: int, seed: int, count: Any, complaints: Any) -> None:
+    def __init__(
+        self, seconds: float, max_attempts: int, seed: int, count: Any, complaints: Any
+    ) -> None:
         self.numbers = random.Random(seed)
         self.seed = seed
         self._deadline = time.monotonic() + seconds
-        self._most = most
+        self._max_attempts = max_attempts
         self._count = count
         self._complaints = complaints
         self._num_complaints = 0
 
     def __iter__(self) -> Iterator[int]:
         number = 0
-        while not self.is_over and number < self._most:
+        while not self.is_over and number < self._max_attempts:
             yield number
             self.note()
             number += 1
@@ -113,7 +115,7 @@ class Attack:
         about: what it does, for ``--list``.
         run: does it.
         bounds: what it may do to others.
-        most: tries.
+        max_attempts: tries.
         at_least_s: what it needs before the first try counts, and a few more.
         connectors: which deployments it is for; the first one in the short form.
         is_short: a part of the short form.
@@ -124,7 +126,7 @@ class Attack:
     about: str
     run: Callable[[Target, Attempts], None]
     bounds: Bounds = field(default_factory=Bounds)
-    most: int = 100_000
+    max_attempts: int = 100_000
     at_least_s: float = 0.0
     connectors: tuple[str, ...] = ("pull",)
     is_short: bool = True
@@ -147,7 +149,7 @@ class Running:
         self._limit_s = seconds + GRACE_S * target.slack
         self._deadline = time.monotonic() + self._limit_s
         self._is_late = False
-        arguments = (attack.run, target, seconds, attack.most, seed)
+        arguments = (attack.run, target, seconds, attack.max_attempts, seed)
         self._process: BaseProcess = FORKS.Process(
             target=_perform, args=(*arguments, self._count, self._complaints)
         )
@@ -194,7 +196,7 @@ def _perform(
     run: Callable[[Target, Attempts], None],
     target: Target,
     seconds: float,
-    most: int,
+    max_attempts: int,
     seed: int,
     *shared: Any,
 ) -> None:
@@ -202,7 +204,7 @@ def _perform(
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     os.nice(1)
-    attempts = Attempts(seconds, most, seed, *shared)
+    attempts = Attempts(seconds, max_attempts, seed, *shared)
     try:
         run(target, attempts)
     except Exception:  # the top of a process: reported, and the row fails

@@ -294,7 +294,7 @@ ATTACKS = (
         "Requests to an instance that name made-up peers",
         unknown_peers,
         bounds=Bounds(growth_mib=128),
-        max_count=10_000,
+        max_attempts=10_000,
     ),
     Attack(
         "made-up-stores",
