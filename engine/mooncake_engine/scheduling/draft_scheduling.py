@@ -151,17 +151,12 @@ class DraftScheduler:
             request = requests[sequence.request_id]
             if self._blocks.writes_shared(request):  # copied first, since a sibling joined
                 continue
-            num_tokens_with_drafts = (
-                request.num_tokens_with_drafts - 1
-            )  # without the one that this step samples
-            available = min(
-                step.budget, self._blocks.num_free_tokens(request, num_tokens_with_drafts)
-            )
-            num_draft_tokens = min(self._num_useful(request, num_tokens_with_drafts), available)
+            # without the token that this step samples
+            max_length = request.num_tokens_with_drafts - 1
+            available = min(step.budget, self._blocks.num_free_tokens(request, max_length))
+            num_draft_tokens = min(self._num_useful(request, max_length), available)
             if num_draft_tokens > 0:
-                growth = self._blocks.allocate_drafts(
-                    request, num_tokens_with_drafts + num_draft_tokens
-                )
+                growth = self._blocks.allocate_drafts(request, max_length + num_draft_tokens)
                 step.draft(index, request, num_draft_tokens, growth)
 
     def complete(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
@@ -199,18 +194,18 @@ class DraftScheduler:
             return None
         return SpeculationStats(self._num_drafts, self._num_draft_tokens, tuple(self._accepted_at))
 
-    def _num_useful(self, request: Request, num_tokens_with_drafts: int) -> int:
+    def _num_useful(self, request: Request, max_length: int) -> int:
         """Returns how many drafts could become part of the output, which ends with one more sampled
         token.
 
         Args:
             request: the request.
-            num_tokens_with_drafts: its maximum length when the step begins.
+            max_length: its maximum length when the step begins.
         """
         if not request.num_output_tokens:
             return 0
         length = self._length(request).at(len(request.token_ids))
-        return min(length, request.max_num_tokens - num_tokens_with_drafts - 1)
+        return min(length, request.max_num_tokens - max_length - 1)
 
     def _length(self, request: Request) -> DraftLength:
         if request.draft_length is None:
