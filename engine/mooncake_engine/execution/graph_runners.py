@@ -93,12 +93,12 @@ class GraphRunner(ABC, Generic[Captured]):
         self._captured: dict[int, Captured] = {}
 
     @torch.inference_mode()
-    def capture(self, most: int | None = None) -> int:
+    def capture(self, max_sizes: int | None = None) -> int:
         """Capture the graphs now, the largest sizes first, as the others fit into their memory.
         Without this call, a size is captured when a step first needs it.
 
         Args:
-            most: the most sizes to capture; None captures all of them.
+            max_sizes: the maximum number of sizes to capture; None captures all of them.
 
         Returns:
             The number of sizes that are not captured yet.
@@ -107,9 +107,9 @@ class GraphRunner(ABC, Generic[Captured]):
             ConfigError: a step can't be captured, for a reason that the backend does not report as
                 CapabilityError.
         """
-        for size in tuple(reversed(self._sizes))[:most]:
+        for size in tuple(reversed(self._sizes))[:max_sizes]:
             self._graphs_of(size)
-        if self._captured and most is None:
+        if self._captured and max_sizes is None:
             logger.info("captured %s in sizes %s", self.name, list(self._sizes))
         return len(self._sizes) - len(self._captured) if self._sizes else 0
 

@@ -25,8 +25,8 @@ _GIB = 1 << 30
 class CapturesGraphs(Protocol):
     """A graph runner."""
 
-    def capture(self, most: int | None = None) -> int:
-        """Capture the ``most`` largest graphs, or all; returns how many are not captured yet."""
+    def capture(self, max_sizes: int | None = None) -> int:
+        """Capture the ``max_sizes`` largest graphs, or all; returns the number not yet captured."""
         ...
 
 

@@ -131,8 +131,8 @@ class Graphs:
     other: int
     captured: list[int] = field(default_factory=list)
 
-    def capture(self, most: int | None = None) -> int:
-        for index in range(self.num_sizes)[:most]:
+    def capture(self, max_sizes: int | None = None) -> int:
+        for index in range(self.num_sizes)[:max_sizes]:
             if index not in self.captured:
                 self.captured.append(index)
                 self.device.take(self.other if index else self.first)
