@@ -124,7 +124,7 @@ class _Launch:
             "TOKENS": self.tile.tokens,
             "IS_SPLIT": call.is_decode,  # even for short contexts: one kernel for all decodes
             "MIN_SPLIT": self.splitting.min_tokens,
-            "MAX_SPLITS": self.splitting.most,
+            "MAX_SPLITS": self.splitting.max_splits,
             "PRECISION": call.precision,
             "num_warps": self.tile.warps,
             "num_stages": self.tile.stages,
@@ -150,7 +150,7 @@ def attend_grouped(call: AttentionCall, tuning: Tuning) -> Tensor:
     row_blocks = -(-call.new_tokens * group // launch.tile.rows)
     num_row_blocks = row_blocks * kv_heads * call.sequences
     programs = tuning.programs(launch.splits, num_row_blocks)
-    least = tuning.least_splits(num_row_blocks)
+    least = tuning.min_splits(num_row_blocks)
     parts, weights, arrivals = out, out, out
     if call.is_decode:
         parts, weights = _split_buffers(out, launch.splits)
@@ -293,7 +293,7 @@ def _merge(
         DIM_PADDED=power_of_two(dim),
         TOKENS=launch.tile.tokens,
         MIN_SPLIT=launch.splitting.min_tokens,
-        MAX_SPLITS=launch.splitting.most,
+        MAX_SPLITS=launch.splitting.max_splits,
         num_warps=4 if dim > 128 else 1,
     )
     return out

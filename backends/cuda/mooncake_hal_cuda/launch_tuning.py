@@ -85,14 +85,14 @@ class MatmulTile:
 @dataclass(frozen=True, slots=True)
 class Splitting:
     """How a decode's context is divided: no split is shorter than ``min_tokens``, and there are at
-    most ``most`` splits."""
+    most ``max_splits`` splits."""
 
     min_tokens: int
-    most: int
+    max_splits: int
 
     def count(self, capacity: int) -> int:
         """The number of splits that a launch needs for contexts of up to ``capacity`` tokens."""
-        return max(1, min(self.most, -(-capacity // self.min_tokens)))
+        return max(1, min(self.max_splits, -(-capacity // self.min_tokens)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,8 +241,8 @@ class Tuning:
         wanted = power_of_two(self._full_device_programs // others or 1)
         return min(splits, max(min_programs, wanted))
 
-    def least_splits(self, others: int) -> int:
-        """The least number of splits per program; ``others`` as for ``programs``."""
+    def min_splits(self, others: int) -> int:
+        """The minimum number of splits per program; ``others`` as for ``programs``."""
         return _MIN_SPLITS_ON_FULL_DEVICE if self._is_full(others) else 1
 
     @property

@@ -80,7 +80,7 @@ class TestKernels(
         arguments = (made.query, made.kv.key, made.kv.value, made.batch, 0.1)
         expected = backend.ops.decode_attention(*arguments)
         monkeypatch.setattr(Tuning, "programs", lambda *_: programs)
-        monkeypatch.setattr(Tuning, "least_splits", lambda *_: least)
+        monkeypatch.setattr(Tuning, "min_splits", lambda *_: least)
         assert torch.equal(backend.ops.decode_attention(*arguments), expected)
 
     def test_whoever_comes_last_merges(

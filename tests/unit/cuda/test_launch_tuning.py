@@ -84,4 +84,4 @@ def test_large_batches_have_few_programs_per_sequence(
     """Most of which would be idle where contexts are short."""
     tuning = Tuning("sm_90", 132)
     assert tuning.programs(splits, others) == programs
-    assert tuning.least_splits(others) == (8 if programs == 2 else 1)
+    assert tuning.min_splits(others) == (8 if programs == 2 else 1)
