@@ -1,7 +1,8 @@
-"""Devices that other processes can run on: each kind is an environment, and options of ``serve``.
+"""Devices that instances in other processes can run on: each kind is an environment and ``serve``
+options.
 
-An emulated GPU and an emulated NPU can't both be in one process: each stands in for what torch
-itself would load.
+An emulated GPU and an emulated NPU can't both be in one process: each replaces what torch itself
+would load.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ _NPU = SUPPORT / "npu_emulation"
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """What an instance may run on.
+    """A kind of device that an instance may run on.
 
     Args:
         backend: its name.
-        block_sizes: those that a fleet of several kinds is tried with.
-        folders: go to the front of PYTHONPATH.
-        variables: other environment.
+        block_sizes: those that fleets of several kinds are tested with.
+        folders: prepended to PYTHONPATH.
+        variables: further environment variables.
         options: of ``mooncake-engine serve``.
     """
 
@@ -37,13 +38,13 @@ class DeviceKind:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For its processes."""
+        """The environment of an instance's processes."""
         given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         path = os.pathsep.join([*map(str, self.folders), *filter(None, given)])
         return {**self.variables, "PYTHONPATH": path}
 
     def serve_options(self, block_size: int, tp_size: int = 1) -> Sequence[str]:
-        """Of an instance on it."""
+        """The ``serve`` options of an instance on it."""
         sizes = ("--block-size", str(block_size), "--tp-size", str(tp_size))
         return ("--backend", self.backend, *sizes, *self.options)
 
@@ -61,31 +62,32 @@ KINDS: dict[str, DeviceKind] = {
         (128,),
         (_NPU,),
         {"MOONCAKE_HAL_ASCEND_ROOT": str(_NPU / "machine"), "ASCEND_HOME_PATH": ""},
-        ("--piecewise-graph-max-tokens", "32"),  # 512 take half a second more to capture
+        ("--piecewise-graph-max-tokens", "32"),  # capturing 512 takes half a second more
     ),
 }
-"""By the names that tables use."""
+"""Kinds by the names that tables use."""
 GENERATIONS = {
     "a3": replace(
         KINDS["npu"], variables={**KINDS["npu"].variables, "NPU_EMULATION_GENERATION": "A3"}
     ),
 }
-"""Others of a vendor: ``npu`` is an A2."""
+"""Further kinds of one vendor: ``npu`` is an A2."""
 ALL_KINDS = KINDS | GENERATIONS
 
 
 def mychip(folder: Path) -> DeviceKind:
-    """The example of docs/hardware.md.
+    """The example backend of docs/hardware.md.
 
     Args:
-        folder: becomes what pip would leave of its installation.
+        folder: gets the metadata that pip would write on installation.
     """
     install_example(folder)
     return DeviceKind("mychip", (16, 128), (folder, MYCHIP))
 
 
 def install_example(folder: Path) -> None:
-    """What pip would note of the example, for whoever has the folder on PYTHONPATH."""
+    """Write the example's metadata as pip would, for processes that have the folder on
+    PYTHONPATH."""
     [entry_points] = [
         section
         for section in (MYCHIP / "pyproject.toml").read_text().split("\n\n")

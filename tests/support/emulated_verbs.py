@@ -1,4 +1,5 @@
-"""RDMA without a device: the transport over a libibverbs that copies within this process."""
+"""RDMA without a device: the transport over an emulated libibverbs that copies within this
+process."""
 
 from __future__ import annotations
 
@@ -17,12 +18,12 @@ PORTS = ["emu0:1", "emu1:1"]
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    """Replace libibverbs and pyverbs by it; return the library, with its own switches.
+    """Replace libibverbs and pyverbs with the emulation; return the library, which has fault
+    switches.
 
-    Switches: ``emulated_fail(function, errno)`` makes a call fail once,
-    ``emulated_set_down(device, flag)`` cuts a device off, ``emulated_set_stuck(flag)`` leaves
-    requests undone, ``emulated_objects()`` counts what was
-    made and not destroyed.
+    Switches: ``emulated_fail(function, errno)`` makes a call fail once, ``emulated_set_down(device,
+    flag)`` disconnects a device, ``emulated_set_stuck(flag)`` stops the completion of requests,
+    ``emulated_objects()`` counts the objects that were created and not destroyed.
 
     Raises:
         NativeUnavailable: there is no compiler.

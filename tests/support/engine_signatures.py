@@ -1,4 +1,4 @@
-"""The Python surface of the vendors' transfer engines, from what pybind11 says of it."""
+"""The Python API of the vendors' transfer engines, as pybind11 documents it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ USED = {
     "mooncake": ("TransferEngine",),
     "memfabric": ("TransferEngine", "get_and_clear_last_err_msg"),
 }
-"""What hccs uses of each module, beside the enumeration that follows."""
+"""The methods that hccs calls on each module, besides the enumeration below."""
 OPERATIONS = ("SDMA", "DEVICE_RDMA")
 
 
@@ -23,7 +23,7 @@ class Signature:
     """A function's parameters.
 
     Args:
-        names: of all; those of mooncake's have none but ``arg0``, ``arg1``.
+        names: of all parameters; mooncake's have only ``arg0``, ``arg1``.
         num_required: how many have no default.
     """
 
@@ -32,7 +32,7 @@ class Signature:
 
     @classmethod
     def of(cls, text: str) -> Signature:
-        """Read ``"name(self: T, a: int, b: int = 0) -> int"``."""
+        """Parse ``"name(self: T, a: int, b: int = 0) -> int"``."""
         inner = text[text.index("(") + 1 : text.rindex(")")]
         plain = re.sub(r"\[[^][]*\]", "", re.sub(r"<[^<>]*>", "x", inner))
         parts = [part.strip() for part in plain.split(",") if part.strip()]
@@ -41,7 +41,7 @@ class Signature:
         return cls(names, sum("=" not in part for part in own))
 
     def mismatch(self, num_positional: int, keywords: set[str]) -> str | None:
-        """Say why a call does not fit, or None."""
+        """Why a call does not match this signature; None if it does."""
         unknown = keywords - set(self.names[num_positional:])
         if unknown:
             return f"has no parameters {sorted(unknown)} left"
@@ -52,7 +52,7 @@ class Signature:
 
 
 def surface(module: Any, names: tuple[str, ...]) -> dict[str, str]:
-    """Signatures of a live module's functions and of its classes' methods."""
+    """Signatures of the functions, and of the classes' methods, in an imported module."""
     found = {}
     for name in names:
         member = getattr(module, name)
@@ -67,13 +67,13 @@ def surface(module: Any, names: tuple[str, ...]) -> dict[str, str]:
 
 
 def _signature(function: Any) -> str:
-    """The first line of what pybind11 documents; of overloads the first."""
+    """The first line of pybind11's docstring; the first overload only."""
     lines = [line for line in (function.__doc__ or "").splitlines() if "->" in line]
     return re.sub(r"^\d+\. ", "", lines[0].strip()) if lines else ""
 
 
 def check_calls(source: str, owner: str, surface: Mapping[str, str]) -> list[str]:
-    """Return which calls of ``self._engine.x(...)`` in a class do not fit the surface."""
+    """Return the calls of ``self._engine.x(...)`` in a class that don't match the API."""
     tree = next(
         node
         for node in ast.walk(ast.parse(source))
@@ -90,7 +90,7 @@ def check_calls(source: str, owner: str, surface: Mapping[str, str]) -> list[str
             problems.append(f"{name} does not exist")
             continue
         starred = any(isinstance(value, ast.Starred) for value in node.args)
-        count = len(node.args) + 2 * starred  # _lists() has three
+        count = len(node.args) + 2 * starred  # _lists() returns three values
         keywords = {word.arg for word in node.keywords if word.arg}
         problem = Signature.of(surface[name]).mismatch(count, keywords)
         if problem is not None:

@@ -1,4 +1,4 @@
-"""Sampling parameters at the ends of their ranges, and beyond."""
+"""Sampling parameters at the limits of their ranges and beyond."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ DEADLY: tuple[dict[str, Any], ...] = (
     {"min_tokens": 3, "stop_token_ids": list(range(272))},
     {"min_tokens": 3, "stop_token_ids": list(range(272)), "logprobs": 5},
 )
-"""Each of these once ended an instance whose vocabulary has 272 tokens."""
+"""Each of these once killed an instance with a vocabulary of 272 tokens."""
 
 
 def each_value() -> Iterator[dict[str, Any]]:
-    """A request for every value, and for every one that was deadly."""
+    """A request for every value, and one for every deadly combination."""
     for fields in DEADLY:
         yield {**BODY, "temperature": 1, **fields}
     for name, values in VALUES.items():
@@ -43,6 +43,6 @@ def each_value() -> Iterator[dict[str, Any]]:
 
 
 def some_values(numbers: random.Random) -> dict[str, Any]:
-    """A request with several of them."""
+    """A request with several random values."""
     names = numbers.sample(list(VALUES), numbers.randrange(1, 6))
     return {**BODY, **{name: numbers.choice(VALUES[name]) for name in names}}

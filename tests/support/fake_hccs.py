@@ -1,9 +1,10 @@
-"""Ascend's transfer engines without an NPU: their Python surface, and the rules that they enforce.
+"""Ascend's transfer engines without an NPU: their Python API and the rules that they enforce.
 
-They move host memory of this process that passes for an NPU's. What is refused here is refused by
-the real ones: memory off a page, the 257th region, a thread without an NPU, pieces outside what
-was registered when the link came up, and with memfabric a transfer by the end that is dialled.
-The signatures are compared with those of the published wheels in tests/contract/ascend.
+They move host memory of this process in place of an NPU's. They reject what the real engines
+reject: memory that is not page-aligned, the 257th region, a thread without an NPU, pieces outside
+the regions that were registered when the link came up, and, with memfabric, a transfer initiated by
+the end that was dialled. tests/contract/ascend compares the signatures with those of the published
+wheels.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PAGE = 2 << 20
 MAX_REGIONS = 256
 
 Sizes = dict[int, int]
-"""Of regions, by first address."""
+"""Sizes of regions by first address."""
 
 _current = threading.local()
 _said = threading.local()
@@ -45,7 +46,8 @@ _ports = itertools.count(15000)
 
 
 class HostRuntime:
-    """As much of a runtime as the transport needs: one A2 NPU, current where it was bound."""
+    """The part of a runtime that the transport uses: one A2 NPU, current in threads that bound
+    it."""
 
     def __init__(self, generation: str = "A2") -> None:
         self._generation = generation
@@ -63,7 +65,7 @@ class HostRuntime:
 
 
 class HostMemory:
-    """Pages of host memory that pass for an NPU's."""
+    """Pages of host memory in place of an NPU's."""
 
     def allocate(self, nbytes: int, index: int) -> TensorAllocation:
         backing = np.zeros(nbytes + PAGE, np.uint8)
@@ -77,18 +79,18 @@ class HostMemory:
 
 
 def bytes_in_use() -> int:
-    """Of all such memory that has not been given back."""
+    """Bytes of this memory that have not been freed."""
     return sum(len(found) for each in _backings if (found := each()) is not None)
 
 
 def tensor_at(address: int) -> torch.Tensor | None:
-    """All of the allocation that begins at an address; see ``TensorAt``."""
+    """The whole allocation that begins at an address; see ``TensorAt``."""
     found = _allocations.get(address)
     return None if found is None or found.is_freed else found.tensor
 
 
 class HostStream:
-    """See ``SideStream``: what is enqueued is done."""
+    """See ``SideStream``: runs enqueued work at once."""
 
     def run(self, work: Callable[[], None], device: torch.device) -> Wait:
         work()
@@ -96,7 +98,7 @@ class HostStream:
 
 
 def host_scatterer() -> Scatterer:
-    """Scatters over such memory."""
+    """A scatterer over this memory."""
     return Scatterer(tensor_at, HostStream())
 
 
@@ -123,7 +125,7 @@ class NpuBuffer:
 
 @dataclass(frozen=True)
 class Codes:
-    """What an engine returns where it refuses."""
+    """The error codes that an engine returns."""
 
     refused: int = -1
     no_device: int = -1
@@ -132,7 +134,8 @@ class Codes:
 
 
 class FakeEngine:
-    """What both engines have: a port, and regions that begin at a page, apart and not too many."""
+    """The common part of both engines: a port, and a limited number of page-aligned, disjoint
+    regions."""
 
     codes: ClassVar[Codes]
 
@@ -299,7 +302,7 @@ def _copy(
     sizes: list[int],
     is_read: bool,
 ) -> bool:
-    """Copy piece by piece, up to one that is not registered at both ends."""
+    """Copy piece by piece up to the first one that is not registered at both ends."""
     local, remote = link
     for here, there, nbytes in zip(ours, theirs, sizes, strict=True):
         if not (
@@ -320,20 +323,20 @@ def _holds(sizes: Sizes, address: int, nbytes: int) -> bool:
 
 
 def _last_words() -> str:
-    """What memfabric said last in this thread; once."""
+    """memfabric's last message in this thread; clears it."""
     words, _said.words = getattr(_said, "words", ""), ""
     return words
 
 
 def mooncake_module() -> ModuleType:
-    """What passes for ``mooncake.engine``."""
+    """A stand-in for ``mooncake.engine``."""
     module = ModuleType("mooncake.engine")
     module.TransferEngine = HixlEngine  # type: ignore[attr-defined]  # made here
     return module
 
 
 def memfabric_module() -> ModuleType:
-    """What passes for ``memfabric_hybrid``."""
+    """A stand-in for ``memfabric_hybrid``."""
     module: Any = ModuleType("memfabric_hybrid")
     module.TransferEngine = MemfabricEngine
     module.TransDataOpType = SimpleNamespace(SDMA=1, DEVICE_RDMA=2)
@@ -342,7 +345,7 @@ def memfabric_module() -> ModuleType:
 
 
 def load_with(modules: dict[str, ModuleType], generation: str = "A2") -> AdapterTransport:
-    """The transport over one host's memory and such engines."""
+    """The transport over host memory and these engines."""
     runtime, memory = cast("Runtime", HostRuntime(generation)), cast("Memory", HostMemory())
 
     def import_engine(name: str) -> ModuleType:
@@ -365,5 +368,5 @@ def load_memfabric() -> AdapterTransport:
 
 
 def unbind_thread() -> None:
-    """Leave the calling thread without an NPU."""
+    """Leave the calling thread without a bound NPU."""
     _current.device = None

@@ -1,6 +1,6 @@
-"""Speed figures: recorded by benchmarks, judged by ``ci/bench.py`` and ``ci/device_stages.py``.
+"""Speed figures: recorded by benchmarks, checked by ``ci/bench.py`` and ``ci/device_stages.py``.
 
-Standard library only: stages judge them before anything else is found.
+Standard library only: stages check figures before any other package is importable.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 FIGURES_FILE = "MOONCAKE_FIGURES"
-"""Variable that names the file to which each figure is appended as soon as it is recorded: a run
-that is stopped loses none."""
+"""Environment variable that names the file to which each figure is appended once it is recorded, so
+that an interrupted run loses none."""
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,10 @@ class Figure:
     Args:
         name: of the figure.
         value: as measured.
-        wanted: the bound; None: shown beside others, and always in order.
+        wanted: the bound; None: shown for comparison, always passes.
         unit: of both.
-        at_least: whether more is better; else less is.
-        context: what it was measured against, for the table.
+        at_least: whether the bound is a lower one; otherwise it is an upper one.
+        context: what the value is compared with, for the table.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Figure:
 
     @property
     def bound(self) -> str:
-        """Sign and bound, or nothing."""
+        """Sign and bound; empty without a bound."""
         if self.wanted is None:
             return ""
         return f"{'≥' if self.at_least else '≤'} {_number(self.wanted)}"
@@ -58,7 +58,7 @@ class Figure:
 
 
 def record(benchmark: Any, figure: Figure) -> None:
-    """Attach a figure to a benchmark's report, and append it to FIGURES_FILE; a benchmark may have
+    """Attach a figure to a benchmark's report and append it to FIGURES_FILE. A benchmark may record
     several."""
     benchmark.extra_info.setdefault("figures", []).append(asdict(figure))
     if path := os.environ.get(FIGURES_FILE):
@@ -67,7 +67,7 @@ def record(benchmark: Any, figure: Figure) -> None:
 
 
 def read_figures(path: Path) -> list[Figure]:
-    """What has been recorded so far, without a line that is still being written."""
+    """The figures recorded so far, without a line that is still being written."""
     if not path.exists():
         return []
     whole, _, _ = path.read_text().rpartition("\n")
@@ -85,5 +85,5 @@ def as_markdown(figures: Sequence[Figure]) -> str:
 
 
 def _number(value: float) -> str:
-    """Three digits, without an exponent where the number is large."""
+    """Three significant digits, without an exponent for large numbers."""
     return f"{value:.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"

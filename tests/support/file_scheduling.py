@@ -1,8 +1,8 @@
-"""Which worker of pytest-xdist runs which file, also after one of them has died.
+"""Assigns test files to pytest-xdist workers, also after a worker has died.
 
-A test that hangs ends its worker (pytest-timeout's thread method). pytest-xdist 3.8 gives that test
-to the next worker again, and where it was the last one of its file, that worker waits for ever for
-a test behind it.
+A test that hangs kills its worker (pytest-timeout's thread method). pytest-xdist 3.8 assigns that
+test to the next worker again; if it was the last one of its file, that worker then waits for ever
+for a following test.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from xdist.workermanage import WorkerController
 
 
 class FileScheduling(LoadFileScheduling):
-    """A test that ended its worker has failed and is not run again; all others are run."""
+    """A test that killed its worker counts as failed and is not run again; all others are run."""
 
     def remove_node(self, node: WorkerController) -> str | None:
-        """Take a worker out, and give others what it left.
+        """Remove a worker and reassign its remaining tests.
 
         Returns:
-            The test that it died of; None if it had done all of its own.
+            The test that killed it; None if it had finished all of its tests.
         """
         workload = self.assigned_work.pop(node)
         left = [test for file in workload.values() for test, is_done in file.items() if not is_done]
@@ -34,6 +34,6 @@ class FileScheduling(LoadFileScheduling):
 
     def _reschedule(self, node: WorkerController) -> None:
         super()._reschedule(node)
-        # A worker runs a test only when it knows the one behind it, or that there is none.
+        # A worker runs a test only once it knows the following test, or that there is none.
         while not node.shutting_down and self._pending_of(self.assigned_work[node]) < 2:
             super()._reschedule(node)

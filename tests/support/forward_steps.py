@@ -1,4 +1,4 @@
-"""Forward passes of small models, step by step, without an engine around them."""
+"""Forward passes of small models, step by step, without an engine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Step:
-    """One forward pass: for each sequence, its new tokens and how many it has then."""
+    """One forward pass: each sequence's new tokens, and its length after the pass."""
 
     tokens: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]
@@ -35,11 +35,12 @@ STEPS = (
     Step(((3,),), (6,)),  # fewer tokens than ranks
 )
 ORDER = ((0, 1), (1, 0), (1, 0), (1,))
-"""Which prompt each sequence of a step belongs to; decodes come first."""
+"""The index of the prompt of each of a step's sequences; decodes come first."""
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor, AttentionBatch]]:
-    """Token ids, positions and attention of each step; a sequence has the blocks 4i to 4i + 3."""
+    """Token ids, positions and attention batch of each step; sequence i has the blocks 4i to 4i +
+    3."""
     for step, order in zip(STEPS, ORDER, strict=True):
         counts = [len(tokens) for tokens in step.tokens]
         places = [
@@ -65,7 +66,7 @@ def batches() -> Iterator[tuple[Tensor, Tensor, AttentionBatch]]:
 
 
 def make_kv(config: ModelConfig, tp_size: int, rank: int) -> dict[int, tuple[Tensor, ...]]:
-    """Empty planes of a rank's heads, by layer."""
+    """Empty planes of a rank's heads, layer by layer."""
     heads, dims = 1, (0, 0)
     if config.mla is None:
         heads = share_heads(config.num_heads, config.num_kv_heads, tp_size, rank).kv_heads
@@ -81,12 +82,12 @@ def make_kv(config: ModelConfig, tp_size: int, rank: int) -> dict[int, tuple[Ten
 def run(
     directory: Path, parallel: ParallelContext, placed_anew: Sequence[int] = ()
 ) -> tuple[list[Tensor], Model]:
-    """The logits that a rank makes of all steps, and its model.
+    """Run all steps on one rank; return its logits and its model.
 
     Args:
         directory: of a checkpoint.
-        parallel: where the rank's share lives.
-        placed_anew: slots that the experts of every layer get after two steps; empty: none.
+        parallel: the rank's parallel context.
+        placed_anew: new placement of every layer's experts after two steps; empty: unchanged.
     """
     config = read_model_config(directory)
     model = build_model(config, parallel, 64)

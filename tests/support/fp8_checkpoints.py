@@ -1,4 +1,4 @@
-"""fp8 checkpoints in their published forms, made of small ones, and their dequantised twins."""
+"""fp8 checkpoints in their published formats, made of small ones, and their dequantised twins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 BLOCK = 128
 WHOLE_BLOCKS = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 64}
-"""Fields of a model whose linear layers are whole blocks."""
+"""Config of a model whose linear layers consist of whole blocks."""
 _PER_TENSOR = {"quant_method": "fp8", "ignored_layers": ["lm_head"]}
 _COMPRESSED = {
     "quant_method": "compressed-tensors",
@@ -54,7 +54,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 def quantise(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
-    """A matrix in e4m3, and its scales as the form has them in a checkpoint."""
+    """A matrix in e4m3, and its scales in the checkpoint's format."""
     if form == "blocks":
         rows, columns = weight.shape
         scales = torch.empty(-(-rows // BLOCK), -(-columns // BLOCK))
@@ -73,7 +73,7 @@ def quantise(weight: Tensor, form: str) -> tuple[Tensor, Tensor]:
 
 
 def dequantise(values: Tensor, scales: Tensor, form: str) -> Tensor:
-    """The matrix again, float32."""
+    """The dequantised matrix in float32."""
     if form == "blocks":
         scales = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
         scales = scales[: values.shape[0], : values.shape[1]]
@@ -81,13 +81,13 @@ def dequantise(values: Tensor, scales: Tensor, form: str) -> Tensor:
 
 
 def is_quantised(name: str, tensor: Tensor) -> bool:
-    """Linear layers, but the head and what chooses experts."""
+    """Whether a tensor is quantised: linear layers, except for the head and the experts' router."""
     is_linear = tensor.dim() == 2 and name.endswith(".weight")
     return is_linear and not any(part in name for part in ("embed", "lm_head", ".gate.weight"))
 
 
 def write_fp8(source: Path, target: Path, form: str) -> tuple[Path, Path]:
-    """A checkpoint's fp8 form, and the same numbers unquantised: both directories."""
+    """Write a checkpoint in fp8, and the same values unquantised; returns both directories."""
     twin = target.with_name(f"{target.name}-dequantised")
     for directory in (target, twin):
         shutil.copytree(source, directory)
@@ -108,8 +108,8 @@ def write_fp8(source: Path, target: Path, form: str) -> tuple[Path, Path]:
 
 
 def even_halves(directory: Path) -> Path:
-    """A checkpoint's rows get their largest element in both halves of their columns: quantised
-    whole, or by two ranks with half the columns each, they have the same scales."""
+    """Copy each row's largest element into both halves of its columns, so that the whole matrix and
+    two ranks with half of the columns each quantise it with the same scales."""
     path = directory / "model.safetensors"
     tensors = load_file(path)
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""GGUF files as llama.cpp's converter writes them, of Hugging Face checkpoints."""
+"""GGUF files as llama.cpp's converter writes them, made from Hugging Face checkpoints."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _EXPERT_NAMES = {"w1": "gate", "w2": "down", "w3": "up"}
 
 
 def write_gguf(directory: Path, path: Path, kind: Kind = Kind.Q8_0) -> Path:
-    """Write a checkpoint, and its tokenizer if it has one; matrices whose rows are whole blocks
-    are quantised, everything else is float32."""
+    """Write a checkpoint, and its tokenizer if it has one. Matrices whose rows are whole blocks are
+    quantised; everything else is float32."""
     config = json.loads((directory / "config.json").read_text())
     name = NAMES[config["architectures"][0]]
     writer = gguf.GGUFWriter(path, name)
@@ -46,7 +46,7 @@ def write_gguf(directory: Path, path: Path, kind: Kind = Kind.Q8_0) -> Path:
 
 
 def gguf_tensors(directory: Path, config: dict[str, Any], name: str) -> dict[str, Array]:
-    """The checkpoint's tensors under llama.cpp's names and in its order of rows."""
+    """The checkpoint's tensors under llama.cpp's names and in its row order."""
     (arch,) = (arch for arch, called in gguf.MODEL_ARCH_NAMES.items() if called == name)
     names = gguf.get_tensor_name_map(arch, config["num_hidden_layers"])
     found: dict[str, Array] = {}
@@ -69,7 +69,7 @@ def gguf_tensors(directory: Path, config: dict[str, Any], name: str) -> dict[str
 
 
 def as_pairs(values: Array, heads: int) -> Array:
-    """Rows of a rotated projection as llama.cpp keeps them: pairs side by side."""
+    """Rows of a rotated projection in llama.cpp's order: the two halves of a pair side by side."""
     halves = values.reshape(heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(values.shape))
 

@@ -1,4 +1,4 @@
-"""Runs ``python -m MODULE`` in this process, with a disk whose writes hang while a file exists.
+"""Runs ``python -m MODULE`` in this process with a disk whose writes hang while FILE exists.
 
 python hanging_writes.py FILE python -m MODULE ARGUMENT...
 """

@@ -1,4 +1,4 @@
-"""A device for tests of ``staged`` where torch is too slow to import: its memory is the host's."""
+"""A device in host memory, for tests of ``staged`` where importing torch would take too long."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DEVICE = "test:0"
 
 
 class DeviceBuffer(HostBuffer):
-    """A buffer of the transport suite that says that it is the device's."""
+    """A buffer of the transport suite that claims to be device memory."""
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes, mappable=False)
@@ -33,7 +33,7 @@ allocate: Callable[[int], DeviceBuffer] = DeviceBuffer
 
 
 class PinnedMemory:
-    """Host memory at a page's begin."""
+    """Page-aligned host memory."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
@@ -45,7 +45,7 @@ class PinnedMemory:
 
 
 class Copier:
-    """Copies piece by piece, at once."""
+    """Copies each piece synchronously."""
 
     def gather(self, addresses: Addresses, nbytes: Addresses, host: int) -> None:
         for address, size in zip(addresses.tolist(), nbytes.tolist(), strict=True):
@@ -65,7 +65,7 @@ class Copier:
 
 
 class Copies:
-    """Of the device."""
+    """The device's ``HostCopies``."""
 
     def allocate_pinned(self, nbytes: int) -> PinnedMemory:
         return PinnedMemory(nbytes)
@@ -75,13 +75,13 @@ class Copies:
 
 
 def load_staged_over_tcp() -> StagedTransport:
-    """As on hosts without a NIC."""
+    """The ``staged`` transport as on hosts without a NIC."""
     inner = {"tcp": InnerTransport(tcp_plugin.load(), tcp_plugin.PRIORITY)}
     return StagedTransport(lambda device: Copies(), inner)
 
 
 def load_staged() -> StagedTransport:
-    """Over rdma where both ends have it, as on hosts with a NIC."""
+    """The ``staged`` transport over rdma if both ends have it, as on hosts with a NIC."""
     inner = {
         "tcp": InnerTransport(tcp_plugin.load(), tcp_plugin.PRIORITY),
         "rdma": InnerTransport(rdma_plugin.load(), rdma_plugin.PRIORITY),

@@ -1,4 +1,4 @@
-"""An instance's KV events over real sockets: some are lost, repeated, late; and it restarts."""
+"""An instance's KV events over real sockets, with losses, duplicates, late batches and restarts."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ END = (-1).to_bytes(8, "big", signed=True)
 
 
 class FaultyPublisher:
-    """Stores and evicts prompts of 16-token blocks, tails first. `held` is the truth.
+    """Stores and evicts prompts of 16-token blocks, last blocks first. `held` is the ground truth.
 
     Args:
-        seed: of its faults.
-        loss: share of live batches that are lost, as many are repeated and sent one too late.
-        num_kept: batches for a replay; None: no replay is answered.
-        has_snapshots: says all that it holds to whom asks.
-        delay_s: before it answers.
+        seed: of the faults.
+        loss: share of live batches that are lost; as many are duplicated, and as many sent one
+            batch too late.
+        num_kept: batches kept for replays; None: replay requests are not answered.
+        has_snapshots: whether snapshot requests return everything that it holds.
+        delay_s: before each answer.
     """
 
     def __init__(
@@ -58,11 +59,11 @@ class FaultyPublisher:
         self._thread.start()
 
     def keys(self) -> set[int]:
-        """Of the chunks that it holds as a whole."""
+        """Keys of the chunks that it holds completely."""
         return {key for prefix, _ in self.held.values() for key in token_keys(prefix)}
 
     def store(self, ids: list[int]) -> None:
-        """A prompt was prefilled."""
+        """Store a prompt's blocks, as after a prefill."""
         parent: int | None = None
         for end in range(BLOCK, len(ids) + 1, BLOCK):
             name = _name(ids[:end])
@@ -73,7 +74,7 @@ class FaultyPublisher:
             parent = name
 
     def store_for(self, adapter: str, ids: list[int]) -> None:
-        """A prompt was prefilled with an adapter; it is held for good, beside what ``held`` has."""
+        """Store the blocks of a prompt with an adapter, for good and apart from ``held``."""
         parent: int | None = None
         for end in range(BLOCK, len(ids) + 1, BLOCK):
             name = _name(ids[:end]) ^ 1
@@ -82,7 +83,7 @@ class FaultyPublisher:
             parent = name
 
     def evict(self, count: int) -> None:
-        """Blocks that no other one follows make room."""
+        """Evict blocks that no other block follows."""
         for _ in range(count):
             parents = {parent for _, parent in self.held.values()}
             leaf = next((name for name in self.held if name not in parents), None)
@@ -93,13 +94,13 @@ class FaultyPublisher:
                 self._publish([{"type": "BlockRemoved", "block_hashes": [leaf], "medium": "GPU"}])
 
     def clear(self) -> None:
-        """It has reset its prefix cache."""
+        """Reset the prefix cache."""
         with self._lock:
             self.held.clear()
             self._publish([{"type": "AllBlocksCleared"}])
 
     def restart(self) -> None:
-        """A new epoch at the same address: it counts from 0 and holds nothing."""
+        """Start a new epoch at the same address: numbers restart at 0 and nothing is held."""
         with self._lock:
             self.held.clear()
             self._sent.clear()
@@ -108,7 +109,7 @@ class FaultyPublisher:
             self._published_at = time.time()
 
     def settle(self) -> None:
-        """One last batch that arrives, so that whatever is missing is missed."""
+        """Publish one last batch that arrives, so that subscribers detect any gap."""
         loss, self._loss = self._loss, 0.0
         self._publish([])
         self._publish([])
@@ -139,7 +140,7 @@ class FaultyPublisher:
             self._late.clear()
 
     def _snapshot(self) -> list[tuple[int, bytes]]:
-        """All that it holds, a message per block."""
+        """Everything that it holds, one message per block."""
         if not self._has_snapshots:
             return []
         held = [_stored(name, *what) for name, what in self.held.items()]
@@ -169,7 +170,7 @@ class FaultyPublisher:
 
 
 def _stored(name: int, prefix: Sequence[int], parent: int | None) -> dict[str, Any]:
-    """The event of a prompt's last block."""
+    """The event for a prompt's last block."""
     return {
         "type": "BlockStored",
         "block_hashes": [name],

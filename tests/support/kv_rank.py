@@ -1,4 +1,4 @@
-"""A rank's memory, and what its workers have to say, for tests of the workers alone."""
+"""A rank's memory and messages, for tests of workers without a core."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PATIENCE_S = 20.0
 
 
 class Rank:
-    """Where workers live, and what they told the core."""
+    """The context that workers run in, and the messages that they sent to the core."""
 
     def __init__(self) -> None:
         registry = Registry.discover()
@@ -42,7 +42,7 @@ class Rank:
 
 
 def wait_for(found: Callable[[], object]) -> None:
-    """Until that is so."""
+    """Wait until the condition holds."""
     deadline = time.monotonic() + PATIENCE_S
     while not found():
         assert time.monotonic() < deadline

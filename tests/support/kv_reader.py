@@ -1,7 +1,7 @@
-"""The decode side of a hand-over, in a process of its own that needs no torch.
+"""The decode side of a KV transfer in a process of its own, which needs no torch.
 
 ``python -m support.kv_reader`` reads one JSON line on stdin, pulls the KV that it describes, and
-leaves each rank's whole pool in a file.
+writes each rank's whole pool to a file.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SECONDS = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """How an instance keeps its KV: key of KV_LAYOUTS, and sizes."""
+    """The layout and sizes of an instance's KV: a key of KV_LAYOUTS, and sizes."""
 
     tp_size: int
     block_size: int
@@ -38,12 +38,12 @@ class Side:
     layout: str
 
     def pool_bytes(self, rank: int) -> int:
-        """Size of a rank's pool."""
+        """Bytes of a rank's pool."""
         shard = shard_of(GEOMETRY, self.tp_size, rank)
         return layout_bytes(GEOMETRY, shard, self.num_blocks, self.block_size)
 
     def placement(self, rank: int, base: int) -> KVShardSpec:
-        """A rank's pool at ``base``."""
+        """The KV shard of a rank whose pool begins at ``base``."""
         shard = shard_of(GEOMETRY, self.tp_size, rank)
         layout = make_layout(self.layout, GEOMETRY, shard, self.num_blocks, self.block_size)
         return KVShardSpec(shard, layout.shifted(base))
@@ -56,7 +56,7 @@ class KVTransferCase:
     Args:
         transport: ``"module:loader"``.
         prefill, decode: both sides.
-        addresses, bases: of each prefill rank: its endpoint, in hexadecimal, and its pool.
+        addresses, bases: each prefill rank's endpoint, in hexadecimal, and the address of its pool.
         prefill_blocks, decode_blocks: block tables.
         tokens: half-open range to move.
     """
@@ -72,7 +72,7 @@ class KVTransferCase:
 
 
 def pull_elsewhere(case: KVTransferCase, folder: Path) -> list[np.ndarray[Any, np.dtype[np.uint8]]]:
-    """Have another process pull; returns the bytes of every decode rank's pool afterwards."""
+    """Pull in another process; returns the bytes of every decode rank's pool afterwards."""
     command = [sys.executable, "-m", "support.kv_reader", str(folder)]
     text = json.dumps(asdict(case))
     subprocess.run(command, input=text, text=True, cwd=TESTS, check=True, timeout=4 * SECONDS)

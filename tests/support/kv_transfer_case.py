@@ -1,4 +1,5 @@
-"""A prompt's KV on its way from the ranks of a prefill instance to one of a decode instance."""
+"""Transfers of a prompt's KV from the ranks of a prefill instance to a rank of a decode
+instance."""
 
 from __future__ import annotations
 
@@ -26,14 +27,14 @@ CONNECT_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class KVTransferCase:
-    """What the first decode rank reads.
+    """The KV that the first decode rank reads.
 
     Args:
-        geometry: of the model.
+        geometry: the model's.
         layout: of the KV on both sides.
         prefill_ranks, decode_ranks: tensor-parallel ranks of the two instances.
-        tokens: of the prompt, a multiple of ``block_size``.
-        block_size: of both.
+        tokens: length of the prompt, a multiple of ``block_size``.
+        block_size: of both sides.
     """
 
     geometry: KVGeometry
@@ -45,27 +46,27 @@ class KVTransferCase:
 
     @property
     def reader(self) -> KVShardSpec:
-        """The decode rank, its pool at address 0."""
+        """The decode rank's KV shard, with its pool at address 0."""
         return self._placement(self.decode_ranks, 0)
 
     @property
     def writers(self) -> list[KVShardSpec]:
-        """The prefill ranks that have something for it, their pools at address 0."""
+        """The shards of the prefill ranks that it reads from, with their pools at address 0."""
         everyone = (self._placement(self.prefill_ranks, rank) for rank in range(self.prefill_ranks))
         wanted = self.reader.shard
         return [rank for rank in everyone if intersect(wanted, rank.shard).heads]
 
     def pool_bytes(self, placement: KVShardSpec) -> int:
-        """Of a rank that has room for the prompt."""
+        """Bytes of a rank's pool that holds exactly the prompt."""
         blocks = self.tokens // self.block_size
         return layout_bytes(self.geometry, placement.shard, blocks, self.block_size)
 
     def plan(self, local: MemoryRegion, remotes: Sequence[MemoryRegion]) -> list[PeerSpans]:
-        """What the planner makes of it; blocks are in any order on both sides.
+        """The planner's transfer plan; block tables are shuffled on both sides.
 
         Args:
-            local: the reader's pool.
-            remotes: the writers', in their order.
+            local: address of the reader's pool.
+            remotes: addresses of the writers' pools, in their order.
         """
         rng, blocks = np.random.default_rng(1), self.tokens // self.block_size
         near, far = (rng.permutation(blocks).tolist() for _ in range(2))
@@ -82,7 +83,7 @@ class KVTransferCase:
 
 @dataclass(frozen=True)
 class Reader:
-    """The decode rank, connected to processes that are the prefill ranks."""
+    """The decode rank, connected to the prefill ranks' processes."""
 
     pool: Buffer
     remotes: list[MemoryRegion]
@@ -90,7 +91,7 @@ class Reader:
     plans: list[PeerSpans]
 
     def read(self, timeout: float = 60.0) -> None:
-        """Everything, and wait for it."""
+        """Read everything and wait for completion."""
         transfers = [self.peers[plan.peer].read(plan.spans, timeout=timeout) for plan in self.plans]
         for transfer in transfers:
             transfer.wait()
@@ -100,10 +101,10 @@ class Reader:
 def reading(
     case: KVTransferCase, loader: str, allocator: str, options: EndpointOptions
 ) -> Iterator[Reader]:
-    """The two sides for the length of a block; prefill rank n holds ``content(1 + n, ...)``.
+    """Both sides for the duration of a block; prefill rank n holds ``content(1 + n, ...)``.
 
     Args:
-        case: what is read.
+        case: the KV to read.
         loader, allocator: see ``PeerProcess``.
         options: of all endpoints.
     """

@@ -1,4 +1,4 @@
-"""The most memory that tensors of this thread have taken at once, byte by byte."""
+"""The peak number of bytes that tensors of this thread occupied at once."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the storages that ops return, as long as somebody holds them. What an op takes within
-    itself is not seen."""
+    """Counts the storages that ops return while they are referenced; temporaries inside an op are
+    not seen."""
 
     def __init__(self) -> None:
         super().__init__()

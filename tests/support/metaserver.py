@@ -1,4 +1,4 @@
-"""A metaserver as the proxy has one: answers 202 at once, and sends a prefill to P meanwhile."""
+"""A metaserver like the proxy's: answers 202 at once and meanwhile sends a prefill to P."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 from mooncake_kv.params import KVTransferDict
 
 Dispatch = Callable[[str, KVTransferDict], Awaitable[None]]
-"""Takes the posted path's last part and the params."""
+"""Called with the last part of the posted path and the params."""
 
 
 class Metaserver:
     """Listens on a free port of loopback.
 
     Args:
-        dispatch: sends the prefill; runs beside the answer.
-        status: what every post is answered with; nothing is dispatched unless it is 202.
+        dispatch: sends the prefill; runs concurrently with the answer.
+        status: of every answer; nothing is dispatched unless it is 202.
         is_silent: accept connections and never answer.
 
-    ``close`` raises what a prefill died of, unless ``is_failure_expected``.
+    ``close`` re-raises a dispatch's error, unless ``is_failure_expected``.
     """
 
     def __init__(self, dispatch: Dispatch, *, status: int = 202, is_silent: bool = False) -> None:
@@ -36,21 +36,21 @@ class Metaserver:
         self._server: asyncio.Server | None = None
 
     async def start(self) -> None:
-        """Begin to listen."""
+        """Start listening."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
 
     @property
     def port(self) -> int:
-        """Where it listens."""
+        """The port it listens on."""
         assert self._server is not None
         return int(self._server.sockets[0].getsockname()[1])
 
     def url(self, key: str) -> str:
-        """What a request names."""
+        """The URL that a request names as its metaserver."""
         return f"http://127.0.0.1:{self.port}/v1/metaserver/{key}"
 
     async def close(self) -> None:
-        """Stop listening, and end what was dispatched."""
+        """Stop listening and cancel the dispatches."""
         assert self._server is not None
         self._server.close()
         await self._server.wait_closed()
@@ -84,7 +84,7 @@ class Metaserver:
 
 @asynccontextmanager
 async def metaserver(dispatch: Dispatch, **options: Any) -> AsyncIterator[Metaserver]:
-    """A metaserver for the length of a block."""
+    """A metaserver for the duration of a block."""
     server = Metaserver(dispatch, **options)
     await server.start()
     try:
@@ -94,7 +94,7 @@ async def metaserver(dispatch: Dispatch, **options: Any) -> AsyncIterator[Metase
 
 
 class Post:
-    """A metaserver in a thread of its own, which keeps what was posted."""
+    """A metaserver in a thread of its own that records what is posted."""
 
     def __init__(self) -> None:
         self.params: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""One deployment of all kinds behind a proxy: every P with every D."""
+"""One deployment of all kinds of devices behind a proxy: every P with every D."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from support.pd_processes import Served, body_of
 from support.programs import Program
 
 MAX_REQUESTS = 150
-"""Chosen at random, nine pairs have all had a request after 25 on average; after this many one of
-them is still without in one of a million runs."""
+"""Requests after which a pair that had none counts as unreachable. Nine pairs, chosen at random,
+have all had a request after 25 on average; after this many, one is still without in one of a
+million runs."""
 LENGTH = 150
 
 
 @dataclass(frozen=True)
 class Fleet:
-    """What runs.
+    """The running deployment.
 
     Args:
         proxy: its URL and process.
         instances: by URL.
-        kinds: what each runs on, by URL.
+        kinds: each instance's kind of device, by URL.
     """
 
     proxy: Served
@@ -38,7 +39,7 @@ class Fleet:
     kinds: dict[str, str]
 
     def pairs(self) -> Counter[tuple[str, str]]:
-        """Kinds of P and D that served a request, as the proxy's log has it."""
+        """How many requests each pair of kinds (P, D) served, according to the proxy's log."""
         found: Counter[tuple[str, str]] = Counter()
         for line in self.proxy.program.errors:
             if line.startswith("{") and (entry := json.loads(line)).get("decode"):
@@ -48,7 +49,7 @@ class Fleet:
 
 @contextmanager
 def fleet(model: Path, how: str, kinds: dict[str, DeviceKind] = KINDS) -> Iterator[Fleet]:
-    """A P and a D of each kind, and a proxy that sends requests to any two."""
+    """A P and a D of each kind, and a proxy that may pair any two."""
     prefills = [Side(name, kind.block_sizes[-1]) for name, kind in kinds.items()]
     decodes = [Side(name, kind.block_sizes[0]) for name, kind in kinds.items()]
     wanted = [("prefill", side) for side in prefills] + [("decode", side) for side in decodes]
@@ -68,13 +69,14 @@ def fleet(model: Path, how: str, kinds: dict[str, DeviceKind] = KINDS) -> Iterat
 async def check_deployment(
     model: Path, how: str = "pull", kinds: dict[str, DeviceKind] = KINDS
 ) -> list[str]:
-    """Every pair has served requests with the CPU's tokens; nothing failed, nothing is left.
+    """Check that every pair serves requests with the CPU's tokens, that nothing fails and nothing
+    leaks.
 
     Returns:
-        Lines of a table: from which kind to which how many requests went.
+        Lines of a table: the number of requests from each kind to each kind.
 
     Raises:
-        AssertionError: it is not so.
+        AssertionError: a check failed.
     """
     async with cpu(model) as on_cpu:
         cases = await clear_cases(on_cpu, range(LENGTH, LENGTH + 6))

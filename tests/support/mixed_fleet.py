@@ -1,4 +1,4 @@
-"""Instances on devices of different kinds, each in processes of its own, that hand KV over."""
+"""Instances on devices of different kinds, each in processes of its own, that exchange KV."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mooncake_kv.params import KVTransferDict
 
 CONNECTORS = {"pull": PULL, "push": LAYERWISE}
 _HEADS = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 16, "hidden_size": 96}
-"""They can be divided by every number of ranks that is tried, 1 to 4."""
+"""Numbers of heads that every tested number of ranks, 1 to 4, divides."""
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", _HEADS),
     "moe": ("mixtral", _HEADS),
@@ -39,7 +39,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 LENGTHS = (17, 300)
 LEASE_S = 5.0
 START_S = 300.0
-"""For all of them on a busy machine."""
+"""Timeout for the start of all instances on a busy machine."""
 TOKENS_IN_POOL = 4096
 DEADLINE_S = 120.0
 FIRST = replace(FEW, max_tokens=1)
@@ -66,20 +66,20 @@ class Side:
 
 
 def write_mixed_model(folder: Path, family: str, **overrides: Any) -> Path:
-    """One of FAMILIES, in bfloat16, which all kinds take."""
+    """One of FAMILIES in bfloat16, which all kinds support."""
     name, shape = FAMILIES[family]
     return write_model(folder / family, name, dtype="bfloat16", **{**shape, **overrides})
 
 
 def start_one(model: Path, how: str, role: str, side: Side, *options: str) -> Program:
-    """An instance of ALL_KINDS, not waited for."""
+    """Start an instance of ALL_KINDS; does not wait until it is ready."""
     kind = ALL_KINDS[side.kind]
     argv = [*serve_argv(model, role, how, side, kind), *options]
     return Program(argv, environment=kind.environment)
 
 
 def serve_argv(model: Path, role: str, how: str, side: Side, kind: DeviceKind) -> list[str]:
-    """The command line of an instance; it chooses transports by itself."""
+    """The command line of an instance; the instance chooses its transports itself."""
     num_blocks = TOKENS_IN_POOL // side.block_size
     return [
         *("mooncake_engine.cli", "serve", "--model", str(model), "--role", role, "--port", "0"),
@@ -97,7 +97,7 @@ def start_all(
     kinds: dict[str, DeviceKind] = ALL_KINDS,
     options: Sequence[str] = (),
 ) -> list[Served]:
-    """Instances of these roles and sides, started side by side; the stack ends them."""
+    """Start instances of these roles and sides concurrently; the stack stops them."""
     programs = []
     for role, side in wanted:
         kind = kinds[side.kind]
@@ -116,13 +116,13 @@ async def ask_across(
     sampling: SamplingParams = FEW,
     salt: str | None = None,
 ) -> list[int]:
-    """A prompt prefilled by one and continued by the other; the tokens."""
+    """Prefill a prompt on one instance and decode it on the other; returns the tokens."""
     if how == "pull":
         params = await prefill.prefill(prompt, salt)
         return tokens_of(await decode.complete(body_of(prompt, sampling, params, salt)))
 
     async def dispatch(key: str, pushed: KVTransferDict) -> None:
-        with contextlib.suppress(httpx.HTTPError):  # it is killed in some cases
+        with contextlib.suppress(httpx.HTTPError):  # some cases kill the instance
             await prefill.complete(body_of(prompt, FIRST, pushed, salt))
 
     async with metaserver(dispatch) as server:
@@ -135,13 +135,13 @@ async def ask_across(
 
 
 def tokens_of(answer: dict[str, Any]) -> list[int]:
-    """Of a completion."""
+    """The token ids of a completion."""
     tokens: list[int] = answer["choices"][0]["token_ids"]
     return tokens
 
 
 def saying(served: Served, salt: str | None = None) -> Say:
-    """What an instance says, with a salt of its own if it shall find no KV of others."""
+    """Asks one instance; a salt keeps it from finding other requests' KV."""
 
     async def say(prompt: Sequence[int]) -> list[int]:
         return tokens_of(await served.complete(body_of(prompt, FEW, salt=salt)))
@@ -150,8 +150,8 @@ def saying(served: Served, salt: str | None = None) -> Say:
 
 
 async def make_cases(on_cpu: Instance, alone: Sequence[Served] = ()) -> list[Case]:
-    """Prompts with what the CPU, and each of these alone, says to them; the last begins as the one
-    before it."""
+    """Prompts and their answers on which the CPU and each of ``alone`` agree; the last prompt
+    begins with the one before it."""
     others = [saying(served) for served in alone]
     cases = await clear_cases(on_cpu, LENGTHS, others)
     return [*cases, await clear_continuation(on_cpu, cases[-1].prompt, 40, others)]
@@ -166,10 +166,11 @@ async def check_cell(
     *,
     salt: str,
 ) -> None:
-    """The CPU's tokens, by KV that came across whole and once; everything is given back.
+    """Check a pair: the CPU's tokens, KV received whole and once, and everything released
+    afterwards.
 
     Raises:
-        AssertionError: it is not so.
+        AssertionError: a check failed.
     """
     prefill, decode = pair
     before = await decode.figure("mooncake:kv_transfer_bytes_received")
@@ -188,8 +189,8 @@ async def check_cell(
 
 
 def kv_bytes(model: Path, cases: Sequence[Case], decode: Side) -> int:
-    """The KV that has to cross: of whole prompts, less what D has cached of the last; of every rank
-    that keeps its own copy."""
+    """Bytes of KV that have to be transferred: whole prompts, less what D has cached of the last
+    one; times the ranks that keep a copy of their own."""
     import torch
 
     geometry = kv_geometry(read_model_config(model), torch.bfloat16)
@@ -200,10 +201,10 @@ def kv_bytes(model: Path, cases: Sequence[Case], decode: Side) -> int:
 
 
 async def check_idle(served: Served, within_s: float = 2 * LEASE_S + 5.0) -> None:
-    """No block in use, and nothing held for anybody.
+    """Wait until no block is in use and no lease or reservation is held.
 
     Raises:
-        AssertionError: there is still something after that time.
+        AssertionError: something is still held after that time.
     """
     names = ("mooncake:kv_transfer_leases_held", "mooncake:kv_transfer_reservations")
     deadline = time.monotonic() + within_s
@@ -214,20 +215,20 @@ async def check_idle(served: Served, within_s: float = 2 * LEASE_S + 5.0) -> Non
 
 
 def freeze(served: Served) -> None:
-    """Its processes, core and ranks too, do nothing more until they are killed or thawed."""
+    """Stop all of its processes, core and ranks included, until they are killed or thawed."""
     os.killpg(served.program.process.pid, signal.SIGSTOP)
 
 
 def thaw(served: Served) -> None:
-    """They go on."""
+    """Continue the frozen processes."""
     os.killpg(served.program.process.pid, signal.SIGCONT)
 
 
 def left_in_shared_memory() -> set[str]:
-    """Names of what lies in /dev/shm and no running process has mapped."""
+    """Names of files in /dev/shm that no running process has mapped."""
     mapped = set()
     for maps in Path("/proc").glob("[0-9]*/maps"):
-        with contextlib.suppress(OSError):  # it has ended, or is somebody else's
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             lines = maps.read_text().splitlines()
             mapped |= {Path(line.split()[-1]).name for line in lines if "/dev/shm/" in line}
     return {path.name for path in Path("/dev/shm").iterdir()} - mapped

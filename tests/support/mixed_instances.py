@@ -1,4 +1,4 @@
-"""Instances that serve one cell after the other, so that each is started once and not per cell."""
+"""Instances that serve one cell after another, so that each starts once and not once per cell."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from support.programs import Program
 
 Sides = tuple[Side, Side]
 Start = Callable[[str, Side], Program]
-"""Starts an instance of a role and does not wait for it."""
+"""Starts an instance of a role without waiting until it is ready."""
 
 MOST_RANKS = 13
-"""That run at once: P and D of 1, 2 and 4 or 3 ranks, about 6 GB."""
+"""Ranks that run at once: P and D with 1, 2, and 4 or 3 ranks, about 6 GB."""
 
 
 @dataclass(frozen=True)
 class Instance:
-    """What may serve several cells."""
+    """An instance that may serve several cells."""
 
     role: str
     side: Side
 
 
 def instances_of(cell: Sides) -> tuple[Instance, Instance]:
-    """P and D."""
+    """A cell's P and D."""
     return Instance("prefill", cell[0]), Instance("decode", cell[1])
 
 
 def in_sharing_order(pairs: Sequence[Sides]) -> list[Sides]:
-    """Pairs such that a pair and the next have a side in common, as far as that goes."""
+    """Order pairs such that consecutive ones share a side where possible."""
 
     def shares(one: Sides, other: Sides) -> bool:
         return one[0] == other[0] or one[1] == other[1]
@@ -41,7 +41,7 @@ def in_sharing_order(pairs: Sequence[Sides]) -> list[Sides]:
     left, ordered = list(pairs), list[Sides]()
     while left:
         near = [pair for pair in left if ordered and shares(pair, ordered[-1])]
-        # the end of a chain is begun at its end
+        # begin with the pair that has the fewest partners: the end of a chain
         found = min(near or left, key=lambda pair: sum(shares(pair, each) for each in left))
         left.remove(found)
         ordered.append(found)
@@ -49,12 +49,13 @@ def in_sharing_order(pairs: Sequence[Sides]) -> list[Sides]:
 
 
 class InstancePool:
-    """Starts what a cell and the one after it need, and ends what is needed last or no more.
+    """Starts the instances of a cell and the next one, and stops those that are needed last or not
+    at all.
 
     Args:
-        start: starts one.
-        cells: all, in order.
-        most_ranks: that run at once, if the cell itself has no more.
+        start: starts one instance.
+        cells: all cells, in order.
+        most_ranks: that run at once, unless a single cell needs more.
     """
 
     def __init__(self, start: Start, cells: Sequence[Sides], most_ranks: int = MOST_RANKS) -> None:
@@ -65,7 +66,7 @@ class InstancePool:
         self._served: dict[Instance, Served] = {}
 
     async def serve(self, number: int) -> tuple[Served, Served]:
-        """P and D of a cell, ready. Cells come in order."""
+        """The ready P and D of a cell. Call in the order of the cells."""
         for instance in list(self._programs):
             if self._next_use(instance, number) == math.inf:
                 self._end(instance)
@@ -80,18 +81,18 @@ class InstancePool:
         return prefill, decode
 
     def drop(self, number: int) -> None:
-        """Something went wrong in a cell: later ones get others."""
+        """Stop a failed cell's instances, so that later cells get new ones."""
         for instance in instances_of(self._cells[number]):
             self._end(instance)
 
     def close(self) -> None:
-        """End all."""
+        """Stop all instances."""
         for instance in list(self._programs):
             self._end(instance)
 
     def _run(self, instance: Instance, number: int, kept: Sequence[Instance]) -> None:
-        """Start it, in the room of those that are needed last; if only kept ones are left, it is
-        started nevertheless for this cell, and not yet for a later one."""
+        """Start an instance, and stop those that are needed last to make room. If only ``kept``
+        ones are left, the current cell's instance starts anyway, a later cell's does not."""
         if instance in self._programs:
             return
         while self._ranks() + instance.side.tp_size > self._most_ranks:

@@ -1,4 +1,4 @@
-"""One side of a mixed pair is killed in each state that a request may be in there."""
+"""Kills one side of a mixed pair in each state that a request may be in on that side."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_kv.params import KVTransferDict
 
 SURVIVOR_S = 60.0
-"""For leases, keepalives and deadlines to end what waits for the dead one."""
+"""Timeout within which leases, keepalives and deadlines release what a dead peer held."""
 IN_FLIGHT_S = 1.0
-"""For a request to come where it hangs."""
+"""Time for a request to reach the frozen side."""
 KILL_TIMEOUT_S = 300.0
 _LOADS = "mooncake:kv_transfer_loads_total"
 OPTIONS = ("--transfer-timeout-seconds", "20")
 CONTEXT = 4096
-"""Of the model: an answer outlasts whoever looks for it on a busy machine."""
+"""Context length of the model: an answer outlasts the polling even on a busy machine."""
 ENDLESS = replace(FEW, max_tokens=3000)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Both instances, and a prompt that they have not seen under this salt."""
+    """Both instances, and a prompt that they have not seen with this salt."""
 
     prefill: Served
     decode: Served
@@ -52,18 +52,18 @@ class Pair:
     salt: str
 
     async def prefilled(self) -> KVTransferDict:
-        """P has computed the prompt for D."""
+        """Have P compute the prompt for D."""
         return await self.prefill.prefill(self.case.prompt, self.salt)
 
     def body(
         self, params: KVTransferDict | None = None, sampling: SamplingParams = FEW
     ) -> dict[str, Any]:
-        """Of a request for the prompt."""
+        """The body of a request for the prompt."""
         return body_of(self.case.prompt, sampling, params, self.salt)
 
 
 async def _holder(of: Pair) -> Served:
-    """P has a prompt's KV for D, which then finds P gone, and computes the prompt itself."""
+    """P holds a prompt's KV for D when it dies; D finds P gone and computes the prompt itself."""
     params = await of.prefilled()
     of.prefill.kill()
     answer = await of.decode.complete(of.body(params))
@@ -72,7 +72,7 @@ async def _holder(of: Pair) -> Served:
 
 
 async def _read_holder(of: Pair) -> Served:
-    """D is reading."""
+    """P dies while D reads from it."""
     params = await of.prefilled()
     freeze(of.prefill)
     reading = asyncio.create_task(of.decode.complete(of.body(params)))
@@ -84,7 +84,7 @@ async def _read_holder(of: Pair) -> Served:
 
 
 async def _reader(of: Pair) -> Served:
-    """D waits for what it reads; P has its blocks back when the lease ends."""
+    """D dies while it reads; P gets its blocks back when the lease expires."""
     params = await of.prefilled()
     freeze(of.prefill)
     reading = asyncio.create_task(of.decode.complete(of.body(params)))
@@ -97,7 +97,8 @@ async def _reader(of: Pair) -> Served:
 
 @asynccontextmanager
 async def _loaded(decode: Served) -> AsyncIterator[None]:
-    """Leaves as soon as D has the KV of what was asked for inside: it decodes then."""
+    """Leave the block once D has loaded the KV for the request that was made in it, and is
+    decoding."""
     before = await decode.figure(_LOADS)
     yield
     deadline = time.monotonic() + SURVIVOR_S
@@ -107,7 +108,7 @@ async def _loaded(decode: Served) -> AsyncIterator[None]:
 
 
 async def _decoder(of: Pair) -> Served:
-    """D decodes; P has nothing of the request any more."""
+    """D dies while it decodes; P holds nothing for the request any more."""
     params = await of.prefilled()
     async with _loaded(of.decode):
         decoding = asyncio.create_task(of.decode.complete(of.body(params, ENDLESS)))
@@ -118,7 +119,7 @@ async def _decoder(of: Pair) -> Served:
 
 @asynccontextmanager
 async def _pushing(of: Pair) -> AsyncIterator[asyncio.Task[list[int]]]:
-    """A request of D's whose prefill P is about to push; D is frozen from then on."""
+    """A request at D whose prefill P is about to push; D is frozen from then on."""
     dispatched = asyncio.Event()
 
     async def dispatch(key: str, params: KVTransferDict) -> None:
@@ -144,7 +145,7 @@ async def _tokens(asking: Awaitable[dict[str, object]]) -> list[int]:
 
 
 async def _writer(of: Pair) -> Served:
-    """P writes; D finds it dead, and computes the prompt itself."""
+    """P dies while it writes; D detects that and computes the prompt itself."""
     async with _pushing(of) as asking:
         of.prefill.kill()
         thaw(of.decode)
@@ -153,7 +154,7 @@ async def _writer(of: Pair) -> Served:
 
 
 async def _written_to(of: Pair) -> Served:
-    """P writes to D, and stops."""
+    """D dies while P writes to it; P stops."""
     async with _pushing(of) as asking:
         of.decode.kill()
         await _ends_with_its_instance(asking)
@@ -161,7 +162,7 @@ async def _written_to(of: Pair) -> Served:
 
 
 async def _pushed_decoder(of: Pair) -> Served:
-    """D decodes what was pushed."""
+    """D dies while it decodes a pushed prompt."""
     async with _loaded(of.decode):
         asking = asyncio.create_task(
             ask_across(of.prefill, of.decode, "push", of.case.prompt, ENDLESS, of.salt)
@@ -185,16 +186,18 @@ KILLS: dict[tuple[str, str], Callable[[Pair], Awaitable[Served]]] = {
     ("push", "D, written to"): _written_to,
     ("push", "D, decoding"): _pushed_decoder,
 }
-"""By how KV crosses, and who is killed when; each returns who is left."""
+"""By the direction of the transfer and the state in which a side is killed; each returns the
+survivor."""
 
 
 async def check_kills(
     model: Path, how: str, sides: tuple[Side, Side], cases: Sequence[Case]
 ) -> AsyncIterator[tuple[str, str | None]]:
-    """Every kill of a pair, one after the other: who is left serves on with a new partner.
+    """Every kill of a pair, one after another; each time the survivor has to serve with a new
+    partner.
 
     Yields:
-        Each state's name, and what was wrong.
+        Each state's name, and its error or None.
     """
     with ExitStack() as stack:
 
@@ -229,14 +232,14 @@ async def _check_kill(
     cases: Sequence[Case],
     start: Callable[[str], Awaitable[Served]],
 ) -> tuple[Served, Served]:
-    """What was asked is answered with the CPU's tokens or fails with its instance; who is left
-    gives everything back, and serves on with a new partner.
+    """Check a kill: requests get the CPU's tokens or fail with their instance; the survivor
+    releases everything and serves with a new partner.
 
     Returns:
-        Both of them.
+        The new pair.
 
     Raises:
-        AssertionError: it is not so.
+        AssertionError: a check failed.
     """
     first, second, *_ = cases
     prefill, decode = pair

@@ -1,6 +1,6 @@
-"""All that crosses between a P and a D, counted on the cable between two networks of their own.
+"""Counts all bytes between a P and a D, on a virtual cable between two network namespaces.
 
-What the ranks of one side say to each other stays in their network, and isn't counted.
+Traffic among the ranks of one side stays inside its namespace and isn't counted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from support.programs import Program
 from mooncake_engine.models.catalog import kv_geometry, read_model_config
 
 LIMIT = 1.02
-"""Bytes on the wire, of all kinds, by those of the KV."""
+"""Upper limit of all bytes on the wire divided by the bytes of KV."""
 NUM_TOKENS = 490
 _SHAPE = {"num_attention_heads": 12, "num_key_value_heads": 12, "head_dim": 128, "hidden_size": 96}
 _MARK = "MIXED_WIRE_INSIDE"
@@ -32,7 +32,7 @@ _BEGIN_S = 10.0
 
 
 def enter_own_network() -> None:
-    """Start this program again in a network namespace that has loopback alone."""
+    """Restart this program in a network namespace that has only loopback."""
     if os.environ.get(_MARK):
         subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
         return
@@ -42,7 +42,8 @@ def enter_own_network() -> None:
 
 @contextmanager
 def other_network() -> Iterator[tuple[str, ...]]:
-    """Another network with a cable to this one; the command that runs programs there."""
+    """A second network namespace, connected by a cable; yields the command that runs programs in
+    it."""
     ours = Path("/proc/self/ns/net").readlink()
     holder = subprocess.Popen(["unshare", "--net", "sleep", "86400"])
     try:
@@ -68,7 +69,7 @@ def other_network() -> Iterator[tuple[str, ...]]:
 
 
 def start_apart(model: Path, how: str, role: str, side: Side, through: tuple[str, ...]) -> Program:
-    """P in the other network, D in ours, where what P is to be asked for comes from."""
+    """Start P in the other namespace or D in ours; the client that asks P is in ours, too."""
     kind = ALL_KINDS[side.kind]
     host = _THERE if role == "prefill" else _HERE
     argv = [*serve_argv(model, role, how, side, kind), "--host", host]
@@ -77,17 +78,18 @@ def start_apart(model: Path, how: str, role: str, side: Side, through: tuple[str
 
 
 def write_wide_model(folder: Path) -> Path:
-    """Of 24 KiB of KV per token: 12 MB per prompt, beside which requests are small."""
+    """A model with 24 KiB of KV per token: 12 MB per prompt, so that requests are small in
+    comparison."""
     return write_model(folder / "wide", "llama", dtype="bfloat16", num_hidden_layers=4, **_SHAPE)
 
 
 async def bytes_by_kv(model: Path, how: str, prefill: Served, decode: Served, salt: str) -> float:
-    """What one prompt puts on the cable, HTTP and side channel included, by the bytes of its KV.
+    """Bytes that one prompt puts on the cable, HTTP and side channel included, per byte of its KV.
 
     Raises:
-        AssertionError: it is more than LIMIT.
+        AssertionError: the ratio is above LIMIT.
     """
-    await ask_across(prefill, decode, how, prompt_of(40), salt=salt)  # hands are shaken
+    await ask_across(prefill, decode, how, prompt_of(40), salt=salt)  # makes the handshake
     before = _cable_bytes()
     await ask_across(prefill, decode, how, prompt_of(NUM_TOKENS), salt=salt)
     crossed = _cable_bytes() - before
@@ -100,7 +102,7 @@ async def bytes_by_kv(model: Path, how: str, prefill: Served, decode: Served, sa
 
 
 def _cable_bytes() -> int:
-    """Received and sent."""
+    """Bytes received and sent."""
     [line] = [row for row in Path("/proc/net/dev").read_text().splitlines() if f"{_CABLE}:" in row]
     fields = line.partition(":")[2].split()
     return int(fields[0]) + int(fields[8])
