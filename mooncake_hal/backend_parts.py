@@ -252,17 +252,17 @@ _TORCH_TYPES = {
 
 def to_device(device: torch.device, arrays: Sequence[NDArray[Any]]) -> list[Tensor]:
     """Return tensors on a device with the arrays' content, shapes and types. Tensors on the host
-    share memory with the arrays; for other devices, see ``copy_at_once``.
+    share memory with the arrays; for other devices, see ``copy_batched``.
 
     Args:
         device: the tensors' device.
         arrays: contiguous arrays.
 
     Raises:
-        TypeError: an array's type is not supported, on any device; see ``copy_at_once``.
+        TypeError: an array's type is not supported, on any device; see ``copy_batched``.
     """
     if device.type != "cpu":
-        return copy_at_once(device, arrays, is_pinned=True)
+        return copy_batched(device, arrays, is_pinned=True)
     for array in arrays:
         _torch_type(array)
     return [torch.from_numpy(array) for array in arrays]
@@ -273,7 +273,7 @@ def index_tensor(device: torch.device, indexes: Sequence[int]) -> Tensor:
     return to_device(device, [np.array(indexes, dtype=np.int64)])[0]
 
 
-def copy_at_once(
+def copy_batched(
     device: torch.device, arrays: Sequence[NDArray[Any]], *, is_pinned: bool
 ) -> list[Tensor]:
     """Copy many small arrays to a device in one transfer.

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from mooncake_hal.backend_parts import copy_at_once
+from mooncake_hal.backend_parts import copy_batched
 from mooncake_hal.host_copies import Addresses
 from mooncake_hal_cuda.libcuda import CudaDriver
 
@@ -157,7 +157,7 @@ def launch_copy(
     firsts = np.cumsum(chunks) - chunks
     tables = (sources.view(np.int64), targets.view(np.int64), sizes, firsts, owners)
     copy_spans[(min(programs, len(owners)),)](
-        *copy_at_once(device, tables, is_pinned=device.type == "cuda"),
+        *copy_batched(device, tables, is_pinned=device.type == "cuda"),
         len(owners),
         **options,
     )

@@ -19,7 +19,7 @@ from mooncake_engine.execution.request_table import BiasedTokens, GrammarState
 from mooncake_engine.execution.sampling_metadata import DeviceSampling, uniform
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend import SamplingMetadata
-from mooncake_hal.backend_parts import copy_at_once, to_device
+from mooncake_hal.backend_parts import copy_batched, to_device
 
 CPU = torch.device("cpu")
 Array = NDArray[Any]
@@ -37,7 +37,7 @@ ARRAYS = (
 
 
 def test_arrays_that_are_copied_together_keep_their_values() -> None:
-    for tensors in (copy_at_once(CPU, ARRAYS, is_pinned=False), to_device(CPU, ARRAYS)):
+    for tensors in (copy_batched(CPU, ARRAYS, is_pinned=False), to_device(CPU, ARRAYS)):
         for tensor, array in zip(tensors, ARRAYS, strict=True):
             assert tensor.shape == array.shape
             assert tensor.numpy().dtype == array.dtype
@@ -45,14 +45,14 @@ def test_arrays_that_are_copied_together_keep_their_values() -> None:
 
 
 def test_each_begins_where_an_allocation_of_its_own_could() -> None:
-    first, *others = copy_at_once(CPU, ARRAYS, is_pinned=False)
+    first, *others = copy_batched(CPU, ARRAYS, is_pinned=False)
     storage = first.untyped_storage().data_ptr()
     for tensor in (first, *others):
         assert tensor.untyped_storage().data_ptr() == storage  # one buffer, hence one copy
         assert tensor.storage_offset() * tensor.element_size() % 256 == 0
 
 
-@pytest.mark.parametrize("bring", [to_device, partial(copy_at_once, is_pinned=False)])
+@pytest.mark.parametrize("bring", [to_device, partial(copy_batched, is_pinned=False)])
 def test_other_types_are_refused_on_every_device(
     bring: Callable[[torch.device, list[Array]], list[Tensor]],
 ) -> None:
