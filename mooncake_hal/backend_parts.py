@@ -226,7 +226,7 @@ class SingleRankCommunicator:
         pass
 
 
-def quantised(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def quantize_kv(x: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
     """Return ``x / scale`` in the cache's dtype, saturated at its largest finite number.
 
     If the cache has x's own dtype, x is returned unscaled.

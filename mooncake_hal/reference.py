@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mooncake_hal.backend import AttentionBatch, SamplingMetadata
-from mooncake_hal.backend_parts import quantised
+from mooncake_hal.backend_parts import quantize_kv
 from mooncake_hal.fp8_linear import FP8_BLOCK, FP8_TINY, Fp8Weight
 from mooncake_hal.latents import LatentRows
 from mooncake_hal.rope_writes import ComposedRopeWrites, KVRows
@@ -41,8 +41,8 @@ class ReferenceOps:
         for token, slot in enumerate(slot_mapping.tolist()):
             block, offset = divmod(slot, block_size)
             key_scale, value_scale = self._kv_scales
-            key_cache[block, offset] = quantised(key[token], key_scale, key_cache.dtype)
-            value_cache[block, offset] = quantised(value[token], value_scale, value_cache.dtype)
+            key_cache[block, offset] = quantize_kv(key[token], key_scale, key_cache.dtype)
+            value_cache[block, offset] = quantize_kv(value[token], value_scale, value_cache.dtype)
 
     def rope_and_write_kv(
         self,

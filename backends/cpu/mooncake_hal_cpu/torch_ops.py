@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from mooncake_hal.backend import AttentionBatch
-from mooncake_hal.backend_parts import quantised
+from mooncake_hal.backend_parts import quantize_kv
 from mooncake_hal.latents import ComposedLatentWrites
 from mooncake_hal_cpu.op_replay import refuse_capture
 
@@ -50,8 +50,8 @@ class TorchOps(ComposedLatentWrites):
         blocks = torch.div(slot_mapping, block_size, rounding_mode="floor")
         where = (blocks, slot_mapping - blocks * block_size)
         key_scale, value_scale = self._kv_scales
-        key_cache.index_put_(where, quantised(key, key_scale, key_cache.dtype))
-        value_cache.index_put_(where, quantised(value, value_scale, value_cache.dtype))
+        key_cache.index_put_(where, quantize_kv(key, key_scale, key_cache.dtype))
+        value_cache.index_put_(where, quantize_kv(value, value_scale, value_cache.dtype))
 
     def decode_attention(
         self,
