@@ -17,7 +17,7 @@ from importlib.metadata import EntryPoint, entry_points
 from mooncake_hal.backend import Capabilities
 from mooncake_hal.errors import DeploymentRefused
 from mooncake_hal.port_range import PortRange, ReservedPorts, why_reserved
-from mooncake_hal.ports import Port, find_taken
+from mooncake_hal.ports import Port, find_ports_in_use
 from mooncake_hal.specs import TransportConstraints
 
 CONNECTOR_GROUP = "mooncake_hal.connectors"
@@ -137,7 +137,7 @@ class DeploymentPlan:
         """
         ports = [port for instance in self.instances for port in instance.ports]
         by_address = {(port.host, port.number or index): port for index, port in enumerate(ports)}
-        found = self.problems() + find_taken(list(by_address.values()))
+        found = self.problems() + find_ports_in_use(list(by_address.values()))
         if found:
             raise DeploymentRefused(found)
 

@@ -31,7 +31,7 @@ class Port:
     number: int
 
 
-def find_taken(ports: Sequence[Port]) -> list[str]:
+def find_ports_in_use(ports: Sequence[Port]) -> list[str]:
     """Bind all ports at once and release them; returns a sentence for each that can't be bound.
 
     Ports on addresses of other machines are skipped.

@@ -65,7 +65,7 @@ from mooncake_hal.deployment import Hardware
 from mooncake_hal.errors import HalError
 from mooncake_hal.negotiation import count_ports, reserved_ports
 from mooncake_hal.port_range import PortRange, why_reserved
-from mooncake_hal.ports import Port, count_free, find_taken
+from mooncake_hal.ports import Port, count_free, find_ports_in_use
 from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig, LoadFailurePolicy
 from mooncake_kv.connector_worker import transports_wanted
@@ -519,7 +519,9 @@ def _check_ports(config: EngineConfig, backend: Backend, registry: Registry) -> 
     if kv is None:
         return
     ports = range(kv.port, kv.port + config.dp_size) if kv.port else ()
-    if problems := find_taken([Port("the KV side channel", kv.host, port) for port in ports]):
+    if problems := find_ports_in_use(
+        [Port("the KV side channel", kv.host, port) for port in ports]
+    ):
         raise PortTaken("; ".join(problems))
     _check_reserved_ports(kv, ports, backend, registry)
     if kv.port_range is not None:

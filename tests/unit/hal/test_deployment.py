@@ -21,7 +21,7 @@ from mooncake_hal.deployment import (
 )
 from mooncake_hal.errors import DeploymentRefused
 from mooncake_hal.port_range import PortRange, ReservedPorts
-from mooncake_hal.ports import Port, find_taken, holder_of
+from mooncake_hal.ports import Port, find_ports_in_use, holder_of
 from mooncake_hal.specs import TransportConstraints
 
 ANY = TransportConstraints()
@@ -167,8 +167,8 @@ def test_all_ports_are_tried_at_once() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         number = listener.getsockname()[1]
     twice = [Port("HTTP", "127.0.0.1", number), Port("side channel", "127.0.0.1", number)]
-    assert len(find_taken(twice)) == 1
+    assert len(find_ports_in_use(twice)) == 1
 
 
 def test_ports_of_other_hosts_are_left_to_them() -> None:
-    assert find_taken([Port("HTTP", "192.0.2.1", 8100)]) == []
+    assert find_ports_in_use([Port("HTTP", "192.0.2.1", 8100)]) == []
