@@ -1,9 +1,9 @@
-"""What holds for every unit test."""
+"""Settings of all unit tests."""
 
 from __future__ import annotations
 
 from hypothesis import settings
 
-# How long an example takes says how busy the machine is, nothing about the product.
+# An example's duration depends on the machine's load, not on the product: no deadline.
 settings.register_profile("any-machine", deadline=None)
 settings.load_profile("any-machine")

@@ -21,7 +21,7 @@ def fallback_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    """Says the prompt in capitals."""
+    """An engine that answers with the prompt in capitals."""
     return FakeEngine()
 
 

@@ -1,3 +1,5 @@
+"""Checks of an engine request against what the engine supports."""
+
 from __future__ import annotations
 
 from dataclasses import replace
@@ -17,7 +19,7 @@ def check(sampling: SamplingParams) -> None:
     check_request(EngineRequest("r", (1, 2), sampling), FACTS, TransferMode.NONE)
 
 
-def test_an_instance_whose_kv_no_peer_can_read_keeps_none_for_one() -> None:
+def test_keeping_kv_is_rejected_where_peers_cannot_read_it() -> None:
     wanted = KVTransferParams(keeps_kv=True)
     request = EngineRequest("r", (1, 2), SamplingParams(), kv_transfer_params=wanted)
     check_request(request, FACTS, TransferMode.PULL)
@@ -25,12 +27,12 @@ def test_an_instance_whose_kv_no_peer_can_read_keeps_none_for_one() -> None:
         check_request(request, replace(FACTS, lends_kv=False), TransferMode.PULL)
 
 
-def test_ids_outside_the_vocabulary_are_refused() -> None:
+def test_token_ids_outside_the_vocabulary_are_rejected() -> None:
     with pytest.raises(InvalidRequest, match=r"logit_bias must be token ids in \[0, 50\), got 50"):
         check(SamplingParams(logit_bias=((50, 1.0),)))
     with pytest.raises(InvalidRequest, match=r"stop_token_ids must be .* got -1"):
         check(SamplingParams(stop_token_ids=(-1,)))
 
 
-def test_ids_inside_it_are_taken() -> None:
+def test_token_ids_inside_the_vocabulary_are_accepted() -> None:
     check(SamplingParams(logit_bias=((49, 1.0),), stop_token_ids=(0,)))

@@ -1,4 +1,4 @@
-"""Command lines to configurations, and back."""
+"""Command lines are parsed into configurations, and configurations turned back into arguments."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def parse(*argv: str) -> argparse.Namespace:
     return build_parser().parse_args(argv)
 
 
-def test_only_commands_among_the_words_have_options(capsys: pytest.CaptureFixture[str]) -> None:
+def test_parser_has_options_only_for_the_named_command(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["generate", "--model", "m", "--max-tokens", "7", "hello"]
     assert build_parser(argv).parse_args(argv).max_tokens == 7
     with pytest.raises(SystemExit):
@@ -49,7 +49,7 @@ def test_only_commands_among_the_words_have_options(capsys: pytest.CaptureFixtur
     assert all(name in listed for name in ("serve", "up", "bench", "collect-env"))
 
 
-def test_the_defaults_are_the_configs(model: Path) -> None:
+def test_option_defaults_equal_config_defaults(model: Path) -> None:
     args = parse("serve", "--model", str(model))
     assert engine_config(args, kv_transfer_config(args)) == EngineConfig(model=model)
 
@@ -125,19 +125,19 @@ def test_every_transfer_option_reaches_the_config(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_no_range_of_ports_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_port_range_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("serve", "--model", "m", "--kv-port-range", "21000..21099")
     assert "wanted a range of ports such as 14000-14099" in capsys.readouterr().err
 
 
-def test_an_instance_of_both_roles_moves_no_kv_unless_told() -> None:
+def test_role_both_has_no_kv_transfer_without_a_connector() -> None:
     assert kv_transfer_config(parse("serve", "--model", "m")) is None
     told = parse("serve", "--model", "m", "--kv-connector", "MooncakeConnector")
     assert kv_transfer_config(told) == KVTransferConfig()
 
 
-def test_an_empty_secret_is_refused(tmp_path: Path) -> None:
+def test_empty_secret_file_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("\n")
     args = parse(
         "serve", "--model", "m", "--role", "decode", "--kv-secret-file", str(tmp_path / "secret")
@@ -147,13 +147,13 @@ def test_an_empty_secret_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["many", "5X", "G", ""])
-def test_byte_counts_are_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_byte_count_is_rejected(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse("serve", "--model", "m", "--kv-cache-bytes", text)
     assert "wanted bytes such as 512M or 4G" in capsys.readouterr().err
 
 
-def test_instances_get_what_differs_from_the_defaults(model: Path) -> None:
+def test_instances_receive_only_non_default_options(model: Path) -> None:
     args = parse(
         *("up", "--model", str(model), "--block-size", "32", "--no-prefix-caching"),
         *("--threads", "3", "--kv-cache-bytes", "64M"),
@@ -166,7 +166,7 @@ def test_instances_get_what_differs_from_the_defaults(model: Path) -> None:
     assert "--max-num-seqs" not in argv
 
 
-def test_roles_differ_in_one_command(model: Path) -> None:
+def test_role_arguments_apply_to_one_role(model: Path) -> None:
     args = parse(
         *("up", "--model", str(model), "--threads", "1", "--tp-size", "1"),
         *("--prefill-args", "--tp-size 2 --kv-port-range 14000-14009"),
@@ -198,7 +198,7 @@ def test_roles_differ_in_one_command(model: Path) -> None:
         ("--model 'x", "No closing quotation"),
     ],
 )
-def test_what_a_role_can_not_be_given_is_refused_before_anything_starts(
+def test_invalid_role_arguments_are_rejected_before_startup(
     words: str, problem: str, model: Path
 ) -> None:
     args = parse("up", "--model", str(model), f"--decode-args={words}")
@@ -206,7 +206,7 @@ def test_what_a_role_can_not_be_given_is_refused_before_anything_starts(
         role_argv(args, Role.DECODE)
 
 
-def test_a_connector_that_is_none_is_refused_before_anything_starts(model: Path) -> None:
+def test_invalid_connector_is_rejected_before_startup(model: Path) -> None:
     with pytest.raises(ConfigError, match="can't be loaded from json:Nothing"):
         LocalDeployment("127.0.0.1", 0, 1, 1, (), connector="json:Nothing")
     args = parse("serve", "--model", str(model), "--role", "decode", "--kv-connector", "no.such:C")
@@ -214,21 +214,21 @@ def test_a_connector_that_is_none_is_refused_before_anything_starts(model: Path)
         kv_transfer_config(args)
 
 
-def test_instances_share_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instances_divide_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 12)
     args = parse("up", "--model", "m", "--prefill", "2", "--decode", "2")
     assert parse("serve", *engine_argv(args)).threads == 3
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(0, 1), (1, 0)])
-def test_a_deployment_has_both_halves(prefill: int, decode: int) -> None:
+def test_deployment_needs_prefill_and_decode_instances(prefill: int, decode: int) -> None:
     with pytest.raises(ConfigError, match="must be at least 1, got 0"):
         LocalDeployment("127.0.0.1", 0, prefill, decode, ())
 
 
 @pytest.mark.parametrize("option", ["--prefill", "--decode", "--threads"])
 @pytest.mark.parametrize("value", ["0", "-1", "two"])
-def test_counts_below_one_are_refused(
+def test_counts_below_one_are_rejected(
     option: str, value: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -240,7 +240,7 @@ def test_counts_below_one_are_refused(
 
 
 @pytest.mark.parametrize("command", ["serve", "up"])
-def test_a_sequence_has_a_token_at_least(
+def test_max_model_len_of_zero_is_rejected(
     command: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, "--model", str(model), "--max-model-len", "0"]) == 2
@@ -249,14 +249,14 @@ def test_a_sequence_has_a_token_at_least(
 
 @pytest.mark.parametrize("command", ["serve", "up"])
 @pytest.mark.parametrize("url", ["nonsense", "collector:4318", "http://", "http://[::1", "ftp://c"])
-def test_traces_go_to_a_url(
+def test_invalid_otlp_endpoint_is_rejected(
     command: str, url: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, "--model", str(model), "--otlp-endpoint", url]) == 2
     assert f"such as http://collector:4318, got {url!r}" in capsys.readouterr().err
 
 
-def test_a_missing_model_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_model_prints_one_line_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--model", "no/such/model"]) == 2
     assert capsys.readouterr().err == (
         "mooncake-engine: error: --model must be a Hugging Face model directory, a GGUF file, or "
@@ -264,7 +264,7 @@ def test_a_missing_model_is_one_line_and_status_2(capsys: pytest.CaptureFixture[
     )
 
 
-def test_a_file_that_is_no_model_is_not_called_absent(
+def test_file_of_another_kind_is_not_reported_as_missing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "notes.txt"
@@ -279,7 +279,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_on_a_terminal_is_one_line() -> None:
+def test_progress_bar_uses_one_line_on_a_terminal() -> None:
     terminal = Terminal()
     bar = ProgressBar(terminal)
     bar("loading weights", 0.5)
@@ -289,7 +289,7 @@ def test_progress_on_a_terminal_is_one_line() -> None:
     assert terminal.getvalue().endswith("100 % loading weights\n")
 
 
-def test_progress_in_a_log_is_a_line_per_quarter(caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_is_logged_once_per_quarter(caplog: pytest.LogCaptureFixture) -> None:
     bar = ProgressBar(io.StringIO())
     with caplog.at_level(logging.INFO):
         for percent in range(101):
@@ -299,7 +299,7 @@ def test_progress_in_a_log_is_a_line_per_quarter(caplog: pytest.LogCaptureFixtur
     ]
 
 
-def test_the_public_surface_is_lazy() -> None:
+def test_public_names_are_imported_lazily() -> None:
     assert mooncake_engine.__all__ == ["LLM", "LLMEngine", "SamplingParams"]
     assert mooncake_engine.LLM.__name__ == "LLM"
     assert mooncake_engine.SamplingParams().n == 1
@@ -312,7 +312,7 @@ def test_the_public_surface_is_lazy() -> None:
     assert done.stdout.strip() == b"set()"
 
 
-def test_speculation_is_asked_for_by_its_method(model: Path) -> None:
+def test_speculative_method_options_reach_the_config(model: Path) -> None:
     asked = parse(
         *("serve", "--model", str(model), "--speculative-method", "draft"),
         *("--speculative-model", str(model), "--num-speculative-tokens", "3"),
@@ -334,7 +334,7 @@ def test_speculation_is_asked_for_by_its_method(model: Path) -> None:
         (("--num-speculative-tokens", "3"), "--speculative-method, one of ngram, draft"),
     ],
 )
-def test_options_about_drafting_name_themselves_and_what_is_missing(
+def test_draft_options_without_a_method_are_rejected(
     given: tuple[str, str], missing: str, model: Path
 ) -> None:
     options = [word.format(model=model) for word in given]
@@ -344,13 +344,13 @@ def test_options_about_drafting_name_themselves_and_what_is_missing(
     assert str(refused.value).endswith(f"add {missing}")
 
 
-def test_a_draft_model_that_is_not_there_is_named(model: Path) -> None:
+def test_missing_draft_model_is_named(model: Path) -> None:
     missing = ("--speculative-method", "draft", "--speculative-model", "nowhere")
     with pytest.raises(ConfigError, match=r"no config\.json in nowhere"):
         engine_config(parse("serve", "--model", str(model), *missing), None)
 
 
-def test_all_instances_of_a_deployment_are_told_how_to_draft(model: Path) -> None:
+def test_all_instances_receive_the_speculative_options(model: Path) -> None:
     options = ("--speculative-method", "ngram", "--num-speculative-tokens", "6")
     args = parse("up", "--model", str(model), "--threads", "1", *options)
     assert engine_argv(args) == ("--model", str(model), "--threads", "1", *options)

@@ -1,4 +1,4 @@
-"""Options that come from a file."""
+"""Options that are read from a ``--config`` file."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("form", ["--config {}", "--config={}"])
-def test_a_file_holds_options(file: Path, form: str) -> None:
+def test_options_are_read_from_the_file(file: Path, form: str) -> None:
     args = parse("serve", *form.format(file).split(" "))
     assert args.model == Path("/models/m")
     assert args.kv_cache_bytes == 8 << 30
@@ -49,7 +49,7 @@ def test_a_file_holds_options(file: Path, form: str) -> None:
     assert args.tool_call_parser == "auto"
 
 
-def test_a_role_has_a_section(tmp_path: Path) -> None:
+def test_role_sections_become_role_arguments(tmp_path: Path) -> None:
     path = tmp_path / "up.yaml"
     path.write_text(
         "model: m\nprefill: 2\nprefill-args:\n  tp-size: 2\n  enforce-eager: true\n"
@@ -69,7 +69,7 @@ def test_a_role_has_a_section(tmp_path: Path) -> None:
         ("prefill-args: {tp-size: {a: 1}}", "tp-size can't be"),
     ],
 )
-def test_what_is_no_section_is_refused(tmp_path: Path, content: str, words: str) -> None:
+def test_invalid_section_is_rejected(tmp_path: Path, content: str, words: str) -> None:
     path = tmp_path / "up.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError, match=words):
@@ -93,25 +93,25 @@ def test_what_is_no_section_is_refused(tmp_path: Path, content: str, words: str)
         ),
     ],
 )
-def test_an_option_is_there_once(tmp_path: Path, name: str, content: str, words: str) -> None:
+def test_duplicate_option_is_rejected(tmp_path: Path, name: str, content: str, words: str) -> None:
     path = tmp_path / name
     path.write_text(content)
     with pytest.raises(ConfigError, match=words):
         with_config(("up", "--config", str(path)), OPTIONS, SECTIONS)
 
 
-def test_the_command_line_has_the_last_word(file: Path) -> None:
+def test_command_line_overrides_the_file(file: Path) -> None:
     args = parse("serve", "--max-model-len", "7", "--config", str(file), "--model", "x")
     assert (args.max_model_len, args.model) == (7, Path("x"))
 
 
-def test_json_is_read_too(tmp_path: Path) -> None:
+def test_json_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
     path.write_bytes(msgspec.json.encode({"model": "m", "port": 1}))
     assert parse("serve", "--config", str(path)).port == 1
 
 
-def test_instances_of_up_get_them(file: Path, tmp_path: Path) -> None:
+def test_up_passes_file_options_to_instances(file: Path, tmp_path: Path) -> None:
     path = tmp_path / "up.yaml"
     path.write_text("model: m\nprefill: 2\nmax-model-len: 512\nthreads: 1\n")
     args = parse("up", "--config", str(path))
@@ -130,7 +130,7 @@ def test_instances_of_up_get_them(file: Path, tmp_path: Path) -> None:
         ("model: [", "can't read --config"),
     ],
 )
-def test_what_a_file_may_not_hold(
+def test_invalid_file_contents_are_rejected(
     tmp_path: Path, text: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "engine.yaml"
@@ -142,12 +142,12 @@ def test_what_a_file_may_not_hold(
     assert words in capsys.readouterr().err
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_file_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="can't read --config"):
         parse("serve", "--config", str(tmp_path / "missing"))
 
 
-def test_other_commands_have_no_files() -> None:
+def test_other_commands_ignore_config() -> None:
     assert with_config(["generate", "--config", "x"], OPTIONS) == ["generate", "--config", "x"]
     assert with_config([], OPTIONS) == []
     assert with_config(["serve", "--config"], OPTIONS) == ["serve", "--config"]

@@ -1,4 +1,4 @@
-"""What a front end does not read at once waits for it, in order and up to a bound."""
+"""Messages to a front end that reads slowly are queued, in order and up to a bound."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HEADER_BYTES = 5
 MAX_BYTES = 1 << 20
 LARGE = bytes(range(256)) * (
     MAX_BYTES >> 7
-)  # twice the bound, and more than a socket takes at once
+)  # twice the bound, and more than a socket's buffer holds
 
 
 @pytest.fixture
@@ -42,17 +42,17 @@ def peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FrontEnd, Connection
 
 
 def wait_for_threads() -> None:
-    """Until those that send what waits have sent it, or have found their peer gone, as those that
-    read do."""
+    """Join the sender and reader threads: they end once they have sent everything that is queued,
+    or found that their peer has closed the connection."""
     for thread in threading.enumerate():
         if thread.name == "unsent" or thread.name.startswith(("reports", "requests-")):
             thread.join()
 
 
-def test_messages_beyond_the_bound_are_sent_to_whoever_reads(
+def test_queued_messages_beyond_the_bound_are_delivered_in_order(
     peer: tuple[FrontEnd, Connection],
 ) -> None:
-    """One step's log probabilities of prompts may be a hundred MiB, and steps go on behind it."""
+    """Prompt log probabilities of one step may take 100 MiB; later steps are queued behind them."""
     front, there = peer
     sent = [LARGE, b"a", b"b" * 1000, b"", b"c"]
     for message in sent:
@@ -63,7 +63,7 @@ def test_messages_beyond_the_bound_are_sent_to_whoever_reads(
     assert there.recv_bytes() == kind + b"later"
 
 
-def test_a_second_large_message_may_wait_alone(peer: tuple[FrontEnd, Connection]) -> None:
+def test_a_large_message_is_queued_if_it_is_the_only_one(peer: tuple[FrontEnd, Connection]) -> None:
     front, there = peer
     for _ in range(2):
         assert front.can_queue(len(LARGE))
@@ -75,7 +75,7 @@ def test_a_second_large_message_may_wait_alone(peer: tuple[FrontEnd, Connection]
     assert front.can_queue(len(LARGE))
 
 
-def test_what_nobody_reads_has_a_bound(peer: tuple[FrontEnd, Connection]) -> None:
+def test_unread_messages_are_bounded(peer: tuple[FrontEnd, Connection]) -> None:
     front, there = peer
     message = bytes((64 << 10) - HEADER_BYTES)
     front.send(UPDATES, LARGE)
@@ -89,7 +89,7 @@ def test_what_nobody_reads_has_a_bound(peer: tuple[FrontEnd, Connection]) -> Non
         assert there.recv_bytes()[1:] == message
 
 
-def test_a_front_end_that_is_gone_is_owed_nothing(peer: tuple[FrontEnd, Connection]) -> None:
+def test_messages_to_a_closed_front_end_are_dropped(peer: tuple[FrontEnd, Connection]) -> None:
     front, there = peer
     front.send(UPDATES, LARGE)
     there.close()
@@ -99,7 +99,7 @@ def test_a_front_end_that_is_gone_is_owed_nothing(peer: tuple[FrontEnd, Connecti
 
 
 class Core(CoreProcess):
-    """In this process, without a parent that it takes orders from."""
+    """A core process that runs in this process, without a parent that controls it."""
 
     def _handle_parent(self) -> None:
         pass
@@ -107,8 +107,8 @@ class Core(CoreProcess):
 
 @pytest.fixture
 def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Connection]]:
-    """Two API workers' ends of their connections to a core, which keeps little that is not read;
-    the first one's socket takes little, too."""
+    """The API workers' ends of two connections to a core that queues at most 1000 unread bytes;
+    the first worker's socket has a minimal send buffer, too."""
     monkeypatch.setattr(core_process, "MAX_UNSENT_BYTES", 1000)
     monkeypatch.setattr(core_process.gc, "freeze", lambda: None)
     engine = scripted_engine(ScriptedExecutor(lambda _request: ANSWER))
@@ -137,7 +137,7 @@ def ask(worker: Connection, name: str) -> None:
 
 
 def read_answer(worker: Connection) -> tuple[list[int], TokenUpdate]:
-    """The tokens of the one request, and its last update."""
+    """Return the tokens of the request in flight, and its last update."""
     tokens: list[int] = []
     while worker.poll(10.0):
         if (message := worker.recv_bytes())[0] != UPDATES:
@@ -149,14 +149,14 @@ def read_answer(worker: Connection) -> tuple[list[int], TokenUpdate]:
     raise AssertionError(f"no last update behind {len(tokens)} tokens")
 
 
-def test_requests_of_a_front_end_that_is_behind_end_and_no_others(
+def test_a_slow_front_end_loses_only_its_own_requests(
     workers: list[Connection], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow, other = workers
     ask(slow, "unread")
     ask(other, "read")
     assert read_answer(other)[0] == ANSWER
-    while not caplog.records:  # it may be the last to say anything
+    while not caplog.records:  # the core may log only after the other request has finished
         ask(other, "read, too")
         assert read_answer(other)[0] == ANSWER
     said = [record.getMessage() for record in caplog.records]
@@ -165,6 +165,6 @@ def test_requests_of_a_front_end_that_is_behind_end_and_no_others(
     assert (last.finish, last.error) == (FinishReason.ERROR, core_process.BEHIND)
     assert tokens == ANSWER[: len(tokens)], "no gap"
     assert len(tokens) < len(ANSWER)
-    monkeypatch.setattr(core_process, "MAX_UNSENT_BYTES", MAX_BYTES)  # it may be slow to read
+    monkeypatch.setattr(core_process, "MAX_UNSENT_BYTES", MAX_BYTES)  # a slow reader is fine
     ask(slow, "later")
     assert read_answer(slow)[0] == ANSWER

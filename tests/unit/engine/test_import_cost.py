@@ -1,4 +1,4 @@
-"""A command line is read, and its help shown, before anything heavy is brought in."""
+"""Parsing a command line and printing its help imports no heavy module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ONLY_IN_USE = {"jinja2", "importlib.metadata", "mooncake_engine.replay"}
 
 
 @pytest.mark.parametrize("command", ["serve", "up", "bench", "generate"])
-def test_help_brings_in_nothing_heavy(command: str) -> None:
+def test_help_imports_no_heavy_modules(command: str) -> None:
     modules = imported_by("-m", "mooncake_engine.cli", command, "--help")
     found = {name.partition(".")[0] for name in modules}
     assert "mooncake_engine" in found
@@ -18,15 +18,16 @@ def test_help_brings_in_nothing_heavy(command: str) -> None:
 
 
 @pytest.mark.parametrize("argv", [("--help",), ("serve", "--help"), ("up", "--help")])
-def test_a_command_brings_in_nothing_of_another_one(argv: tuple[str, ...]) -> None:
+def test_a_command_imports_no_modules_of_other_commands(argv: tuple[str, ...]) -> None:
     modules = imported_by("-m", "mooncake_engine.cli", *argv)
     assert "mooncake_engine.instance_arguments" in modules
     assert modules.isdisjoint(ONLY_IN_USE), modules & ONLY_IN_USE
 
 
 @pytest.mark.parametrize("module", ["api_server", "api_workers", "api_worker"])
-def test_a_server_has_no_torch_until_its_engine_starts(module: str) -> None:
-    """With it transformers would import all of its models, before the first text is read."""
+def test_server_modules_do_not_import_torch(module: str) -> None:
+    """If torch were imported, transformers would import all of its models before the tokenizer
+    is used for the first time."""
     modules = imported_by("-c", f"import mooncake_engine.server.{module}")
     assert "mooncake_engine.kv_connector" in modules
     assert "torch" not in modules

@@ -1,4 +1,4 @@
-"""What the engine makes of mooncake_kv's errors, and of steps for a worker."""
+"""The engine's side of the KV connector: errors, loading connector classes, push steps."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mooncake_kv.errors import InvalidKVParams, KVConfigError, SideChannelPortTa
         (InvalidKVParams("kv_transfer_params: no"), InvalidRequest),
     ],
 )
-def test_errors_are_the_engines(raised: Exception, error: type[EngineError]) -> None:
+def test_connector_errors_become_engine_errors(raised: Exception, error: type[EngineError]) -> None:
     with pytest.raises(error) as found, engine_errors():
         raise raised
     assert type(found.value) is error
@@ -37,18 +37,18 @@ def test_errors_are_the_engines(raised: Exception, error: type[EngineError]) -> 
         assert (found.value.param, found.value.status) == ("kv_transfer_params", 400)
 
 
-def test_an_unknown_connector_is_a_wrong_configuration() -> None:
+def test_unknown_connector_is_a_config_error() -> None:
     with pytest.raises(ConfigError, match=r"'Nothing' is not known; known are .*MooncakeConnector"):
         find_connector("Nothing")
 
 
 class HalfAConnector:
-    """Has neither ``start`` nor a mode."""
+    """A class that lacks ``start``, ``mode`` and ``on_rank_message``."""
 
     worker = object
 
 
-def test_a_connector_is_found_by_where_its_class_is() -> None:
+def test_connector_is_found_by_module_and_class() -> None:
     found = find_connector("mooncake_kv.pull_connector:MooncakeConnector")
     assert found is find_connector("MooncakeConnector")
 
@@ -64,7 +64,7 @@ def test_a_connector_is_found_by_where_its_class_is() -> None:
         (":Class", "can't be loaded"),
     ],
 )
-def test_what_is_no_connector_is_refused(
+def test_invalid_connector_class_is_rejected(
     name: str, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, __name__, sys.modules.get(__name__) or _this_module())
@@ -78,7 +78,7 @@ def _this_module() -> ModuleType:
     return module
 
 
-def test_a_worker_needs_a_kv_transfer_configuration() -> None:
+def test_connector_extension_needs_a_kv_transfer_config() -> None:
     context = cast(Any, ExtensionContext)(
         0, 1, 0, None, None, None, EngineConfig(Path("m")), None, None
     )
@@ -96,7 +96,7 @@ def new(name: str, *, sends_kv: bool) -> NewRequest:
     return NewRequest(name, (1, 2, 3), 3, SamplingParams(), 0, (7,), sends_kv)
 
 
-def test_a_worker_is_notified_of_requests_that_send_their_kv_and_of_no_others() -> None:
+def test_push_steps_cover_only_requests_that_send_kv() -> None:
     first = (ScheduledSequence("a", 0, 2), ScheduledSequence("b", 0, 2))
     second = (ScheduledSequence("a", 2, 1, (8,)), ScheduledSequence("b", 2, 1))
     found = push_steps(
@@ -107,7 +107,7 @@ def test_a_worker_is_notified_of_requests_that_send_their_kv_and_of_no_others() 
     assert found == [[PushStep("a", 2, (), (7,))], [PushStep("a", 3, (8,))], []]
 
 
-def test_a_request_that_starts_over_says_so() -> None:
+def test_restarted_request_marks_its_push_step() -> None:
     begin = StepPlan(0, (), (new("a", sends_kv=True),), sequences=(ScheduledSequence("a", 0, 2),))
     again = StepPlan(1, (), (new("a", sends_kv=True),), sequences=(ScheduledSequence("a", 0, 3),))
     assert [steps[0].restart for steps in push_steps(begin, again)] == [(7,), (7,)]

@@ -1,4 +1,4 @@
-"""Offline generation over a real core: order, parameters, errors and the end."""
+"""Offline generation (``LLM``, ``LLMEngine``) over a real core and a scripted executor."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def llm(engine: LLMEngine) -> Iterator[LLM]:
         yield llm
 
 
-def test_outputs_come_in_the_prompts_order(llm: LLM) -> None:
+def test_outputs_are_in_the_order_of_the_prompts(llm: LLM) -> None:
     outputs = llm.generate(["tea", "milk", list(b"no")])  # type: ignore[list-item]
     assert [output.outputs[0].text for output in outputs] == ["TEA", "MILK", "NO"]
     assert [output.prompt for output in outputs] == ["tea", "milk", None]
@@ -52,7 +52,7 @@ def seeds_of_requests(tokenizer: Tokenizer, seed: int | None) -> list[int]:
     return [admitted.seed for admitted in executor.seen]
 
 
-def test_the_engines_seed_fixes_those_of_requests_without_one(byte_tokenizer: Tokenizer) -> None:
+def test_engine_seed_determines_seeds_of_requests_without_one(byte_tokenizer: Tokenizer) -> None:
     first = seeds_of_requests(byte_tokenizer, 7)
     assert first == seeds_of_requests(byte_tokenizer, 7)
     assert first != seeds_of_requests(byte_tokenizer, 8)
@@ -60,15 +60,15 @@ def test_the_engines_seed_fixes_those_of_requests_without_one(byte_tokenizer: To
     assert len(set(first)) == len(first), "choices of one prompt differ, too"
 
 
-def test_without_a_seed_each_engine_draws_others(byte_tokenizer: Tokenizer) -> None:
+def test_engines_without_a_seed_draw_different_seeds(byte_tokenizer: Tokenizer) -> None:
     assert seeds_of_requests(byte_tokenizer, None) != seeds_of_requests(byte_tokenizer, None)
 
 
-def test_one_prompt_is_a_list_of_one(llm: LLM) -> None:
+def test_a_single_prompt_returns_one_output(llm: LLM) -> None:
     assert [output.outputs[0].text for output in llm.generate("tea")] == ["TEA"]
 
 
-def test_parameters_for_each_prompt(llm: LLM) -> None:
+def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     outputs = llm.generate(
         ["tea", "milk"], [SamplingParams(max_tokens=1), SamplingParams(stop=("LK",))]
     )
@@ -76,7 +76,7 @@ def test_parameters_for_each_prompt(llm: LLM) -> None:
     assert outputs[1].outputs[0].stop_reason == "LK"
 
 
-def test_several_answers(llm: LLM, executor: ScriptedExecutor) -> None:
+def test_several_choices_share_the_prompt(llm: LLM, executor: ScriptedExecutor) -> None:
     executor.script = saying("one", "two")
     prompt = "count" * 10
     output = llm.generate(prompt, SamplingParams(n=2, seed=5, logprobs=0))[0]
@@ -88,7 +88,7 @@ def test_several_answers(llm: LLM, executor: ScriptedExecutor) -> None:
 
 
 @pytest.mark.parametrize("logprobs", [None, 0])
-def test_the_most_probable_answers_of_several(
+def test_best_of_returns_the_most_probable_choices(
     llm: LLM, executor: ScriptedExecutor, logprobs: int | None
 ) -> None:
     executor.script = saying("three", "one", "four")  # equal per token: short ones are probable
@@ -119,7 +119,7 @@ def test_chat_with_one_conversation_or_several(llm: LLM, executor: ScriptedExecu
 @pytest.mark.parametrize(
     ("prompts", "error"), [([""], InvalidRequest), (["tea", "x" * 300], PromptTooLong)]
 )
-def test_a_wrong_prompt_runs_nothing(
+def test_an_invalid_prompt_runs_none_of_the_prompts(
     llm: LLM, executor: ScriptedExecutor, prompts: list[str], error: type[Exception]
 ) -> None:
     with pytest.raises(error):
@@ -129,18 +129,18 @@ def test_a_wrong_prompt_runs_nothing(
     assert len(executor.seen) == 1
 
 
-def test_parameters_must_match_the_prompts(llm: LLM) -> None:
+def test_number_of_parameters_must_match_the_prompts(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="2 prompts need one sampling_params or as many"):
         llm.generate(["tea", "milk"], [SamplingParams()])
 
 
-def test_death_reaches_the_caller(llm: LLM, executor: ScriptedExecutor) -> None:
+def test_engine_death_is_raised_to_the_caller(llm: LLM, executor: ScriptedExecutor) -> None:
     executor.die_at = 1
     with pytest.raises(EngineDead, match="out of luck"):
         llm.generate(["tea", "milk", "no"])
 
 
-def test_progress(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_is_shown_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -151,14 +151,14 @@ def test_progress(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "100 % generating" in terminal.getvalue()
 
 
-def test_closing_ends_the_engine(llm: LLM, executor: ScriptedExecutor) -> None:
+def test_close_is_idempotent_and_closes_the_executor(llm: LLM, executor: ScriptedExecutor) -> None:
     llm.close()
     llm.close()
     assert executor.is_closed
 
 
 def finish(engine: LLMEngine) -> dict[tuple[str, int], str]:
-    """Step to the end; the text of every answer."""
+    """Step until all requests have finished; return the text of every choice."""
     texts: dict[tuple[str, int], str] = {}
     while engine.has_unfinished_requests:
         for update in engine.step():
@@ -169,7 +169,7 @@ def finish(engine: LLMEngine) -> dict[tuple[str, int], str]:
     return texts
 
 
-def test_a_step_tells_what_is_new(engine: LLMEngine) -> None:
+def test_a_step_returns_only_new_text(engine: LLMEngine) -> None:
     assert engine.add_request("a", "tea") == tuple(b"tea")
     engine.add_request("b", "no", SamplingParams(n=2))
     first = engine.step()
@@ -195,14 +195,14 @@ def test_an_aborted_request_gets_no_more_updates(
     assert finish(engine) == {("a", 0): "TEA"}
 
 
-def test_an_id_belongs_to_one_live_request(engine: LLMEngine) -> None:
+def test_id_of_a_live_request_is_rejected(engine: LLMEngine) -> None:
     engine.add_request("a", "tea")
     with pytest.raises(InvalidRequest, match="a request 'a' is already running"):
         engine.add_request("a", "milk")
     assert finish(engine) == {("a", 0): "TEA"}
 
 
-def test_the_more_urgent_goes_first(byte_tokenizer: Tokenizer) -> None:
+def test_request_of_higher_priority_runs_first(byte_tokenizer: Tokenizer) -> None:
     executor = ScriptedExecutor()
     engine = LLMEngine(scripted_engine(executor, max_num_seqs=1), byte_tokenizer)
     engine.add_request("later", "milk", priority=1)
@@ -211,7 +211,7 @@ def test_the_more_urgent_goes_first(byte_tokenizer: Tokenizer) -> None:
     assert [request.request_id for request in executor.seen] == ["sooner-0", "later-0"]
 
 
-def test_a_request_past_its_time_ends_with_a_typed_error(engine: LLMEngine) -> None:
+def test_timed_out_request_fails_with_deadline_exceeded(engine: LLMEngine) -> None:
     engine.add_request("a", "tea", timeout_s=1e-9)
     engine.add_request("b", "no")
     updates = engine.step()

@@ -1,4 +1,4 @@
-"""Data-parallel ranks that share no experts: each goes on as it can, and none is forgotten."""
+"""Data-parallel ranks that share no experts step independently, and each one is watched."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ PROMPT = (97, 98, 99)
 
 
 class DistantExecutor(ScriptedExecutor):
-    """Its ranks are elsewhere: a step is over once they have answered; they wait while ``held``."""
+    """An executor with remote ranks: a step completes once they reply, and they don't while
+    ``held`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,18 +35,18 @@ class DistantExecutor(ScriptedExecutor):
         self.answers = (reader,)
 
     def submit(self, plan: StepPlan) -> PendingStep:  # type: ignore[override]
-        """Under way from now on."""
+        """Start a step, which stays in flight until the ranks reply."""
         step = super().submit(plan)
         if not self.held:
             self.answer()
         return DistantStep(self._wait, step)
 
     def answer(self) -> None:
-        """The step is over."""
+        """Complete the step in flight."""
         self._writer.send_bytes(b"done")
 
     def die(self) -> None:
-        """They will never answer."""
+        """Close the connection of the ranks, which will never reply."""
         self._writer.close()
 
     def _wait(self) -> None:
@@ -57,19 +58,19 @@ class DistantExecutor(ScriptedExecutor):
 
 @dataclass(frozen=True)
 class DistantStep:
-    """A step, once ``wait`` has returned."""
+    """A pending step whose result is available once ``wait`` has returned."""
 
     wait: Callable[[], None]
     step: PendingStep
 
     def result(self) -> StepResult:
-        """Blocks."""
+        """Block until the step has completed, and return its result."""
         self.wait()
         return self.step.result()
 
 
 class Instance:
-    """Two ranks; a request to one of them bears its number."""
+    """Two data-parallel ranks; the id of a request is the number of its rank."""
 
     def __init__(self) -> None:
         self.executors = (DistantExecutor(), DistantExecutor())
@@ -79,18 +80,18 @@ class Instance:
         self.ended: set[str] = set()
 
     def ask(self, dp_rank: int) -> None:
-        """Post a request for three tokens and the end."""
+        """Post a request that generates three tokens and EOS."""
         sampling = SamplingParams(max_tokens=8)
         request = EngineRequest(str(dp_rank), PROMPT, sampling, data_parallel_rank=dp_rank)
         self.core.post(AddRequest(request))
 
     def step(self) -> None:
-        """Another one."""
+        """Run one step and note the requests that finished."""
         updates = self.core.step()
         self.ended |= {update.request_id for update in updates if update.finish is not None}
 
     def run_until_ended(self, dp_rank: int) -> None:
-        """Step until a rank's request is done."""
+        """Step until the request of a rank has finished."""
         while str(dp_rank) not in self.ended:
             self.step()
 
@@ -103,13 +104,13 @@ def instance() -> Iterator[Instance]:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever isn't woken sleeps for longer than a test may take."""
+def no_idle_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Raise the idle wait beyond the test's timeout: a test passes only if the wait is woken."""
     monkeypatch.setattr(core_module, "IDLE_WAIT_S", 1e5)
     monkeypatch.setattr(rank_turns, "IDLE_WAIT_S", 1e5)
 
 
-def test_a_rank_goes_on_while_anothers_step_is_under_way(instance: Instance) -> None:
+def test_a_rank_continues_while_another_ranks_step_is_in_flight(instance: Instance) -> None:
     slow = instance.executors[0]
     slow.held = True
     instance.ask(0)
@@ -121,7 +122,7 @@ def test_a_rank_goes_on_while_anothers_step_is_under_way(instance: Instance) -> 
     instance.run_until_ended(0)
 
 
-def test_a_step_that_hangs_is_noticed_while_another_rank_goes_on(instance: Instance) -> None:
+def test_a_hung_step_is_detected_while_another_rank_continues(instance: Instance) -> None:
     instance.executors[0].held = True
     instance.ask(0)
     instance.step()
@@ -134,8 +135,8 @@ def test_a_step_that_hangs_is_noticed_while_another_rank_goes_on(instance: Insta
     assert look(20.0) or look(21.0)
 
 
-def test_a_rank_that_answers_again_is_no_longer_watched(instance: Instance) -> None:
-    """The next one is, from then on."""
+def test_watchdog_moves_on_when_a_rank_replies(instance: Instance) -> None:
+    """It then watches the other rank, whose step is still in flight."""
     first, second = instance.executors
     first.held = second.held = True
     instance.ask(0)
@@ -154,9 +155,9 @@ def test_a_rank_that_answers_again_is_no_longer_watched(instance: Instance) -> N
     assert instance.watch.watched_s > 0
 
 
-@pytest.mark.usefixtures("patient")
+@pytest.mark.usefixtures("no_idle_timeout")
 @pytest.mark.parametrize("is_other_busy", [False, True])
-def test_what_is_posted_ends_a_wait(is_other_busy: bool, instance: Instance) -> None:
+def test_a_posted_request_wakes_an_idle_core(is_other_busy: bool, instance: Instance) -> None:
     if is_other_busy:
         instance.executors[0].held = True
         instance.ask(0)
@@ -164,8 +165,8 @@ def test_what_is_posted_ends_a_wait(is_other_busy: bool, instance: Instance) -> 
     instance.run_until_ended(1)
 
 
-@pytest.mark.usefixtures("patient")
-def test_a_rank_that_dies_ends_a_wait(instance: Instance) -> None:
+@pytest.mark.usefixtures("no_idle_timeout")
+def test_death_of_a_rank_wakes_the_core(instance: Instance) -> None:
     instance.executors[0].held = True
     instance.ask(0)
     threading.Timer(0.05, instance.executors[0].die).start()
@@ -173,9 +174,9 @@ def test_a_rank_that_dies_ends_a_wait(instance: Instance) -> None:
         instance.run_until_ended(0)
 
 
-@pytest.mark.usefixtures("patient")
-def test_posts_to_a_core_that_does_not_step_never_block(instance: Instance) -> None:
-    """More than a socket holds; what came last is there as well."""
+@pytest.mark.usefixtures("no_idle_timeout")
+def test_posting_to_a_core_that_does_not_step_never_blocks(instance: Instance) -> None:
+    """The messages exceed a socket's buffer, and the last one is still delivered."""
     for _ in range(10_000):
         instance.core.post(Wake())
     instance.ask(0)
@@ -184,7 +185,7 @@ def test_posts_to_a_core_that_does_not_step_never_block(instance: Instance) -> N
     instance.core.post(Wake())
 
 
-def test_an_inbox_gives_what_it_was_given_in_order() -> None:
+def test_inbox_returns_items_in_order() -> None:
     inbox: Inbox[int] = Inbox()
     for number in range(3):
         inbox.put(number)

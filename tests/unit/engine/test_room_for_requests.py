@@ -1,4 +1,4 @@
-"""How many requests an engine takes at once, and what it says to more."""
+"""The limit on concurrent requests, and the errors beyond it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
 
 
-def test_more_than_there_is_ever_room_for_is_no_overload() -> None:
+def test_request_beyond_total_capacity_is_invalid_not_overload() -> None:
     config = EngineConfig(Path("model"), max_num_seqs=2, max_queued_requests=3)
     request = EngineRequest("a", (1, 2, 3), SamplingParams(max_tokens=4))
 

@@ -1,4 +1,4 @@
-"""Sampling defaults of ``generation_config.json``: as vLLM takes them, overridden, refused."""
+"""Sampling defaults from ``generation_config.json``: applied as in vLLM, overridden, rejected."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def write(directory: Path, values: dict[str, Any]) -> EngineConfig:
     return EngineConfig(model=directory)
 
 
-def test_requests_without_parameters_get_the_models_own(tmp_path: Path) -> None:
+def test_requests_without_parameters_use_the_models_defaults(tmp_path: Path) -> None:
     defaults = read_sampling_defaults(write(tmp_path, QWEN3))
     found = chat_sampling(ChatRequest(messages=HELLO), INFO, defaults)
     assert (found.temperature, found.top_k, found.top_p, found.min_p) == (0.6, 20, 0.95, 0.0)
     assert str(defaults) == "temperature 0.6, top_p 0.95, top_k 20"
 
 
-def test_a_request_overrides_each_of_them(tmp_path: Path) -> None:
+def test_request_parameters_override_the_defaults(tmp_path: Path) -> None:
     defaults = read_sampling_defaults(write(tmp_path, QWEN3))
     request = CompletionRequest(prompt="hi", temperature=0.0, top_k=0)
     found = completion_sampling(request, INFO, defaults)
@@ -52,13 +52,13 @@ def test_max_new_tokens_limits_every_request(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("choice", ["none", "vllm"])
-def test_the_flag_turns_them_off(tmp_path: Path, choice: str) -> None:
+def test_generation_config_option_disables_the_defaults(tmp_path: Path, choice: str) -> None:
     write(tmp_path, QWEN3)
     config = EngineConfig(model=tmp_path, generation_config=choice)
     assert read_sampling_defaults(config) is NO_DEFAULTS
 
 
-def test_another_directorys_are_taken(tmp_path: Path) -> None:
+def test_defaults_may_come_from_another_directory(tmp_path: Path) -> None:
     write(tmp_path, QWEN3)
     config = EngineConfig(model=Path("no/model"), generation_config=str(tmp_path))
     assert read_sampling_defaults(config).params().top_k == 20
@@ -66,7 +66,7 @@ def test_another_directorys_are_taken(tmp_path: Path) -> None:
         read_sampling_defaults(EngineConfig(model=tmp_path, generation_config="no/such"))
 
 
-def test_a_model_without_any_is_sampled_as_it_was() -> None:
+def test_model_without_defaults_uses_the_engines() -> None:
     assert read_sampling_defaults(EngineConfig(model=TINY)).params() == SamplingParams()
     assert read_sampling_defaults(EngineConfig(model=Path("no/model"))) is NO_DEFAULTS
 
@@ -80,18 +80,18 @@ def test_a_model_without_any_is_sampled_as_it_was() -> None:
         ({"max_new_tokens": 0}, "max_tokens must be in"),
     ],
 )
-def test_values_that_cant_be_are_named(tmp_path: Path, values: dict[str, Any], said: str) -> None:
+def test_invalid_values_are_named(tmp_path: Path, values: dict[str, Any], said: str) -> None:
     with pytest.raises(CheckpointError, match=f"generation_config.json: {said}"):
         read_sampling_defaults(write(tmp_path, values))
 
 
-def test_a_file_that_is_no_json_is_named(tmp_path: Path) -> None:
+def test_invalid_json_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"generation_config.json can't be read"):
         read_sampling_defaults(EngineConfig(model=tmp_path))
 
 
-def test_a_chat_template_takes_the_place_of_the_models(tmp_path: Path) -> None:
+def test_chat_template_option_replaces_the_models(tmp_path: Path) -> None:
     template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
     (tmp_path / "t.jinja").write_text(template)
     assert read_chat_template(str(tmp_path / "t.jinja")) == template

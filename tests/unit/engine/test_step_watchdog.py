@@ -1,4 +1,4 @@
-"""A step that does not return is noticed; a slow one, or a process that stood still, is not taken
+"""The watchdog detects a step that hangs, and does not mistake a slow step or a suspended process
 for one."""
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import StepPlan
 from mooncake_engine.step_watchdog import StepWatch
 
-PATIENCE_S = 60.0
+TEST_TIMEOUT_S = 60.0
 
 
 def look(watch: StepWatch, first: float, last: float) -> bool:
-    """Look as often as the watchdog does; what the last look found."""
+    """Check at the watchdog's interval from ``first`` to ``last``; return the last result."""
     now, found = first, False
     while now <= last:
         found = watch.look(now)
@@ -33,7 +33,7 @@ def look(watch: StepWatch, first: float, last: float) -> bool:
     return found
 
 
-def test_a_step_is_stalled_at_half_of_the_limit_and_given_up_at_the_limit() -> None:
+def test_step_is_stalled_at_half_the_timeout_and_abandoned_at_the_timeout() -> None:
     watch = StepWatch(20.0)
     watch.begin()
     assert not look(watch, 0.0, 10.0)
@@ -43,7 +43,7 @@ def test_a_step_is_stalled_at_half_of_the_limit_and_given_up_at_the_limit() -> N
     assert watch.look(21.0)
 
 
-def test_the_next_step_starts_afresh() -> None:
+def test_next_step_restarts_the_clock() -> None:
     watch = StepWatch(20.0)
     watch.begin()
     look(watch, 0.0, 19.0)
@@ -55,15 +55,15 @@ def test_the_next_step_starts_afresh() -> None:
     assert not look(watch, 20.0, 38.0)
 
 
-def test_between_steps_no_time_passes() -> None:
-    """A caller of ``LLMEngine`` steps when it pleases."""
+def test_time_between_steps_does_not_count() -> None:
+    """A caller of ``LLMEngine`` may pause between steps."""
     watch = StepWatch(20.0)
     watch.begin()
     watch.end()
     assert not look(watch, 0.0, 1000.0)
 
 
-def test_time_in_which_the_process_stood_still_does_not_count() -> None:
+def test_time_while_the_process_was_suspended_does_not_count() -> None:
     watch = StepWatch(20.0)
     watch.begin()
     watch.look(0.0)
@@ -72,7 +72,7 @@ def test_time_in_which_the_process_stood_still_does_not_count() -> None:
     assert watch.watched_s == pytest.approx(3.0)
 
 
-def test_without_a_limit_nothing_is_stuck() -> None:
+def test_timeout_of_zero_disables_the_watchdog() -> None:
     watch = StepWatch(0.0)
     watch.begin()
     assert not watch.look(0.0)
@@ -81,15 +81,15 @@ def test_without_a_limit_nothing_is_stuck() -> None:
 
 
 @pytest.mark.parametrize("seconds", [-1.0, 0.5, 1e9])
-def test_a_limit_that_makes_no_sense_is_refused(seconds: float) -> None:
+def test_invalid_timeout_is_rejected(seconds: float) -> None:
     with pytest.raises(ConfigError, match="step_timeout_s must be 0"):
         EngineConfig(Path("model"), step_timeout_s=seconds)
 
 
 @dataclass
 class HangingExecutor(ScriptedExecutor):
-    """Its steps don't return before ``release`` is set; ``abandon`` sets it if the step can be made
-    to fail."""
+    """An executor whose steps block until ``release`` is set; ``abandon`` sets it if
+    ``can_be_ended``."""
 
     can_be_ended: bool = True
     release: threading.Event = field(default_factory=threading.Event)
@@ -98,7 +98,7 @@ class HangingExecutor(ScriptedExecutor):
     def submit(self, plan: StepPlan) -> CompletedStep:
         if not plan.sequences:
             return super().submit(plan)
-        self.release.wait(PATIENCE_S)
+        self.release.wait(TEST_TIMEOUT_S)
         raise self.died or EngineDead("released too late")
 
     def abandon(self, reason: str) -> EngineDead:
@@ -110,7 +110,7 @@ class HangingExecutor(ScriptedExecutor):
 
 
 def engine_over(executor: HangingExecutor) -> AsyncEngine:
-    """An engine whose steps may take a fifth of a second."""
+    """Return an engine with a step timeout of 0.2 s."""
     built = scripted_engine(executor)
     core: EngineCore = built.core
     core.watch = StepWatch(0.2)
@@ -123,31 +123,31 @@ async def first_update(engine: AsyncEngine) -> None:
         return
 
 
-def test_requests_hear_why_a_step_was_given_up_and_who_did_not_answer() -> None:
+def test_requests_fail_with_the_timeout_and_the_silent_rank() -> None:
     engine = engine_over(HangingExecutor())
     with pytest.raises(EngineDead, match=r"within 0\.2 s.*no answer from rank 1 of 2"):
-        asyncio.run(asyncio.wait_for(first_update(engine), PATIENCE_S))
+        asyncio.run(asyncio.wait_for(first_update(engine), TEST_TIMEOUT_S))
     with pytest.raises(EngineDead, match="no answer from rank 1"):
         engine.check_ready()
     engine.close()
 
 
-def test_an_engine_whose_step_can_not_be_ended_is_dead_all_the_same(
+def test_engine_whose_hung_step_cannot_be_aborted_is_stuck(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Its requests fail and its health is red, though the thread hangs; the log says where."""
+    """Its requests and its health check fail although the thread hangs; the log has its stack."""
     executor = HangingExecutor(can_be_ended=False)
     engine = engine_over(executor)
     with pytest.raises(EngineStuck):
-        asyncio.run(asyncio.wait_for(first_update(engine), PATIENCE_S))
+        asyncio.run(asyncio.wait_for(first_update(engine), TEST_TIMEOUT_S))
     with pytest.raises(EngineStuck):
         engine.check_health()
-    assert "self.release.wait(PATIENCE_S)" in caplog.text
+    assert "self.release.wait(TEST_TIMEOUT_S)" in caplog.text
     executor.release.set()
     engine.close()
 
 
-def test_a_stalled_engine_takes_no_requests() -> None:
+def test_stalled_engine_rejects_requests() -> None:
     engine = engine_over(HangingExecutor())
     core = engine._core
     core.watch = StepWatch(1000.0)
@@ -157,6 +157,6 @@ def test_a_stalled_engine_takes_no_requests() -> None:
         engine.check_ready()
     engine.check_health()
     with pytest.raises(EngineStalled):
-        asyncio.run(asyncio.wait_for(first_update(engine), PATIENCE_S))
+        asyncio.run(asyncio.wait_for(first_update(engine), TEST_TIMEOUT_S))
     core.watch.end()
     engine.close()

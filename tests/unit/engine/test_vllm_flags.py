@@ -1,4 +1,4 @@
-"""``vllm serve`` command lines: understood, left out with a warning, or answered."""
+"""``vllm serve`` command lines: flags are translated, ignored with a warning, or rejected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mooncake_engine.vllm_flags import with_model_flag, without_vllm_flags
 TINY = "examples/tiny-llama"
 
 
-def test_a_command_line_of_vllm_fills_the_same_config() -> None:
+def test_vllm_command_line_gives_the_same_config() -> None:
     theirs = with_model_flag(
         (
             *("serve", TINY, "--tensor-parallel-size", "2", "-pp", "3", "--max-model-len", "100"),
@@ -38,7 +38,7 @@ def test_a_command_line_of_vllm_fills_the_same_config() -> None:
     assert (found.tp_size, found.pp_size, found.dtype) == (2, 3, "float16")
 
 
-def test_a_config_file_may_have_the_same_names(tmp_path: Path) -> None:
+def test_config_file_accepts_vllm_names(tmp_path: Path) -> None:
     from mooncake_engine.cli import OPTIONS
 
     file = tmp_path / "vllm.yaml"
@@ -47,13 +47,13 @@ def test_a_config_file_may_have_the_same_names(tmp_path: Path) -> None:
     assert found[1:5] == ["--tp-size", "2", "--memory-utilization", "0.8"]
 
 
-def test_only_the_word_after_the_command_is_the_model() -> None:
+def test_only_the_first_positional_argument_is_the_model() -> None:
     assert with_model_flag(["serve", "a/b"], ("serve",)) == ["serve", "--model", "a/b"]
     for argv in (["serve"], ["serve", "--model", "a"], ["generate", "hi"]):
         assert with_model_flag(argv, ("serve",)) == argv
 
 
-def test_flags_without_effect_are_left_out_with_a_warning(
+def test_flags_without_effect_are_ignored_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     given = ["--enable-chunked-prefill", "--max-logprobs", "5", "--uvicorn-log-level=debug", "-x"]
@@ -74,12 +74,12 @@ def test_flags_without_effect_are_left_out_with_a_warning(
         (["--trust-remote-code"], "a checkpoint's code is never run"),
     ],
 )
-def test_what_changes_answers_is_told_what_to_use(argv: list[str], said: str) -> None:
+def test_unsupported_flags_are_rejected_with_an_alternative(argv: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         without_vllm_flags(argv)
 
 
-def test_the_answer_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rejected_flag_prints_one_line_and_exits_with_2(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", TINY, "--task", "generate"]) == 2
     assert capsys.readouterr().err == (
         "mooncake-engine: error: --task is an option of vLLM; use instead: no option: only "
@@ -88,8 +88,8 @@ def test_the_answer_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("flag", ["--quantization", "-q"])
-def test_quantization_is_an_option_here(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Which the CPU does not have."""
+def test_quantization_flag_is_translated(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The CPU backend then rejects fp8."""
     assert main(["serve", TINY, flag, "fp8", "--backend", "cpu"]) == 2
     assert capsys.readouterr().err.splitlines()[-1] == (
         "mooncake-engine: error: quantization 'fp8' was requested, backend 'cpu' does not support "
