@@ -45,12 +45,12 @@ def find_ports_in_use(ports: Sequence[Port]) -> list[str]:
     return problems
 
 
-def count_free(ports: PortRange, host: str, most: int) -> int:
-    """Count the free ports of a range, up to ``most``."""
+def count_free(ports: PortRange, host: str, limit: int) -> int:
+    """Count the free ports of a range, up to ``limit``."""
     free = 0
     with ExitStack() as held:
         for number in ports:
-            if free >= most:
+            if free >= limit:
                 break
             free += _try_bind(Port("", host, number), held) is None
     return free

@@ -396,7 +396,7 @@ def compare_addresses(
     transport: str,
     version: int,
     decode: Callable[[bytes], Facts],
-    why_apart: Callable[[Facts, Facts], str | None],
+    unreachable_reason: Callable[[Facts, Facts], str | None],
 ) -> str | None:
     """Implementation of ``Transport.reaches``: returns why the endpoints with two published
     addresses can't reach each other, or None.
@@ -405,11 +405,12 @@ def compare_addresses(
         addresses: ours and the peer's.
         transport, version: the transport and protocol version that both must have.
         decode: decodes an address's ``info``; raises TransferError if it is invalid.
-        why_apart: compares the decoded infos; returns why they can't reach each other, or None.
+        unreachable_reason: compares the decoded infos; returns why they can't reach each other, or
+            None.
     """
     try:
         ours, theirs = (read_address(address, transport, version) for address in addresses)
-        return why_apart(decode(ours.info), decode(theirs.info))
+        return unreachable_reason(decode(ours.info), decode(theirs.info))
     except TransferError as exc:
         return str(exc)
 

@@ -250,7 +250,7 @@ def choose_block_size(config: EngineConfig, backend: Backend) -> BlockSize:
             f"block_size {config.block_size} was requested, backend {backend.name!r} supports "
             f"{possible}; leave it out, or use one of these"
         )
-    return BlockSize(config.block_size, "as asked for")
+    return BlockSize(config.block_size, "as configured")
 
 
 def choose_swap_space(config: EngineConfig, free_bytes: int) -> int:

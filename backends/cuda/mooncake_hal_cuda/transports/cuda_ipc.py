@@ -73,8 +73,8 @@ class IpcTransport:
         return open_endpoint(driver, local, options)
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
-        apart = partial(why_not_mappable, self._sharing)
-        return compare_addresses((local, remote), NAME, VERSION, decode_endpoint, apart)
+        compare = partial(why_not_mappable, self._sharing)
+        return compare_addresses((local, remote), NAME, VERSION, decode_endpoint, compare)
 
 
 def load() -> IpcTransport:

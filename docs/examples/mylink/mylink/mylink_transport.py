@@ -44,7 +44,7 @@ class MyLinkDataPath(DataPath):
         return host_identity().encode()
 
     def unreachable_reason(self, info: bytes) -> str | None:
-        return why_apart(self.info(), info)
+        return unreachable_reason(self.info(), info)
 
     def attach(self, key: int, region: MemoryRegion) -> bytes:
         if region.device != "cpu":
@@ -143,8 +143,8 @@ class MyLinkTransport:
         return open_endpoint(MyLinkDataPath(local), local, options, shared_fd=lambda region: None)
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
-        return compare_addresses((local, remote), NAME, VERSION, bytes, why_apart)
+        return compare_addresses((local, remote), NAME, VERSION, bytes, unreachable_reason)
 
 
-def why_apart(ours: bytes, theirs: bytes) -> str | None:
+def unreachable_reason(ours: bytes, theirs: bytes) -> str | None:
     return None if ours == theirs else "the peer is on another host"
