@@ -317,7 +317,7 @@ def _torch_type(array: NDArray[Any]) -> torch.dtype:
 
 
 @torch.inference_mode()
-def turn_rope(
+def convert_rope_order(
     planes: Sequence[Tensor], block_ids: Sequence[int], tokens: tuple[int, int], order: str
 ) -> None:
     """Convert rope rows from their current element order to the other one, in place; returns when

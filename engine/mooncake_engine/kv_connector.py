@@ -190,7 +190,7 @@ def rank_context(context: ExtensionContext, network: KVTransferConfig) -> RankCo
         pool.layout,
         (pool.region,),
         context.backend.capabilities.transports,
-        pool.turn_rope if has_latents else None,
+        pool.convert_rope_order if has_latents else None,
     )
     return RankContext(
         context.rank,

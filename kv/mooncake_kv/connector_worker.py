@@ -52,7 +52,7 @@ def transports_wanted(config: KVTransferConfig, movers: Sequence[str]) -> Transp
     return TransportChoice(wanted=forced[0] if len(forced) == 1 else AUTO, allowed=forced or movers)
 
 
-TurnRope = Callable[[Sequence[int], tuple[int, int], str], None]
+ConvertRopeOrder = Callable[[Sequence[int], tuple[int, int], str], None]
 """Converts the rope rows of latents into the rank's own order. Takes a block table, the range of
 tokens, and the order that they are in, as ``mooncake_hal.latents`` names it. Enqueues the
 conversion on the calling thread's current device."""
@@ -68,7 +68,7 @@ class RankMemory:
         layout: the address of each of its blocks.
         regions: the memory to register with transports; all on one device.
         transports: names of the transports that can move it, best first.
-        turn_rope: converts rope rows; None unless the memory holds latents of a known order.
+        convert_rope_order: converts rope rows; None unless the memory has latents of a known order.
     """
 
     geometry: KVGeometry
@@ -76,7 +76,7 @@ class RankMemory:
     layout: KVLayout
     regions: Sequence[MemoryRegion]
     transports: Sequence[str]
-    turn_rope: TurnRope | None = None
+    convert_rope_order: ConvertRopeOrder | None = None
 
 
 class SharedTransports:
@@ -412,11 +412,13 @@ class ConnectorWorker(ABC):
         """All kernels of the step are enqueued. Called before the next ``begin_step`` at the
         latest, on the step's thread."""
 
-    def turn_rope(self, block_ids: Sequence[int], tokens: tuple[int, int], order: str) -> None:
+    def convert_rope_order(
+        self, block_ids: Sequence[int], tokens: tuple[int, int], order: str
+    ) -> None:
         """Convert the part of a prompt that came from a peer into this rank's order of rotated
         elements, before it is reported as loaded. Blocks until the device is done. Runs on a thread
         that is bound to the device."""
-        turn = self.context.memory.turn_rope
+        turn = self.context.memory.convert_rope_order
         assert turn is not None, "the handshake refuses what this rank can't turn"
         turn(block_ids, tokens, order)
         event = self.context.make_event()

@@ -152,7 +152,7 @@ class PullWorker(ConnectorWorker):
         load.wait(transfers)
         if source.rope_order:
             tokens = command.start, command.stop
-            self.turn_rope(command.local_blocks, tokens, source.rope_order)
+            self.convert_rope_order(command.local_blocks, tokens, source.rope_order)
 
     def _forget(self, engine_id: str) -> None:
         if self._retire(engine_id):

@@ -332,7 +332,7 @@ class PushWorker(ConnectorWorker):
         outcome, whatever happens."""
         began, error = time.monotonic(), None
         try:
-            self.turn_rope(order.local_blocks, (order.start, order.stop), order.order)
+            self.convert_rope_order(order.local_blocks, (order.start, order.stop), order.order)
         except Exception as exc:
             logger.exception("converting the rope rows of %s failed", order.request_id)
             error = f"its rope rows can't be converted: {exc!r}"

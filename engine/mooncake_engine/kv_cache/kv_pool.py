@@ -110,11 +110,13 @@ class KVPool:
         ``[num_blocks, block_size, heads, dim]``."""
         return tuple(plane[index] for plane in self.planes)
 
-    def turn_rope(self, block_ids: Sequence[int], tokens: tuple[int, int], order: str) -> None:
-        """Reorder the rope rows of latents: see ``backend_parts.turn_rope``."""
-        from mooncake_hal.backend_parts import turn_rope
+    def convert_rope_order(
+        self, block_ids: Sequence[int], tokens: tuple[int, int], order: str
+    ) -> None:
+        """Reorder the rope rows of latents: see ``backend_parts.convert_rope_order``."""
+        from mooncake_hal.backend_parts import convert_rope_order
 
-        turn_rope(self.planes[1], block_ids, tokens, order)
+        convert_rope_order(self.planes[1], block_ids, tokens, order)
 
     def close(self) -> None:
         """Free the memory; its regions must have been deregistered before. Idempotent."""

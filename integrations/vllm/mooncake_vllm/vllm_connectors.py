@@ -45,7 +45,7 @@ from mooncake_vllm.vllm_instance import (
     model_kv,
     npu_formats,
     rank_position,
-    rope_turner,
+    rope_order_converter,
     steps_may_wait,
     worker_sockets,
 )
@@ -282,7 +282,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         device = describe_device(current_platform, index)
         position = rank_position(ranks.rank_in_group, ranks.world_size, device, index)
         num_blocks, kv = self._kv_cache_config.num_blocks, model_kv(model, groups)
-        turn_rope = None  # on Ascend a vendor's op decides the rope order
+        convert_rope_order = None  # on Ascend a vendor's op decides the rope order
         if is_split:
             check_ascend(self._vllm_config.additional_config, npu_formats(kv_caches))
             heads_first = os.environ.get("VLLM_KV_CACHE_LAYOUT") in HEADS_FIRST
@@ -292,12 +292,12 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             named = {name: layers[name] for name in kv_caches}
             packing = page_format(device.kind, named, kv_caches, kv.plane_dims)
             view = view_caches(kv_caches, kv, position, num_blocks, packing)
-            turn_rope = rope_turner(kv_caches, kv)
+            convert_rope_order = rope_order_converter(kv_caches, kv)
         rank = stage.rank_in_group * ranks.world_size + ranks.rank_in_group
         path = worker_sockets(self._vllm_config, type(self).__name__)[rank]
         wait = step_wait(self._vllm_config)
         self._worker = WorkerSide(
-            self._config, rank, path, view, device, self._worker_kind(), wait, turn_rope
+            self._config, rank, path, view, device, self._worker_kind(), wait, convert_rope_order
         )
 
     @guarded(_return_none)

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from mooncake_hal.backend_parts import turn_rope
+from mooncake_hal.backend_parts import convert_rope_order
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.kv.geometry import AttentionKind, KVGroup
-from mooncake_kv.connector_worker import TurnRope
+from mooncake_kv.connector_worker import ConvertRopeOrder
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.model_fingerprint import (
     ModelFingerprint,
@@ -261,7 +261,9 @@ def _window(spec: Any) -> int:
     return 0 if sliding is None else int(sliding.sliding_window)
 
 
-def rope_turner(caches: Mapping[str, torch.Tensor], kv: ModelKV) -> TurnRope | None:
+def rope_order_converter(
+    caches: Mapping[str, torch.Tensor], kv: ModelKV
+) -> ConvertRopeOrder | None:
     """Return the function that converts the rope rows of latents in a rank's caches; None if the
     model has no latents.
 
@@ -273,7 +275,7 @@ def rope_turner(caches: Mapping[str, torch.Tensor], kv: ModelKV) -> TurnRope | N
         return None
     latent_dim = kv.plane_dims[0]
     rows = [cache.transpose(1, 2)[..., latent_dim:] for cache in caches.values()]
-    return partial(turn_rope, rows)
+    return partial(convert_rope_order, rows)
 
 
 def npu_formats(caches: Mapping[str, Sequence[torch.Tensor]]) -> set[int]:

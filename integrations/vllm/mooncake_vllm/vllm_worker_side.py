@@ -17,11 +17,11 @@ from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector import find_connector
 from mooncake_kv.connector_worker import (
+    ConvertRopeOrder,
     LayerDone,
     PushStep,
     RankContext,
     RankMemory,
-    TurnRope,
     single_thread,
 )
 from mooncake_kv.ranks import CancelLoad, Load, decode_to_rank
@@ -371,7 +371,7 @@ class WorkerSide:
         device: the device of that memory.
         kind: the kind of worker; None: that of the connector that the configuration names.
         wait: the rank's step wait; None if no other connector shares it.
-        turn_rope: see ``RankMemory``.
+        convert_rope_order: see ``RankMemory``.
 
     Raises:
         KVConfigError: the memory can't be moved as configured, or a thread can't be started.
@@ -386,7 +386,7 @@ class WorkerSide:
         device: Device,
         kind: WorkerKind | None = None,
         wait: StepWait | None = None,
-        turn_rope: TurnRope | None = None,
+        convert_rope_order: ConvertRopeOrder | None = None,
     ) -> None:
         kind = kind or connector_worker(config.connector)
         self._reports = Reports(wait)
@@ -402,7 +402,7 @@ class WorkerSide:
             view.layout,
             view.regions,
             TRANSPORTS.get(device.kind, ()),
-            turn_rope,
+            convert_rope_order,
         )
         with ExitStack() as opened:
             opened.callback(self._link.close)

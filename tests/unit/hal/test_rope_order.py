@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mooncake_hal.backend_parts import turn_rope
+from mooncake_hal.backend_parts import convert_rope_order
 from mooncake_hal.latents import HALVES, PAIRS
 
 BLOCKS = (3, 0, 5)
@@ -26,7 +26,7 @@ def bits(plane: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_pairs_become_halves_where_the_tokens_are(dtype: torch.dtype) -> None:
     turned, before = planes(dtype), [bits(plane).clone() for plane in planes(dtype)]
-    turn_rope(turned, BLOCKS, (2, 9), PAIRS)
+    convert_rope_order(turned, BLOCKS, (2, 9), PAIRS)
     for plane, old in zip(turned, before, strict=True):
         wanted = old.clone()
         for token in range(2, 9):
@@ -38,14 +38,14 @@ def test_pairs_become_halves_where_the_tokens_are(dtype: torch.dtype) -> None:
 
 def test_back_again_is_what_was_there() -> None:
     turned = planes(torch.bfloat16)
-    turn_rope(turned, BLOCKS, (0, 12), HALVES)
+    convert_rope_order(turned, BLOCKS, (0, 12), HALVES)
     assert not torch.equal(turned[0], planes(torch.bfloat16)[0])
-    turn_rope(turned, BLOCKS, (0, 12), PAIRS)
+    convert_rope_order(turned, BLOCKS, (0, 12), PAIRS)
     for plane, old in zip(turned, planes(torch.bfloat16), strict=True):
         assert torch.equal(plane, old)
 
 
 def test_no_tokens_are_no_work() -> None:
     turned = planes(torch.float32)
-    turn_rope(turned, (), (0, 0), PAIRS)
+    convert_rope_order(turned, (), (0, 0), PAIRS)
     assert torch.equal(turned[0], planes(torch.float32)[0])

@@ -21,7 +21,7 @@ from mooncake_vllm.vllm_instance import (
     describe_instance,
     fingerprint,
     model_kv,
-    rope_turner,
+    rope_order_converter,
     steps_may_wait,
 )
 from mooncake_vllm.vllm_memory import ModelKV
@@ -276,7 +276,7 @@ def test_the_kv_per_token() -> None:
 
 def test_the_last_elements_of_latents_are_turned() -> None:
     caches = {f"layers.{layer}": torch.arange(12.0).repeat(3, 1, 4, 1) for layer in range(2)}
-    turn = rope_turner(caches, ModelKV(AttentionKind.MLA, 2, 1, (8, 4), "float32"))
+    turn = rope_order_converter(caches, ModelKV(AttentionKind.MLA, 2, 1, (8, 4), "float32"))
     assert turn is not None
     turn((2, 0), (3, 6), PAIRS)
     turned = [*range(8), 8, 10, 9, 11]
@@ -284,7 +284,7 @@ def test_the_last_elements_of_latents_are_turned() -> None:
         rows = {(block, at) for block in range(3) for at in range(4)}
         found = {(block, at) for block, at in rows if cache[block, 0, at].tolist() == turned}
         assert found == {(2, 3), (0, 0), (0, 1)}
-    assert rope_turner(caches, ModelKV(AttentionKind.GQA, 2, 1, (6, 6), "float32")) is None
+    assert rope_order_converter(caches, ModelKV(AttentionKind.GQA, 2, 1, (6, 6), "float32")) is None
 
 
 def test_layers_with_a_sliding_window_have_blocks_of_their_own() -> None:
