@@ -1,4 +1,4 @@
-"""Exit status 0 if MOONCAKE_HEALTH_URL answers 200; slim images have no curl."""
+"""Container health check: exits 0 if MOONCAKE_HEALTH_URL answers 200. Slim images have no curl."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ TIMEOUT_S = 2.0
 
 
 def is_healthy(url: str) -> bool:
-    """Whether the URL answers 200 in time; proxies of the environment are not asked."""
+    """Whether the URL answers 200 in time. Proxy settings of the environment are ignored."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(url, timeout=TIMEOUT_S) as answer:
