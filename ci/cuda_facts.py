@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from mooncake_hal.errors import HalError
 from mooncake_hal.registry import Registry
-from mooncake_hal_cuda.cuda_machine import look
+from mooncake_hal_cuda.cuda_machine import detect_machine
 
 HINT = (
     "torch's build is what ci/install found first: rm -rf .venv, set PIP_INDEX_URL to the index "
@@ -28,7 +28,7 @@ def main() -> int:
     import torch
 
     first = devices[0]
-    driver = ".".join(map(str, look().driver_version or ("unknown",)))
+    driver = ".".join(map(str, detect_machine().driver_version or ("unknown",)))
     packages = ", ".join(filter(None, map(described, ("triton", "flashinfer-python"))))
     print(
         f"{len(devices)} x {first.name} ({first.generation}, {first.total_bytes / 1e9:.0f} GB), "

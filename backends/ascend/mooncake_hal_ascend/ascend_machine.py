@@ -53,7 +53,7 @@ class AscendMachine:
     torch_npu_version: str = ""
 
 
-def look(root: Path | None = None) -> AscendMachine:
+def detect_machine(root: Path | None = None) -> AscendMachine:
     """Inspect this machine.
 
     Args:
@@ -75,7 +75,7 @@ def look(root: Path | None = None) -> AscendMachine:
     )
 
 
-def diagnose(machine: AscendMachine) -> Availability:
+def check_availability(machine: AscendMachine) -> Availability:
     """Whether Ascend is usable, and if not, everything that is missing or incompatible, the most
     basic thing first."""
     problems = [*_missing(machine), *_unfit(machine)]

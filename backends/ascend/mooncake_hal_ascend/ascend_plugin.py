@@ -9,7 +9,7 @@ from mooncake_hal.errors import BackendUnavailable
 from mooncake_hal.hookspecs import hookimpl
 from mooncake_hal.known_hardware import ASCEND
 from mooncake_hal.specs import API_VERSION, Availability, BackendSpec
-from mooncake_hal_ascend.ascend_machine import diagnose, look
+from mooncake_hal_ascend.ascend_machine import check_availability, detect_machine
 
 if TYPE_CHECKING:
     from mooncake_hal.backend import Backend
@@ -34,7 +34,7 @@ def mooncake_hal_backend() -> BackendSpec:
 
 def probe() -> Availability:
     """Look for devices, driver, CANN and torch-npu, and load none of them."""
-    return diagnose(look())
+    return check_availability(detect_machine())
 
 
 def load() -> Backend:

@@ -54,7 +54,7 @@ class CudaMachine:
     triton_version: tuple[int, int] | None = None
 
 
-def look(root: Path = Path("/")) -> CudaMachine:
+def detect_machine(root: Path = Path("/")) -> CudaMachine:
     """Inspect this machine.
 
     Args:
@@ -79,7 +79,7 @@ def look(root: Path = Path("/")) -> CudaMachine:
     )
 
 
-def diagnose(machine: CudaMachine) -> Availability:
+def check_availability(machine: CudaMachine) -> Availability:
     """Whether CUDA is usable, and if not, the most basic thing that is missing."""
     if not machine.has_driver and not machine.device_files:
         return Availability(False, "no NVIDIA driver: libcuda.so.1 is not found")

@@ -9,7 +9,7 @@ from mooncake_hal.hookspecs import hookimpl
 from mooncake_hal.known_hardware import CUDA
 from mooncake_hal.specs import API_VERSION, Availability, BackendSpec, TransportSpec
 from mooncake_hal_cuda.cuda_env import keep_kernels_in_project_cache
-from mooncake_hal_cuda.cuda_machine import diagnose, look
+from mooncake_hal_cuda.cuda_machine import check_availability, detect_machine
 
 if TYPE_CHECKING:
     from mooncake_hal.backend import Backend
@@ -43,7 +43,7 @@ def mooncake_hal_transport() -> TransportSpec:
 
 def probe() -> Availability:
     """Look for the driver, the devices and a torch that can use them, and initialise none."""
-    return diagnose(look())
+    return check_availability(detect_machine())
 
 
 def load() -> Backend:

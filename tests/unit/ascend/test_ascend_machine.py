@@ -37,7 +37,7 @@ NPU = ascend_machine.AscendMachine(
 def test_ascend_says_everything_that_is_missing(
     machine: ascend_machine.AscendMachine, reasons: list[str]
 ) -> None:
-    answer = ascend_machine.diagnose(machine)
+    answer = ascend_machine.check_availability(machine)
     assert not answer.ok
     for reason in reasons:
         assert reason in answer.reason
@@ -55,7 +55,7 @@ def test_ascend_says_everything_that_is_missing(
     ],
 )
 def test_ascend_is_available(machine: ascend_machine.AscendMachine, found: str) -> None:
-    answer = ascend_machine.diagnose(machine)
+    answer = ascend_machine.check_availability(machine)
     assert answer.ok
     assert answer.reason == found
 
@@ -69,14 +69,14 @@ def test_ascend_reads_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         folder.mkdir(parents=True)
     for name in ("dev/davinci0", "dev/davinci12", "dev/davinci_manager", "etc/hccn.conf"):
         (tmp_path / name).touch()
-    found = ascend_machine.look()
+    found = ascend_machine.detect_machine()
     assert found.device_files == ("davinci0", "davinci12")
     assert (found.has_driver, found.has_hccn, found.cann) == (True, True, str(toolkit))
     assert found.torch_version == version("torch")
     assert (found.cann_version, found.torch_npu_version) == ("", "")
     assert not found.loads_torch_plugins
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "moved"))
-    assert ascend_machine.look().cann is None
+    assert ascend_machine.detect_machine().cann is None
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,7 @@ def test_canns_version_is_read(
     file = tmp_path / "usr/local/Ascend/cann" / name
     file.parent.mkdir(parents=True)
     file.write_text(text)
-    assert ascend_machine.look(tmp_path).cann_version == version
+    assert ascend_machine.detect_machine(tmp_path).cann_version == version
 
 
 @pytest.mark.skipif(ascend_plugin.probe().ok, reason="this machine has an Ascend device")

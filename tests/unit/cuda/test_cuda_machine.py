@@ -41,7 +41,7 @@ GPU = cuda_machine.CudaMachine(
     ],
 )
 def test_cuda_says_what_is_missing(machine: cuda_machine.CudaMachine, reason: str) -> None:
-    answer = cuda_machine.diagnose(machine)
+    answer = cuda_machine.check_availability(machine)
     assert not answer.ok
     assert reason in answer.reason
 
@@ -57,7 +57,7 @@ def test_cuda_says_what_is_missing(machine: cuda_machine.CudaMachine, reason: st
     ],
 )
 def test_cuda_is_available(machine: cuda_machine.CudaMachine, found: str) -> None:
-    answer = cuda_machine.diagnose(machine)
+    answer = cuda_machine.check_availability(machine)
     assert answer.ok
     assert answer.reason == found
 
@@ -109,12 +109,12 @@ def test_cuda_reads_the_machine(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
-    found = cuda_machine.look(tmp_path)
+    found = cuda_machine.detect_machine(tmp_path)
     assert found.device_files == ("nvidia0", "nvidia1")
     assert found.models == ("NVIDIA H100 80GB HBM3",)
     assert found.driver_version == (550, 54)
-    assert cuda_machine.look(tmp_path / "nothing").driver_version is None
-    assert cuda_machine.look(tmp_path / "nothing").device_files == ()
+    assert cuda_machine.detect_machine(tmp_path / "nothing").driver_version is None
+    assert cuda_machine.detect_machine(tmp_path / "nothing").device_files == ()
 
 
 @pytest.mark.parametrize(

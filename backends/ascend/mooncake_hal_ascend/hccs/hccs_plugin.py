@@ -16,7 +16,7 @@ from mooncake_hal.specs import (
     installed,
 )
 from mooncake_hal_ascend import ascend_env, ascend_plugin
-from mooncake_hal_ascend.ascend_machine import look
+from mooncake_hal_ascend.ascend_machine import detect_machine
 
 if TYPE_CHECKING:
     from mooncake_hal.port_range import ReservedPorts
@@ -92,7 +92,7 @@ def reserved_ports() -> Sequence[ReservedPorts]:
 
 def _devices() -> list[int]:
     """Physical numbers of this host's NPUs."""
-    return sorted(int(name.removeprefix("davinci")) for name in look().device_files)
+    return sorted(int(name.removeprefix("davinci")) for name in detect_machine().device_files)
 
 
 def _installed() -> dict[str, str]:
