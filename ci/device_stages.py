@@ -107,7 +107,7 @@ def main(argv: Sequence[str]) -> int:
     if args.host:
         environment |= host_environment(args.out, args.wheels)
     try:
-        machine = look(backend, environment)
+        machine = detect_machine(backend, environment)
     except Unusable as exc:
         print(f"nothing was run: {exc}")
         return 1
@@ -137,7 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def look(backend: str, environment: Mapping[str, str]) -> Machine:
+def detect_machine(backend: str, environment: Mapping[str, str]) -> Machine:
     """What the backend finds here, in a process of its own.
 
     Raises:

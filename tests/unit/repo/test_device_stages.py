@@ -95,7 +95,7 @@ def test_a_backend_that_can_not_be_used_is_said_before_any_stage(
 
 
 def test_the_machine_is_looked_at() -> None:
-    machine = stages.look("cpu", os.environ)
+    machine = stages.detect_machine("cpu", os.environ)
     assert len(machine.devices) >= 1
     assert int(machine.devices[0]["total_bytes"]) > 0
     assert "torch " in machine.description
@@ -293,7 +293,7 @@ def test_what_was_not_run_does_not_make_a_success(
     tmp_path: Path, verdicts: tuple[bool | None, ...], wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = list(verdicts)
-    monkeypatch.setattr(stages, "look", lambda backend, environment: MACHINE)
+    monkeypatch.setattr(stages, "detect_machine", lambda backend, environment: MACHINE)
     monkeypatch.setattr(stages.StageRunner, "run", lambda self, stage: left.pop(0))
     argv = ["test-cuda", "--backend", "cpu", "--out", str(tmp_path)]
     assert stages.main([*argv, "--stage", "pairs", "--stage", "engine"]) == wanted
