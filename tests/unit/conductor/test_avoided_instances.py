@@ -1,4 +1,4 @@
-"""Requests that failed on an instance, pairs that don't fit, instances that serve them whole."""
+"""Routing constraints: avoided and unavailable instances, incompatible pairs, coupled instances."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mooncake_conductor.slo_admission import Objectives, objective
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_request_avoids_where_it_failed_unless_it_failed_everywhere(policy: str) -> None:
+def test_avoided_instances_are_used_only_if_all_are_avoided(policy: str) -> None:
     conductor = make_conductor(3, 2, policy=policy)
     hold(conductor, 0, 4)
     for number in range(12):
@@ -26,7 +26,7 @@ def test_a_request_avoids_where_it_failed_unless_it_failed_everywhere(policy: st
     assert decision.decode.slot in (3, 4)
 
 
-def test_only_an_instance_that_can_take_the_kv_decodes() -> None:
+def test_decode_instance_is_compatible_with_the_prefill_instance() -> None:
     conductor = make_conductor(2, 3)
     pairs = {0: frozenset((2,)), 1: frozenset((3,))}
     for number in range(12):
@@ -37,7 +37,7 @@ def test_only_an_instance_that_can_take_the_kv_decodes() -> None:
         assert slot in pairs[decision.prefill.slot]
 
 
-def test_another_decode_instance_takes_over_what_one_failed() -> None:
+def test_failed_decode_is_retried_on_another_instance() -> None:
     conductor = make_conductor(1, 3)
     decision = conductor.route(ask("r", 2), 0.0)
     conductor.prefilled("r", 1.0)
@@ -52,7 +52,7 @@ def test_another_decode_instance_takes_over_what_one_failed() -> None:
     assert len(conductor.ledger) == 0
 
 
-def test_an_instance_that_is_away_is_not_chosen_and_keeps_what_is_bound_to_it() -> None:
+def test_unavailable_instance_is_not_chosen_and_keeps_its_reservations() -> None:
     conductor = make_conductor(2, 2)
     for number in range(20):
         conductor.route(ask(f"r{number}", 2, first=10 * number), 0.0)
@@ -69,7 +69,7 @@ def test_an_instance_that_is_away_is_not_chosen_and_keeps_what_is_bound_to_it() 
     assert conductor.ledger.now().num_sequences.tolist() == before
 
 
-def test_a_side_that_is_away_as_a_whole_ends_nothing_that_runs() -> None:
+def test_running_requests_survive_while_a_whole_pool_is_unavailable() -> None:
     objectives = Objectives(objective("10x", "10x"))
     conductor = make_conductor(1, 2, objectives=objectives, binds_late=True)
     conductor.route(ask("r", 2), 0.0)
@@ -84,7 +84,7 @@ def test_a_side_that_is_away_as_a_whole_ends_nothing_that_runs() -> None:
     assert len(conductor.book) == len(conductor.ledger) == 0
 
 
-def test_a_coupled_instance_decodes_what_it_prefills() -> None:
+def test_coupled_instance_decodes_its_own_prefills() -> None:
     fleet = Fleet(3, chunk_tokens=CHUNK, kv_bytes_per_token=1e5, num_layers=8)
     conductor = Conductor(fleet, ConductorSettings(is_coupled=True), random.Random(1))
     for number in range(3):

@@ -1,4 +1,4 @@
-"""Calibration: costs that an instance has are found again, and what can't be measured is named."""
+"""Calibration recovers the costs of a modelled instance, and names failed measurements."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PLAN = CalibrationPlan()
 
 
 class Modelled:
-    """An instance with the costs of ``TRUTH``. It knows what the plan asks for in turn."""
+    """An instance with the costs of ``TRUTH``, which expects the requests of ``PLAN`` in order."""
 
     model = "modelled"
 
@@ -36,7 +36,7 @@ class Modelled:
         self._lock = threading.Lock()
         self._batches = [batch for batch in PLAN.batches for _ in range(batch)]
         self._batches *= len(PLAN.decode_context)
-        # How many prompts an answer waits for: its own alone, then those of a queue.
+        # Prompts computed before each answer: only its own, then those queued ahead of it, too.
         self._waits = [1] * (PLAN.repeats + 1) + [*range(1, PLAN.queue + 1)]
         self._waits *= len(PLAN.prompt_tokens)
 
@@ -52,7 +52,7 @@ class Modelled:
         return TimedCompletion(0.0, tuple(accumulate([first, *[step] * (num_tokens - 1)])))
 
 
-def test_costs_are_found_again(tmp_path: Path) -> None:
+def test_calibration_recovers_the_costs_of_an_instance(tmp_path: Path) -> None:
     row = calibrate("here", Modelled(), PLAN)
     found = row.latency
     for tokens in (100, 1000, 3000):
@@ -72,7 +72,7 @@ def test_costs_are_found_again(tmp_path: Path) -> None:
     assert main(["simulate", str(trace), "--calibrated", str(path)]) == 0
 
 
-def test_a_row_that_is_none_is_named(tmp_path: Path) -> None:
+def test_invalid_row_and_invalid_plan_are_rejected(tmp_path: Path) -> None:
     path = tmp_path / "row.json"
     with pytest.raises(ConductorConfigError, match="can't read"):
         read_row(path)
@@ -85,7 +85,7 @@ def test_a_row_that_is_none_is_named(tmp_path: Path) -> None:
         CalibrationPlan(queue=1)
 
 
-def test_a_row_of_an_older_version_is_read(tmp_path: Path) -> None:
+def test_row_of_an_older_version_is_read(tmp_path: Path) -> None:
     costs = dict.fromkeys(("fixed", "per_token", "per_token_squared", "step"), 0.5)
     costs |= dict.fromkeys(("step_per_sequence", "step_per_context_token"), 0.0)
     path = tmp_path / "row.json"
@@ -96,7 +96,7 @@ def test_a_row_of_an_older_version_is_read(tmp_path: Path) -> None:
     assert (row.first_token, row.hand_over, row.join_steps) == (0.0, 0.0, 0)
 
 
-def test_a_part_with_several_tokens_is_as_many_steps() -> None:
+def test_event_with_several_tokens_counts_as_several_steps() -> None:
     done = TimedCompletion(1.0, (2.0, 4.0, 6.0), num_tokens=9)
     assert (done.ttft, done.mean_gap, done.tokens_per_part) == (1.0, 0.5, 4.0)
     assert TimedCompletion(1.0, (2.0, 4.0, 6.0)).mean_gap == 2.0
@@ -104,7 +104,8 @@ def test_a_part_with_several_tokens_is_as_many_steps() -> None:
 
 
 class Answers(BaseHTTPRequestHandler):
-    """Streams as many parts as tokens are asked for; refuses prompts of 13 tokens."""
+    """Streams one event per requested token; rejects prompts of 13 tokens, and sends no token for
+    prompts of 14."""
 
     def do_GET(self) -> None:
         self._say(200, json.dumps({"data": [{"id": "tiny"}]}).encode())
@@ -139,7 +140,7 @@ def url():
     thread.join(10)
 
 
-def test_a_live_instance_is_timed(url: str) -> None:
+def test_live_instance_is_timed(url: str) -> None:
     instance = LiveInstance(url)
     done = instance.complete([9] * 20, 5)
     assert instance.model == "tiny"
@@ -147,7 +148,7 @@ def test_a_live_instance_is_timed(url: str) -> None:
     assert done.ttft > 0
 
 
-def test_what_fails_is_an_error_of_one_line(url: str, tmp_path: Path, capsys) -> None:
+def test_failed_request_is_reported_in_one_line(url: str, tmp_path: Path, capsys) -> None:
     instance = LiveInstance(url)
     with pytest.raises(CalibrationFailed, match="answered 400: unlucky"):
         instance.complete([9] * 13, 1)
@@ -159,7 +160,7 @@ def test_what_fails_is_an_error_of_one_line(url: str, tmp_path: Path, capsys) ->
     assert "can't be reached" in capsys.readouterr().err
 
 
-def test_the_command_writes_a_row(url: str, tmp_path: Path, capsys) -> None:
+def test_calibrate_command_writes_a_row(url: str, tmp_path: Path, capsys) -> None:
     path = tmp_path / "row.json"
     small = ["--prompt-tokens", "16,32", "--batches", "1", "--decode-context", "16"]
     assert main(["calibrate", url, "--out", str(path), *small]) == 0

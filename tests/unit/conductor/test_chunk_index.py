@@ -1,4 +1,4 @@
-"""The index says of every prompt what the instances hold, whatever happened before."""
+"""The chunk index matches prompts against exactly what the instances hold, after any events."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_index_equals_what_the_instances_hold(done) -> None:
     assert len(index) == len(set().union(*truth.values()) if truth else ())
 
 
-def test_sets_of_holders_are_shared_and_forgotten() -> None:
+def test_holder_sets_are_shared_and_freed() -> None:
     index = ChunkIndex(8)
     for slot in range(8):
         index.stored(slot, Tier.HOST, range(1000))
@@ -81,7 +81,7 @@ def test_sets_of_holders_are_shared_and_forgotten() -> None:
     assert (len(index), len(index._sets)) == (0, 0)
 
 
-def test_a_prediction_counts_until_it_expires_is_confirmed_or_retracted() -> None:
+def test_prediction_counts_until_it_expires_or_is_retracted() -> None:
     index = ChunkIndex(2)
     index.stored(0, Tier.DEVICE, [1, 2])
     index.predict(0, [3], ready_at=5.0, expires_at=10.0)
@@ -97,7 +97,7 @@ def test_a_prediction_counts_until_it_expires_is_confirmed_or_retracted() -> Non
     assert not index._predictions._masks
 
 
-def test_what_is_stored_is_not_awaited_any_more() -> None:
+def test_stored_chunk_confirms_its_prediction() -> None:
     index = ChunkIndex(2)
     predictions = [index.predict(slot, [1, 2], ready_at=5.0, expires_at=10.0) for slot in (0, 1)]
     index.stored(0, Tier.DEVICE, [1])
@@ -108,7 +108,7 @@ def test_what_is_stored_is_not_awaited_any_more() -> None:
     assert not index._predictions._masks
 
 
-def test_a_request_that_ends_takes_no_sibling_s_predictions_along() -> None:
+def test_retracting_a_request_keeps_predictions_of_other_requests() -> None:
     """Two requests compute one prefix on one instance; the first is cancelled."""
     index = ChunkIndex(1)
     first = index.predict(0, [1, 2, 3], ready_at=5.0, expires_at=99.0)
@@ -122,7 +122,7 @@ def test_a_request_that_ends_takes_no_sibling_s_predictions_along() -> None:
     assert not any(index._predictions._by_slot)
 
 
-def test_a_later_prediction_outlives_an_earlier_one_of_the_same_chunk() -> None:
+def test_later_prediction_extends_an_earlier_one_of_the_same_chunk() -> None:
     index = ChunkIndex(1)
     index.predict(0, [1], ready_at=1.0, expires_at=2.0)
     index.predict(0, [1], ready_at=4.0, expires_at=6.0)
@@ -130,7 +130,7 @@ def test_a_later_prediction_outlives_an_earlier_one_of_the_same_chunk() -> None:
     assert index.match([1], now=6.0).predicted[0] == 0
 
 
-def test_an_unhealthy_instance_only_hints() -> None:
+def test_chunks_of_an_unhealthy_instance_are_only_hints() -> None:
     index = ChunkIndex(2)
     index.stored(0, Tier.DEVICE, [1, 2, 3])
     index.stored(1, Tier.DEVICE, [1])
@@ -141,7 +141,7 @@ def test_an_unhealthy_instance_only_hints() -> None:
     assert index.match([1, 2, 3], now=0.0).local[0] == 3
 
 
-def test_a_thousand_instances_with_random_holdings() -> None:
+def test_match_covers_a_thousand_instances() -> None:
     rng, index = random.Random(3), ChunkIndex(1000)
     lengths = [rng.randrange(65) for _ in range(1000)]
     for slot, length in enumerate(lengths):
@@ -151,7 +151,7 @@ def test_a_thousand_instances_with_random_holdings() -> None:
     assert match.device.sum() == 0
 
 
-def test_who_holds_anything_at_all() -> None:
+def test_holders_lists_instances_with_any_chunk() -> None:
     index = ChunkIndex(3)
     index.stored(2, Tier.DISK, [1, 2])
     index.removed(0, Tier.HOST, [1])

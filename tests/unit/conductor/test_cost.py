@@ -1,4 +1,4 @@
-"""Costs: the paper's figures, the fit from reports, quantiles, links."""
+"""Latency models: the paper's figures, the online fit, running quantiles and the link calendar."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ MEASURED = {
 
 
 @pytest.mark.parametrize("num_tokens", MEASURED)
-def test_the_paper_s_prefills_within_8_percent(num_tokens: int) -> None:
+def test_prefill_times_match_the_paper_within_8_percent(num_tokens: int) -> None:
     model = cold_start("llama-3-70b", "A800", 8)
     without, with_cache = MEASURED[num_tokens]
     assert model.prefill_seconds(num_tokens, 0) == pytest.approx(without, rel=0.08)
-    if num_tokens >= 32768:  # shorter ones are mostly the fixed part
+    if num_tokens >= 32768:  # the fixed cost dominates shorter prompts
         cached = model.prefill_seconds(num_tokens, 0.95 * num_tokens)
         assert cached == pytest.approx(with_cache, rel=0.25)
 
 
-def test_an_estimate_from_peaks_is_near_the_measured_node() -> None:
+def test_estimate_from_peak_rates_is_near_the_measured_node() -> None:
     measured = cold_start("llama-3-70b", "A800", 8)
     estimated = estimate(MODELS["llama-3-70b"], DEVICES["A800"], 8)
     assert estimated.per_token == pytest.approx(measured.per_token, rel=0.25)
@@ -48,13 +48,13 @@ def test_an_estimate_from_peaks_is_near_the_measured_node() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("model", MODELS)
-def test_every_row_of_the_tables_gives_costs(model: str, device: str) -> None:
+def test_every_model_and_device_has_costs(model: str, device: str) -> None:
     costs = cold_start(model, device, 8)
     assert 0 < costs.prefill_seconds(8192, 4096) < costs.prefill_seconds(8192, 0)
     assert costs.step_seconds(1, 0) < costs.step_seconds(2, 100)
 
 
-def test_what_is_not_in_the_tables_is_named() -> None:
+def test_unknown_model_or_device_is_named() -> None:
     with pytest.raises(ConductorConfigError, match="no device 'B9': there are A100"):
         cold_start("llama-3-8b", "B9", 8)
     with pytest.raises(ConductorConfigError, match="no model 'x'"):
@@ -65,7 +65,7 @@ def test_what_is_not_in_the_tables_is_named() -> None:
 
 @pytest.mark.parametrize("wrong_by", [0.3, 1.0, 3.0])
 @pytest.mark.parametrize("prefill", [(0.01, 3e-5, 3e-10), (0.1, 1e-4, 1e-9), (0.4, 5e-4, 0.0)])
-def test_the_fit_finds_the_costs_that_made_the_reports(prefill, wrong_by: float) -> None:
+def test_fit_recovers_the_costs_behind_the_reports(prefill, wrong_by: float) -> None:
     truth = LatencyModel(*prefill, 0.02, 1e-4, 3e-8)
     cold = (wrong_by * c for c in (*truth.prefill_coefficients, *truth.step_coefficients))
     estimator, rng = LatencyEstimator(LatencyModel(*cold)), random.Random(7)
@@ -83,8 +83,8 @@ def test_the_fit_finds_the_costs_that_made_the_reports(prefill, wrong_by: float)
 
 
 @pytest.mark.parametrize("scale", [1, 10, 100])
-def test_prompts_of_any_length_are_believed_after_two_dozen(scale: int) -> None:
-    """The start is worth one of them, however short they are."""
+def test_fit_converges_after_24_prompts_of_any_length(scale: int) -> None:
+    """The cold start weighs as much as one report, however short the prompts are."""
     truth, rng = LatencyModel(0.002, 4e-4, 0.0, 0.02, 0.0, 0.0), random.Random(5)
     estimator = LatencyEstimator(cold_start("llama-3-8b", "A100", 1))
     for _ in range(24):
@@ -97,8 +97,8 @@ def test_prompts_of_any_length_are_believed_after_two_dozen(scale: int) -> None:
 
 
 @pytest.mark.parametrize("num_before", [0, 2, 30])
-def test_one_report_far_off_makes_no_instance_slow(num_before: int) -> None:
-    """A first request that compiles, or an instance that got no processor for a moment."""
+def test_single_outlier_report_is_ignored(num_before: int) -> None:
+    """Such as a first request that compiles kernels, or an instance that was descheduled."""
     truth = LatencyModel(0.02, 1e-4, 0.0, 0.02, 0.0, 0.0)
     estimator = LatencyEstimator(truth)
     for _ in range(num_before):
@@ -110,7 +110,7 @@ def test_one_report_far_off_makes_no_instance_slow(num_before: int) -> None:
 
 
 @pytest.mark.parametrize("wrong_by", [30, 1000])
-def test_costs_that_are_far_off_are_found_all_the_same(wrong_by: int) -> None:
+def test_fit_recovers_from_a_cold_start_that_is_far_off(wrong_by: int) -> None:
     truth, rng = LatencyModel(2.0, 1e-2, 0.0, 2.0, 0.0, 0.0), random.Random(3)
     cold = (c / wrong_by for c in (*truth.prefill_coefficients, *truth.step_coefficients))
     estimator = LatencyEstimator(LatencyModel(*cold))
@@ -123,7 +123,7 @@ def test_costs_that_are_far_off_are_found_all_the_same(wrong_by: int) -> None:
 
 @given(st.lists(st.tuples(st.floats(0, 1e5), st.floats(-1, 1e3)), max_size=60))
 @settings(deadline=None)
-def test_no_reports_make_a_cost_negative(reports) -> None:
+def test_coefficients_are_never_negative(reports) -> None:
     fit = OnlineFit((0.1, 1e-4), (1.0, 4096.0))
     for size, seconds in reports:
         fit.report((1.0, size), seconds)
@@ -132,7 +132,7 @@ def test_no_reports_make_a_cost_negative(reports) -> None:
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=40))
 @settings(deadline=None)
-def test_a_running_quantile_is_that_of_the_last_reports(values) -> None:
+def test_running_quantile_covers_the_last_window(values) -> None:
     quantile = RunningQuantile(0.5, initial=7.0, window=8)
     assert quantile.value == 7.0
     for value in values:
@@ -154,7 +154,7 @@ def test_transfers_queue_at_both_ends() -> None:
     assert links.sending_until[0] == 30.0
 
 
-def test_what_ends_early_lets_those_behind_it_come_sooner() -> None:
+def test_early_release_moves_later_transfers_forward() -> None:
     links = LinkCalendar(np.full(3, 10.0), setup_s=0.0)
     first = links.book(0, 1, 100.0, now=0.0)
     links.book(0, 2, 50.0, now=0.0)

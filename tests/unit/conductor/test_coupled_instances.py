@@ -1,4 +1,4 @@
-"""Coupled instances: what one request takes alone, what prompts do to those that decode."""
+"""Simulated coupled instances: the time of one request, and how prompts delay decodes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def run(requests, step_tokens: int, num_instances: int = 1):
 
 
 @SIZES
-def test_one_request_alone_takes_what_it_costs(step_tokens: int) -> None:
+def test_single_request_takes_its_modelled_time(step_tokens: int) -> None:
     (record,) = run([TraceRequest(2.0, 8192, 101, tuple(range(16)))], step_tokens)
     assert record.ttft == pytest.approx(A800.prefill_seconds(8192, 0))
     assert record.mean_tbt == pytest.approx(A800.step_seconds(1, 8193 + 50), rel=0.01)
     assert record.ended_at == pytest.approx(2.0 + record.ttft + 100 * record.mean_tbt)
 
 
-def test_a_prompt_holds_up_those_that_decode_for_a_step_only() -> None:
+def test_prompt_delays_decodes_by_one_step_only() -> None:
     requests = [
         TraceRequest(0.0, 512, 400, (1,)),
         TraceRequest(3.0, 65536, 2, tuple(range(9, 137))),
@@ -44,7 +44,7 @@ def test_a_prompt_holds_up_those_that_decode_for_a_step_only() -> None:
     assert whole.ended_at == pytest.approx(chunked.ended_at, rel=0.25)
 
 
-def test_a_prompt_reuses_what_its_own_instance_has() -> None:
+def test_prompt_reuses_the_cache_of_its_instance() -> None:
     keys = tuple(range(16))
     requests = [TraceRequest(10.0 * n, 8192, 2, keys) for n in range(2)]
     first, second = run(requests, 512)
@@ -53,14 +53,14 @@ def test_a_prompt_reuses_what_its_own_instance_has() -> None:
 
 
 @SIZES
-def test_all_requests_end(tmp_path: Path, step_tokens: int) -> None:
+def test_all_requests_complete(tmp_path: Path, step_tokens: int) -> None:
     requests = read_trace(write_trace(tmp_path / "trace.jsonl", 200, per_second=4.0))
     records = run(requests, step_tokens, num_instances=4)
     assert all(r.ended_at + 1e-6 >= r.arrived_at + r.ttft > r.arrived_at for r in records)
     assert all(r.tail_tbt >= r.mean_tbt * 0.999 for r in records if r.tail_tbt is not None)
 
 
-def test_goodput_of_every_system_over_load(tmp_path: Path, capsys) -> None:
+def test_goodput_command_covers_every_system(tmp_path: Path, capsys) -> None:
     trace = write_trace(tmp_path / "trace.jsonl", 60, per_second=3.0)
     drawn = tmp_path / "goodput.svg"
     nodes = ["--prefill", "2", "--decode", "2", "--slo-ttft", "10x", "--slo-tbt", "5x"]

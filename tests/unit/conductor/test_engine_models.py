@@ -1,4 +1,4 @@
-"""Modelled nodes against arithmetic: M/D/1, Little's law, and step by step."""
+"""Modelled nodes are checked against M/D/1 queueing, Little's law, and a step-by-step model."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def prefill_node(capacity: int = 10) -> PrefillNode:
 
 
 @pytest.mark.parametrize("load", [0.3, 0.7])
-def test_waiting_is_that_of_m_d_1(load: float) -> None:
-    """Pollaczek and Khinchine: load / (2 (1 - load)) services of waiting, within 1 %."""
+def test_prefill_queueing_time_matches_m_d_1(load: float) -> None:
+    """Pollaczek-Khinchine: the mean wait is load / (2 (1 - load)) service times, within 1 %."""
     node, rng, now, waited, num = prefill_node(), random.Random(5), 0.0, 0.0, 400_000
     free_at = 0.0
     for number in range(num):
@@ -44,8 +44,8 @@ def test_waiting_is_that_of_m_d_1(load: float) -> None:
     assert node.busy_s == pytest.approx(num)
 
 
-def test_a_decode_node_obeys_little_s_law() -> None:
-    """Sequences at once, integrated over time, are arrivals per second times their stay."""
+def test_decode_node_obeys_little_s_law() -> None:
+    """The mean number of running sequences is the arrival rate times their mean residence time."""
     node, rng, now, area, last, stays = (
         DecodeNode(LATENCY, 64, 10**7),
         random.Random(2),
@@ -78,7 +78,7 @@ def test_a_decode_node_obeys_little_s_law() -> None:
     st.integers(0, 3),
 )
 @settings(deadline=None, max_examples=150)
-def test_a_decode_node_in_closed_form_is_one_that_steps(
+def test_closed_form_decode_node_equals_the_stepped_model(
     arrivals, max_batch: int, join_steps: int
 ) -> None:
     arrivals = [(ms * 1.000137e-3, *sizes) for ms, *sizes in sorted(arrivals)]
@@ -92,8 +92,8 @@ def test_a_decode_node_in_closed_form_is_one_that_steps(
 
 
 @pytest.mark.parametrize("per_context", [1e-9, 1e-11, 1e-13])
-def test_steps_end_where_context_costs_next_to_nothing(per_context: float) -> None:
-    """At the time of the next event there is always a step that has ended."""
+def test_steps_end_when_context_cost_is_negligible(per_context: float) -> None:
+    """Advancing to the time of the next event always completes at least one step."""
     latency = LatencyModel(0.0, 1e-3, 0.0, 0.02, 1e-5, per_context)
     node, now = DecodeNode(latency, 64, 10**7), 0.0
     for number in range(20):
@@ -120,8 +120,8 @@ def simulate_decode(arrivals, max_batch: int, join_steps: int):
 
 
 def step_by_step(arrivals, max_batch: int, join_steps: int):
-    """Every step on its own: requests join at its beginning, so many after that before which they
-    came, but at once where nobody else decodes."""
+    """Simulate every step. A request joins at the beginning of a step, ``join_steps`` steps after
+    the first that begins after its arrival, but at once if the node is idle."""
     waiting = [(at, str(n), tokens, outputs) for n, (at, tokens, outputs) in enumerate(arrivals)]
     now, running, done, begins = 0.0, [], {}, []
     while waiting or running:
@@ -147,7 +147,7 @@ def step_by_step(arrivals, max_batch: int, join_steps: int):
     return done
 
 
-def test_the_cache_evicts_tails_first() -> None:
+def test_cache_evicts_chain_tails_first() -> None:
     cache = ChunkCache(4)
     assert cache.insert((1, 2, 3)) == ([3, 2, 1], [])
     assert cache.insert((9, 8)) == ([8, 9], [3])
@@ -155,7 +155,7 @@ def test_the_cache_evicts_tails_first() -> None:
     assert ChunkCache(4).victim is None
 
 
-def test_a_prefill_uses_what_is_there_when_it_begins() -> None:
+def test_prefill_reuses_chunks_cached_when_it_starts() -> None:
     node = prefill_node()
     node.queue.extend(PrefillJob(name, 401, (1, 2, 3, 4)) for name in "ab")
     first = node.start_next(0.0)
@@ -166,7 +166,7 @@ def test_a_prefill_uses_what_is_there_when_it_begins() -> None:
     assert (second.num_reused, second.compute_s) == (400, pytest.approx(0.001))
 
 
-def test_a_fetched_prefix_that_is_not_kept_leaves_only_what_was_computed() -> None:
+def test_fetched_prefix_without_a_kept_copy_caches_only_computed_chunks() -> None:
     node = prefill_node()
     job = PrefillJob("a", 401, (1, 2, 3, 4), num_fetched=200, loaded_at=1.0, keeps_copy=False)
     node.queue.append(job)

@@ -1,4 +1,4 @@
-"""Lost, repeated and reordered events, restarts: afterwards the index equals the instance."""
+"""After lost, repeated and reordered events and restarts, the index equals the instance's state."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Publisher:
         return self.sent[-1]
 
     def snapshot(self) -> tuple[int, list[EventBatch]]:
-        """All that it holds, and the number of the batch that follows."""
+        """Return the next batch's sequence number, and events that describe all chunks held."""
         events = AllCleared(), BlocksStored(tuple(self.held), None, 16, Tier.DEVICE)
         return len(self.sent), [EventBatch(self.clock, events)]
 
@@ -65,8 +65,8 @@ changes = st.tuples(
 fates = st.sampled_from(["arrives", "arrives", "lost", "twice", "restart"])
 
 
-def suffer(done, stream: EventStream, publisher: Publisher, kept: int) -> Publisher:
-    """Changes with their fates; who publishes in the end."""
+def deliver_with_fates(done, stream: EventStream, publisher: Publisher, kept: int) -> Publisher:
+    """Deliver each change according to its fate; return the publisher that is live at the end."""
     for change, fate in done:
         if fate == "restart":
             publisher = Publisher(publisher.clock + 0.5)
@@ -80,10 +80,10 @@ def suffer(done, stream: EventStream, publisher: Publisher, kept: int) -> Publis
 
 @given(st.lists(st.tuples(changes, fates), max_size=60), st.integers(1, 60))
 @settings(deadline=None, max_examples=300)
-def test_the_index_never_claims_what_is_gone_and_a_whole_replay_restores_all(done, kept) -> None:
+def test_index_has_no_stale_chunks_and_a_full_replay_restores_it(done, kept) -> None:
     index = ChunkIndex(1)
     stream, publisher = EventStream(index, 0), Publisher()
-    publisher = suffer(done, stream, publisher, kept)
+    publisher = deliver_with_fates(done, stream, publisher, kept)
     deliver(stream, publisher, publisher.change(set(), set(), False), kept)
     assert stream.state is StreamState.HEALTHY
     known = {key for key in range(1, 21) if index.num_copies(key)}
@@ -95,10 +95,10 @@ def test_the_index_never_claims_what_is_gone_and_a_whole_replay_restores_all(don
 
 
 class Line:
-    """A publisher's two sockets: what is live and what is replayed arrive in order, each of them
-    whenever it does. A question is answered by whoever is there when it is read.
+    """A publisher's two sockets. Live and replayed batches arrive in order on each, at independent
+    times. A request is answered by the publisher that is running when the request is read.
 
-    ``kept`` batches are left for a replay.
+    The publisher keeps the last ``kept`` batches for a replay.
     """
 
     def __init__(self, stream: EventStream, has_snapshots: bool, kept: int = 1000) -> None:
@@ -148,18 +148,20 @@ class Line:
                 self.asked.append(wanted)
 
     def _epoch(self, batch: EventBatch) -> float:
-        """When the publisher of a batch began."""
+        """Return the start time of the epoch that published a batch."""
         return max((at for at in self.restarts if at < batch.published_at), default=0.0)
 
     def _assume_followed(self, sequence: int, batch: EventBatch) -> None:
-        """Nor does anything show that what comes next by its number is of a later epoch."""
+        """Exclude a queued batch that continues the sequence numbers but is of a later epoch:
+        nothing shows that it is."""
         following = self.stream._early.get(sequence)
         if following is not None and following.published_at >= batch.published_at:
             assume(self._epoch(following) == self._epoch(batch))
             self.began = self._epoch(following)
 
     def _assume_distinguishable(self, sequence: int, batch: EventBatch) -> None:
-        """Where just as many batches are lost as were known, a new epoch looks like the old one."""
+        """Exclude a new epoch of which exactly as many batches were lost as the old one had
+        delivered: its batches look like those of the old epoch."""
         began = self._epoch(batch)
         behind = max(self.stream._early, default=-1) + 1
         assume(
@@ -174,7 +176,7 @@ class Line:
             self.answer()
             self.deliver(self.live)
             self.deliver(self.replayed)
-        raise AssertionError(f"it asks without end: {self.asked}")
+        raise AssertionError(f"the stream never stops sending requests: {self.asked}")
 
 
 steps = st.one_of(
@@ -183,15 +185,15 @@ steps = st.one_of(
 )
 
 
-# The same ones every time: one of a few hundred thousand has a restart that nothing shows.
+# Derandomized: one example in a few hundred thousand has a restart that is undetectable.
 @pytest.mark.parametrize(
     ("asks", "has", "kept"),
     [(False, False, 1000), (True, False, 1000), (True, True, 1000), (True, True, 2)],
-    ids=["never asked", "can't say", "says", "says, hardly replays"],
+    ids=["no snapshots requested", "no snapshots offered", "snapshots", "snapshots, short replays"],
 )
 @given(done=st.lists(steps, max_size=120))
 @settings(deadline=None, max_examples=1000, derandomize=True)
-def test_answers_that_come_late_leave_nothing_of_an_epoch_that_has_ended(
+def test_late_responses_restore_nothing_of_an_ended_epoch(
     done, asks: bool, has: bool, kept: int
 ) -> None:
     index = ChunkIndex(1)
@@ -209,18 +211,18 @@ def test_answers_that_come_late_leave_nothing_of_an_epoch_that_has_ended(
                 line.deliver(line.live)
             case ["replayed"]:
                 line.deliver(line.replayed)
-    for _ in range(2):  # so that whatever is missing is missed
+    for _ in range(2):  # a further batch reveals any gap
         line.publish((set(), set(), False), False)
         line.drain()
     assert line.stream.state is StreamState.HEALTHY
     known = {key for key in range(1, 21) if index.num_copies(key)}
     assert known <= line.publisher.held
     stats = line.stream.stats
-    if has or stats.num_resets == stats.num_restarts:  # nothing was given up
+    if has or stats.num_resets == stats.num_restarts:  # no batch was skipped
         assert known == line.publisher.held
 
 
-def test_a_gap_makes_the_index_a_hint_until_the_replay() -> None:
+def test_gap_makes_chunks_hints_until_the_replay() -> None:
     index = ChunkIndex(1)
     stream, publisher = EventStream(index, 0), Publisher()
     first = publisher.change({1}, set(), False)
@@ -236,7 +238,7 @@ def test_a_gap_makes_the_index_a_hint_until_the_replay() -> None:
     assert index.match([1, 2, 3], now=0.0).local[0] == 3
 
 
-def test_what_waits_for_a_missing_batch_is_bounded(monkeypatch) -> None:
+def test_batches_queued_behind_a_gap_are_bounded(monkeypatch) -> None:
     monkeypatch.setattr(event_stream, "MAX_EARLY_BATCHES", 3)
     index = ChunkIndex(1)
     stream, publisher = EventStream(index, 0), Publisher()
@@ -250,11 +252,11 @@ def test_what_waits_for_a_missing_batch_is_bounded(monkeypatch) -> None:
 
 @given(st.lists(st.tuples(changes, fates), max_size=60), st.integers(1, 4))
 @settings(deadline=None, max_examples=300)
-def test_with_snapshots_the_index_is_the_truth_however_short_replays_are(done, kept) -> None:
+def test_snapshots_keep_the_index_exact_with_short_replays(done, kept) -> None:
     index = ChunkIndex(1)
     stream, publisher = EventStream(index, 0, asks_snapshots=True), Publisher()
     apply_all(stream.apply_snapshot(*publisher.snapshot()))
-    publisher = suffer(done, stream, publisher, kept)
+    publisher = deliver_with_fates(done, stream, publisher, kept)
     for _ in range(2):
         deliver(stream, publisher, publisher.change(set(), set(), False), kept)
     assert stream.state is StreamState.HEALTHY
@@ -263,7 +265,7 @@ def test_with_snapshots_the_index_is_the_truth_however_short_replays_are(done, k
     assert index.digest(0, Tier.DEVICE)[0] == len(known)
 
 
-def test_a_snapshot_replaces_what_was_known() -> None:
+def test_snapshot_replaces_the_known_chunks() -> None:
     index = ChunkIndex(1)
     stream, publisher = EventStream(index, 0), Publisher()
     stream.receive(*publisher.change({9}, set(), False))
@@ -278,12 +280,12 @@ def test_a_snapshot_replaces_what_was_known() -> None:
     assert stream.state is StreamState.HEALTHY
 
 
-def test_who_can_not_say_what_it_holds_is_asked_for_a_replay() -> None:
+def test_empty_snapshot_falls_back_to_a_replay() -> None:
     index = ChunkIndex(1)
     stream, publisher = EventStream(index, 0, asks_snapshots=True), Publisher()
     for number in range(3):
         publisher.change({number}, set(), False)
-    assert stream.receive(*publisher.sent[2]) is None, "the snapshot is awaited"
+    assert stream.receive(*publisher.sent[2]) is None, "the snapshot is pending"
     assert apply_all(stream.apply_snapshot(0, [])) == ReplayRequest(0)
     for sent in publisher.sent:
         stream.receive(*sent, is_replayed=True)
@@ -291,7 +293,7 @@ def test_who_can_not_say_what_it_holds_is_asked_for_a_replay() -> None:
     assert stream.matches_digest(Tier.DEVICE, 3, 0 ^ 1 ^ 2)
 
 
-def test_a_gap_is_asked_for_though_a_snapshot_of_the_epoch_before_is_awaited() -> None:
+def test_gap_requests_a_replay_while_a_snapshot_of_the_previous_epoch_is_pending() -> None:
     index = ChunkIndex(1)
     stream = EventStream(index, 0, asks_snapshots=True)
     old, new = Publisher(), Publisher(clock=100.0)
@@ -301,13 +303,13 @@ def test_a_gap_is_asked_for_though_a_snapshot_of_the_epoch_before_is_awaited() -
     stream.receive(*old.sent[0])
     assert stream.receive(*new.sent[0]) is None
     assert stream.receive(*new.sent[2]) == ReplayRequest(0)
-    assert apply_all(stream.apply_snapshot(0, [])) is None, "nobody could say it then"
+    assert apply_all(stream.apply_snapshot(0, [])) is None, "the old epoch offered none"
     stream.receive(*new.sent[1], is_replayed=True)
     assert stream.replay_ended() is None
     assert stream.matches_digest(Tier.DEVICE, 3, 10 ^ 11 ^ 12)
 
 
-def test_a_snapshot_of_an_epoch_that_has_ended_is_not_taken() -> None:
+def test_snapshot_of_an_ended_epoch_is_dropped() -> None:
     index = ChunkIndex(1)
     stream = EventStream(index, 0)
     old, new = Publisher(), Publisher(clock=100.0)
@@ -323,7 +325,7 @@ def test_a_snapshot_of_an_epoch_that_has_ended_is_not_taken() -> None:
     assert stream.matches_digest(Tier.DEVICE, 2, 7 ^ 8)
 
 
-def test_blocks_of_a_sliding_window_are_no_prefix() -> None:
+def test_sliding_window_blocks_are_skipped() -> None:
     index = ChunkIndex(1)
     stream = EventStream(index, 0)
     windowed = BlocksStored((1,), None, 16, Tier.DEVICE, group=1, is_full_attention=False)
@@ -334,7 +336,7 @@ def test_blocks_of_a_sliding_window_are_no_prefix() -> None:
     assert stream.stats.num_skipped == 1
 
 
-def test_a_gap_in_a_new_epoch_is_asked_for_though_one_of_the_old_was_open() -> None:
+def test_gap_in_a_new_epoch_requests_a_replay_despite_an_old_gap() -> None:
     index = ChunkIndex(1)
     stream = EventStream(index, 0)
     old, new = Publisher(), Publisher(clock=100.0)
@@ -347,7 +349,7 @@ def test_a_gap_in_a_new_epoch_is_asked_for_though_one_of_the_old_was_open() -> N
     assert stream.receive(*new.sent[3]) == ReplayRequest(0)
 
 
-def test_a_replay_shows_that_the_publisher_has_begun_anew() -> None:
+def test_replay_reveals_a_restarted_publisher() -> None:
     index, old = ChunkIndex(1), Publisher()
     stream = EventStream(index, 0)
     for number in range(3):
@@ -355,12 +357,12 @@ def test_a_replay_shows_that_the_publisher_has_begun_anew() -> None:
     new = Publisher(old.clock)
     for number in range(10, 16):
         message = new.change({number}, set(), False)
-    deliver(stream, new, message, 10)  # the five before are lost: it may have been one epoch
+    deliver(stream, new, message, 10)  # five batches are lost: the epoch could be the same
     assert stream.stats.num_restarts == 1
     assert {number for number in range(16) if index.num_copies(number)} == new.held
 
 
-def test_a_replay_that_an_ended_epoch_was_asked_for_changes_nothing() -> None:
+def test_replay_from_an_ended_epoch_changes_nothing() -> None:
     index, old = ChunkIndex(1), Publisher()
     stream = EventStream(index, 0)
     for number in range(6):
@@ -377,23 +379,23 @@ def test_a_replay_that_an_ended_epoch_was_asked_for_changes_nothing() -> None:
     assert {number for number in range(16) if index.num_copies(number)} == new.held
 
 
-def test_what_was_lost_during_a_replay_is_asked_for_next() -> None:
+def test_batch_lost_during_a_replay_is_requested_next() -> None:
     index, publisher = ChunkIndex(1), Publisher()
     stream = EventStream(index, 0)
     for number in range(6):
         publisher.change({number}, set(), False)
     stream.receive(*publisher.sent[0])
     assert stream.receive(*publisher.sent[2]) == ReplayRequest(0)
-    stream.receive(*publisher.sent[4])  # the third is lost, behind the replay's back
+    stream.receive(*publisher.sent[4])  # batch 3 is lost while the replay is pending
     stream.receive(*publisher.sent[1])
     assert stream.replay_ended() == ReplayRequest(2)
     assert all(index.num_copies(number) for number in range(3))
-    assert stream.replay_ended() is None  # nothing came: it starts afresh
+    assert stream.replay_ended() is None  # nothing was replayed: the gap is skipped
     assert [number for number in range(6) if index.num_copies(number)] == [4]
 
 
 @pytest.mark.parametrize("has_snapshots", [False, True])
-def test_a_clock_that_is_set_back_costs_one_fresh_start(has_snapshots: bool) -> None:
+def test_clock_set_back_causes_one_reset(has_snapshots: bool) -> None:
     index, publisher = ChunkIndex(1), Publisher(clock=1000.0)
     stream = EventStream(index, 0, asks_snapshots=has_snapshots)
     if has_snapshots:

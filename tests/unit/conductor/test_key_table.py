@@ -1,4 +1,4 @@
-"""A table of keys behaves as a dict does, while it grows and after much was removed."""
+"""A key table behaves like a dict, while it grows and after many removals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ KEYS = st.lists(st.integers(0, 400) | st.integers(0, 2**64 - 1), max_size=120)
 
 @given(st.lists(st.tuples(st.sampled_from(["add", "change", "remove"]), KEYS), max_size=25))
 @settings(deadline=None, max_examples=60)
-def test_it_is_a_dict(steps: list[tuple[str, list[int]]]) -> None:
+def test_key_table_behaves_like_a_dict(steps: list[tuple[str, list[int]]]) -> None:
     table, truth = KeyTable(), {}
     for number, (act, given_keys) in enumerate(steps, 1):
         keys = list(dict.fromkeys(given_keys))
@@ -41,7 +41,7 @@ def test_it_is_a_dict(steps: list[tuple[str, list[int]]]) -> None:
     assert [table.get(key) for key in known] == list(truth.values())
 
 
-def test_growing_and_removing_much() -> None:
+def test_table_reuses_slots_while_growing_and_removing() -> None:
     rng, table, live = random.Random(1), KeyTable(), {}
     for number in range(1, 1500):
         keys = [rng.getrandbits(64) for _ in range(64)]
@@ -55,15 +55,15 @@ def test_growing_and_removing_much() -> None:
         if number % 50 == 0:
             assert table.find(as_keys(list(live))).tolist() == list(live.values())
     assert len(table) == len(live)
-    assert table._buckets.num_buckets * 8 <= 8 * len(live), "places of removed keys are used again"
+    assert table._buckets.num_buckets * 8 <= 8 * len(live), "slots of removed keys are reused"
 
 
-def test_a_scan_finds_every_key_and_what_it_was() -> None:
+def test_scan_returns_every_key_and_its_value() -> None:
     rng, table = random.Random(2), KeyTable()
     keys = [rng.getrandbits(64) for _ in range(5000)]
     for start in range(0, 5000, 100):
         table.add(as_keys(keys[start : start + 100]), start // 100 + 1)
-    table.scan(1.0)  # ends the growth
+    table.scan(1.0)  # completes the growth
     found = {}
     for _ in range(8):
         some, numbers = table.scan(1 / 8)
@@ -71,7 +71,7 @@ def test_a_scan_finds_every_key_and_what_it_was() -> None:
     assert found == {key: at // 100 + 1 for at, key in enumerate(keys)}
 
 
-def test_a_key_that_looks_like_an_empty_place_is_a_key() -> None:
+def test_key_that_mixes_to_the_empty_marker_is_stored() -> None:
     table = KeyTable()
     key = 0x9E3779B97F4A7C15
     assert table.find(as_keys([key])).tolist() == [0]
@@ -81,7 +81,7 @@ def test_a_key_that_looks_like_an_empty_place_is_a_key() -> None:
     assert (len(table), table.get(key)) == (0, 0)
 
 
-def test_keys_that_crowd_into_one_bucket_are_found() -> None:
+def test_keys_of_one_bucket_are_found() -> None:
     table = KeyTable()
     inverse = pow(0xD6E8FEB86659FD93, -1, 1 << 64)
     mixed = np.arange(2, 42, dtype=np.uint64)  # all in the first bucket

@@ -1,4 +1,4 @@
-"""KV events are read in every form that engines write them in."""
+"""KV events are decoded in every format that engines publish."""
 
 from __future__ import annotations
 
@@ -44,22 +44,22 @@ WANTED = (
 
 @pytest.mark.parametrize("events", [AS_MAPS, AS_ARRAYS])
 @pytest.mark.parametrize("as_map", [True, False])
-def test_maps_and_arrays_say_the_same(events, as_map: bool) -> None:
+def test_maps_and_arrays_decode_alike(events, as_map: bool) -> None:
     batch = {"ts": 1.5, "events": events, "data_parallel_rank": 3} if as_map else [1.5, events, 3]
     found = decode_batch(PACK(batch))
     assert found.events == WANTED
     assert (found.published_at, found.data_parallel_rank, found.num_skipped) == (1.5, 3, 0)
 
 
-def test_defaults_may_be_left_out_and_unknown_types_are_counted() -> None:
+def test_defaults_are_optional_and_unknown_types_are_counted() -> None:
     found = decode_batch(PACK([1, [["BlockRemoved", [b"\x01" * 32]], {"type": "Novel"}]]))
     assert found.events == (BlocksRemoved((0x0101010101010101,), Tier.DEVICE),)
     assert (found.data_parallel_rank, found.num_skipped) == (None, 1)
 
 
 @pytest.mark.parametrize("medium", ["STORAGE", "DISK", "TAPE"])
-def test_a_medium_that_is_no_memory_is_a_slow_one(medium: str) -> None:
-    """vLLM's word, SGLang's and that of our older stores, and one that nobody knows."""
+def test_storage_and_unknown_media_are_the_disk_tier(medium: str) -> None:
+    """The name that vLLM uses, the one of SGLang and our older stores, and an unknown one."""
     event = {"type": "BlockRemoved", "block_hashes": [1], "medium": medium}
     assert decode_batch(PACK([1, [event]])).events == (BlocksRemoved((1,), Tier.DISK),)
 
@@ -84,12 +84,12 @@ def test_a_medium_that_is_no_memory_is_a_slow_one(medium: str) -> None:
         PACK([1, 5]),
     ],
 )
-def test_anything_else_is_refused(raw: bytes) -> None:
+def test_malformed_message_is_rejected(raw: bytes) -> None:
     with pytest.raises(MalformedEvent):
         decode_batch(raw)
 
 
-def test_sequence_numbers() -> None:
+def test_sequence_numbers_are_decoded() -> None:
     assert decode_sequence((5).to_bytes(8, "big")) == 5
     assert decode_sequence((5).to_bytes(8, "big") + bytes(16)) == 5
     assert decode_sequence(b"\xff" * 8) == -1

@@ -1,4 +1,4 @@
-"""Policies: the published algorithm to the letter, and what must hold for every one of them."""
+"""Policies: Mooncake's published algorithm exactly, and properties of every policy."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ EVERY = pytest.mark.parametrize("policy", sorted(POLICIES))
 
 
 def algorithm_1(own, queues, sending, num_chunks, threshold: float, form: Boundary):
-    """The paper's pseudo-code, line by line, with scalars; the TTFT of each instance.
+    """The paper's pseudo-code, line by line, in scalars; returns the TTFT of each instance.
 
-    Own are prefix lengths in chunks; a ratio to 0 is infinite if anybody has a prefix, else 1.
+    ``own`` has prefix lengths in chunks. A ratio to a length of 0 is infinite if any instance has
+    a prefix, else 1.
     """
     n = num_chunks * CHUNK + 1
     best_len = max(own)
@@ -60,7 +61,7 @@ def algorithm_1(own, queues, sending, num_chunks, threshold: float, form: Bounda
     st.sampled_from(Boundary),
 )
 @settings(deadline=None, max_examples=300)
-def test_mooncake_chooses_as_the_pseudo_code_does(state, num_chunks, threshold, form) -> None:
+def test_mooncake_policy_follows_the_pseudo_code(state, num_chunks, threshold, form) -> None:
     conductor = make_conductor(len(state))
     own = [min(length, num_chunks) for length, _, _ in state]
     for slot, (_, queue, sending) in enumerate(state):
@@ -76,7 +77,7 @@ def test_mooncake_chooses_as_the_pseudo_code_does(state, num_chunks, threshold, 
         assert choice.ttft == pytest.approx(wanted[choice.slot])
 
 
-def test_the_two_forms_differ_at_equality_only() -> None:
+def test_threshold_variants_differ_only_at_equality() -> None:
     import numpy as np
 
     own = np.array([0, 1, 2, 3, 4])
@@ -88,7 +89,7 @@ def test_the_two_forms_differ_at_equality_only() -> None:
 
 
 @EVERY
-def test_no_prefix_anywhere_divides_by_nothing(policy: str) -> None:
+def test_prompt_without_a_cached_prefix_is_routed(policy: str) -> None:
     conductor = make_conductor(3, policy=policy)
     decision = conductor.route(ask("r", 4), now=0.0)
     assert decision.prefill.num_reused == 0
@@ -97,7 +98,7 @@ def test_no_prefix_anywhere_divides_by_nothing(policy: str) -> None:
 
 
 @EVERY
-def test_a_prompt_that_is_held_whole_still_computes_its_last_token(policy: str) -> None:
+def test_fully_cached_prompt_computes_its_last_token(policy: str) -> None:
     conductor = make_conductor(1, policy=policy)
     hold(conductor, 0, 4)
     request = ask("r", 4)
@@ -106,8 +107,8 @@ def test_a_prompt_that_is_held_whole_still_computes_its_last_token(policy: str) 
 
 
 @EVERY
-def test_no_herd(policy: str) -> None:
-    """Different prompts at one moment: no instance gets more than three times its part."""
+def test_distinct_prompts_are_spread(policy: str) -> None:
+    """Of 400 different prompts, each of four instances gets between 1/3 and 3 times its share."""
     conductor = make_conductor(4, policy=policy)
     hold(conductor, 0, 1)
     counts = [0] * 4
@@ -128,7 +129,7 @@ def test_no_herd(policy: str) -> None:
 )
 @settings(deadline=None, max_examples=200)
 @pytest.mark.parametrize("policy", ["mooncake", "cost", "cache-local"])
-def test_more_load_never_lowers_the_expected_time(
+def test_longer_queues_never_lower_the_expected_ttft(
     policy: str, num_chunks: int, own: int, others: int, queue: float, more: float
 ) -> None:
     expected = []
@@ -142,7 +143,7 @@ def test_more_load_never_lowers_the_expected_time(
     assert expected[0] <= expected[1] + 1e-9
 
 
-def test_cost_fetches_from_a_busy_holder_and_recomputes_what_is_slow_to_fetch() -> None:
+def test_cost_policy_fetches_from_a_busy_holder_unless_the_link_is_busy() -> None:
     conductor = make_conductor(2)
     hold(conductor, 0, 32)
     conductor.fleet.queues.enter(0, "long", 60.0, 1, now=0.0)
@@ -154,7 +155,7 @@ def test_cost_fetches_from_a_busy_holder_and_recomputes_what_is_slow_to_fetch() 
     assert choice.plan is not Plan.FETCH
 
 
-def test_cost_puts_a_prefix_together_from_several_holders() -> None:
+def test_cost_policy_fetches_a_prefix_from_several_holders() -> None:
     conductor = make_conductor(3)
     conductor.index.stored(0, Tier.DEVICE, range(16))
     conductor.index.stored(1, Tier.DEVICE, range(16, 32))
@@ -166,7 +167,7 @@ def test_cost_puts_a_prefix_together_from_several_holders() -> None:
     assert choice.num_reused == 32 * CHUNK
 
 
-def test_cost_joins_a_sibling_that_is_being_computed() -> None:
+def test_cost_policy_joins_a_prefix_that_is_being_computed() -> None:
     conductor = make_conductor(2)
     first = conductor.route(ask("first", 64), now=0.0).prefill
     conductor.fleet.queues.enter(1 - first.slot, "another", 10.0, 1, now=0.0)
@@ -175,7 +176,7 @@ def test_cost_joins_a_sibling_that_is_being_computed() -> None:
     assert second.ttft <= first.ttft + 0.5
 
 
-def test_what_lies_on_disk_is_worth_less_than_what_lies_in_memory() -> None:
+def test_host_memory_is_preferred_to_disk() -> None:
     conductor = make_conductor(2)
     hold(conductor, 0, 32, Tier.DISK)
     hold(conductor, 1, 32, Tier.HOST)
@@ -184,7 +185,7 @@ def test_what_lies_on_disk_is_worth_less_than_what_lies_in_memory() -> None:
 
 
 @pytest.mark.parametrize(("num_asked", "is_kept"), [(None, True), (0, True), (50, False)])
-def test_a_copy_is_kept_if_it_is_worth_more_than_what_it_pushes_out(num_asked, is_kept) -> None:
+def test_copy_is_kept_if_hotter_than_the_chunk_it_evicts(num_asked, is_kept) -> None:
     conductor = make_conductor(2)
     hold(conductor, 0, 32)
     conductor.fleet.queues.enter(0, "long", 60.0, 1, now=0.0)
@@ -198,26 +199,26 @@ def test_a_copy_is_kept_if_it_is_worth_more_than_what_it_pushes_out(num_asked, i
     assert choice.keeps_copy is is_kept
 
 
-def test_an_instance_whose_cache_is_full_of_what_is_needed_is_spared_copies() -> None:
-    """Between two that are as busy, what would have to be copied stays where it is."""
+def test_instance_with_a_hot_cache_is_avoided_for_copies() -> None:
+    """If two instances are about equally busy, the prefix is used where it is cached."""
     conductor = make_conductor(2, link_gb_s=1000.0)
     hold(conductor, 0, 32)
     conductor.index.stored(1, Tier.HOST, [999])
     for _ in range(50):
         conductor.heat.touch([999, *range(32)], now=0.0)
     conductor.fleet.queues.enter(0, "a little more", 0.05, 1, now=0.0)
-    assert situation_slot(conductor, 0.0) == 1
+    assert chosen_slot(conductor, 0.0) == 1
     conductor.reports.report(1, 999)
-    assert situation_slot(conductor, 0.0) == 0
+    assert chosen_slot(conductor, 0.0) == 0
 
 
-def situation_slot(conductor, now: float) -> int:
+def chosen_slot(conductor, now: float) -> int:
     decision = conductor.route(ask("r", 32), now=now)
     conductor.ended("r", now=now)
     return decision.prefill.slot
 
 
-def test_heat_decays_by_half_in_a_half_life() -> None:
+def test_heat_halves_in_a_half_life() -> None:
     heat = HeatMeter(half_life_s=10.0)
     heat.touch([1], now=0.0)
     heat.touch([1], now=10.0)
@@ -226,7 +227,7 @@ def test_heat_decays_by_half_in_a_half_life() -> None:
     assert heat.of(2, now=20.0) == 0.0
 
 
-def test_heat_forgets_what_was_not_asked_for_in_two_generations() -> None:
+def test_heat_drops_keys_untouched_for_two_generations() -> None:
     heat = HeatMeter(half_life_s=10.0, max_chunks=2)
     heat.touch([1, 2], now=0.0)
     heat.touch([1, 3], now=10.0)
@@ -238,22 +239,22 @@ def test_heat_forgets_what_was_not_asked_for_in_two_generations() -> None:
     assert heat.of(4, now=20.0 + 10.0 * 5000) == pytest.approx(1.0)
 
 
-def test_a_load_hides_behind_the_queue_then_behind_the_layers() -> None:
+def test_load_overlaps_with_the_queue_and_the_layers() -> None:
     assert behind_queue(2.0, 1.0, 1.0, 10) == 3.0
     assert behind_queue(0.0, 2.0, 1.0, 10) == pytest.approx(2.1)
 
 
-def test_an_unknown_policy_is_refused_with_the_names_that_there_are() -> None:
+def test_unknown_policy_is_rejected_with_the_known_names() -> None:
     with pytest.raises(ConductorConfigError, match="no policy 'best': there are random"):
         make_conductor(1, policy="best")
 
 
-def test_an_empty_fleet_is_an_error_of_its_own() -> None:
+def test_empty_fleet_raises_unknown_instance() -> None:
     with pytest.raises(UnknownInstance, match="no prefill instance"):
         make_conductor(0).route(ask("r", 1), now=0.0)
 
 
-def test_sglang_takes_the_longest_match_unless_queues_are_far_apart() -> None:
+def test_sglang_policy_takes_the_longest_match_unless_queues_differ_widely() -> None:
     conductor = make_conductor(3, policy="sglang")
     hold(conductor, 1, 8)
     assert conductor.route(ask("long match", 10), now=0.0).prefill.slot == 1
@@ -272,7 +273,9 @@ def test_sglang_takes_the_longest_match_unless_queues_are_far_apart() -> None:
         (True, False, Plan.RECOMPUTE),
     ],
 )
-def test_only_what_can_be_fetched_is(policy: str, sends: bool, fetches: bool, plan: Plan) -> None:
+def test_prefix_is_fetched_only_between_capable_instances(
+    policy: str, sends: bool, fetches: bool, plan: Plan
+) -> None:
     conductor = make_conductor(2, policy=policy)
     hold(conductor, 0, 40)
     conductor.fleet.queues.enter(0, "before", 60.0, 1, now=0.0)
@@ -283,7 +286,7 @@ def test_only_what_can_be_fetched_is(policy: str, sends: bool, fetches: bool, pl
     assert math.isfinite(choice.ttft)
 
 
-def test_a_decode_instance_that_can_send_is_fetched_from() -> None:
+def test_prefix_is_fetched_from_a_decode_instance_that_can_send() -> None:
     conductor = make_conductor(1, policy="cost")
     hold(conductor, 1, 40)
     assert conductor.route(ask("r", 40), 0.0).prefill.plan is Plan.RECOMPUTE
@@ -294,7 +297,7 @@ def test_a_decode_instance_that_can_send_is_fetched_from() -> None:
     assert [fetch.source for fetch in choice.fetches] == [1]
 
 
-def test_who_takes_a_slot_later_shares_as_all_do() -> None:
+def test_reused_slot_has_default_sharing() -> None:
     conductor = make_conductor(2, policy="cost")
     conductor.fleet.share_prefixes(1, sends=False, fetches=False)
     conductor.remove(1, 0.0)

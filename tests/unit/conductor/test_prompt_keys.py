@@ -1,4 +1,4 @@
-"""Keys of a prompt's chunks: prefixes share them, other adapters and tenants don't."""
+"""Chunk keys of a prompt: shared by equal prefixes, distinct between adapters and tenants."""
 
 from __future__ import annotations
 
@@ -18,15 +18,13 @@ IDS = st.lists(st.integers(0, 2**31), max_size=300)
 
 
 @given(IDS, IDS)
-def test_what_two_prompts_have_in_common_has_the_same_keys(
-    first: list[int], tail: list[int]
-) -> None:
+def test_equal_prefixes_have_equal_keys(first: list[int], tail: list[int]) -> None:
     short, long = token_keys(first), token_keys([*first, *tail])
     assert long[: len(short)] == short
     assert len(long) == len([*first, *tail]) // CHUNK_TOKENS
 
 
-def test_another_token_changes_all_keys_from_there_on() -> None:
+def test_changed_token_changes_all_later_keys() -> None:
     ids = list(range(5 * CHUNK_TOKENS))
     changed = [*ids]
     changed[2 * CHUNK_TOKENS] += 1
@@ -34,7 +32,7 @@ def test_another_token_changes_all_keys_from_there_on() -> None:
     assert same == [True, True, False, False, False]
 
 
-def test_other_adapters_tenants_and_kinds_share_nothing() -> None:
+def test_adapters_tenants_and_text_keys_are_distinct() -> None:
     roots = {chain_root(), chain_root("a"), chain_root("", "a"), chain_root("a", "a")}
     assert len(roots) == 4
     ids = [0] * CHUNK_TOKENS
@@ -42,11 +40,11 @@ def test_other_adapters_tenants_and_kinds_share_nothing() -> None:
     assert len(keys) == 5
 
 
-def test_a_repeated_chunk_has_another_key_each_time_and_long_prompts_end() -> None:
+def test_repeated_chunks_have_distinct_keys_up_to_max_chunks() -> None:
     keys = token_keys([7] * (CHUNK_TOKENS * (MAX_CHUNKS + 3)))
     assert len(keys) == MAX_CHUNKS
     assert all(a != b for a, b in pairwise(keys))
 
 
-def test_ids_that_no_model_has_give_no_keys() -> None:
+def test_invalid_token_ids_give_no_keys() -> None:
     assert token_keys([-1] * CHUNK_TOKENS) == ()

@@ -1,4 +1,4 @@
-"""Publishers' hashes become chunks: of any block size, tier, tenant and adapter."""
+"""Published blocks of any block size, tier, tenant and adapter become chunk keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mooncake_conductor.index.published_blocks import (
 
 
 class Cache:
-    """An instance that names its blocks in its own way and evicts tails first."""
+    """An instance with its own block hashes, which evicts chain tails first."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
@@ -35,7 +35,7 @@ class Cache:
         self.parents: dict[int, int | None] = {}
 
     def store(self, ids: list[int]) -> BlocksStored | None:
-        """The event of a prompt's blocks that are new."""
+        """Store a prompt; return the event of its new blocks, if there are any."""
         new, tokens, parent, first_parent = [], [], None, None
         for end in range(self.block_size, len(ids) + 1, self.block_size):
             prefix = tuple(ids[:end])
@@ -53,7 +53,7 @@ class Cache:
         return stored
 
     def evict(self) -> BlocksRemoved | None:
-        """A block that no other one follows."""
+        """Evict a block that is no other block's parent; return the event."""
         leaf = next((name for name in self.held if name not in self.parents.values()), None)
         if leaf is None:
             return None
@@ -61,7 +61,7 @@ class Cache:
         return BlocksRemoved((leaf,), Tier.DEVICE)
 
     def keys(self) -> set[int]:
-        """What the index should know."""
+        """Return the chunk keys that the index should have."""
         return {key for prefix in self.held.values() for key in token_keys(prefix)}
 
 
@@ -70,12 +70,12 @@ PROMPTS = st.lists(st.one_of(st.integers(0, 3), st.none()), min_size=1, max_size
 
 @given(PROMPTS, st.sampled_from([16, 32, 48, 64, 128]), st.integers(0, 5))
 @settings(deadline=None, max_examples=150)
-def test_the_index_knows_exactly_the_whole_chunks(steps, block_size, seed) -> None:
+def test_index_has_exactly_the_complete_chunks(steps, block_size, seed) -> None:
     cache, index = Cache(block_size), ChunkIndex(1)
     stream = EventStream(index, 0, PublishedBlocks())
     known: set[int] = set()
     for number, step in enumerate(steps):
-        # Prompts share beginnings: 96 tokens of one of two, then their own.
+        # Prompts begin with one of two shared prefixes of 96 tokens, followed by their own tokens.
         ids = None if step is None else [step % 2] * 96 + [step + seed] * (100 * (number % 4))
         event = cache.evict() if ids is None else cache.store(ids)
         events = () if event is None else (event,)
@@ -85,7 +85,7 @@ def test_the_index_knows_exactly_the_whole_chunks(steps, block_size, seed) -> No
         assert found == cache.keys()
 
 
-def test_a_chunk_is_held_while_one_of_two_blocks_that_begin_with_it_is() -> None:
+def test_chunk_is_held_until_both_blocks_with_it_are_removed() -> None:
     beginning, blocks = list(range(CHUNK_TOKENS)), PublishedBlocks()
     [key] = token_keys(beginning)
     size = 2 * CHUNK_TOKENS
@@ -97,7 +97,7 @@ def test_a_chunk_is_held_while_one_of_two_blocks_that_begin_with_it_is() -> None
     assert len(blocks) == 0
 
 
-def test_a_part_of_a_prompt_follows_on_what_another_publisher_has() -> None:
+def test_chain_continues_from_a_block_of_another_publisher() -> None:
     ids, names = list(range(2 * CHUNK_TOKENS)), BlockNames(capacity=2)
     keys = token_keys(ids)
     first, second = PublishedBlocks(names), PublishedBlocks(names)
@@ -111,11 +111,11 @@ def test_a_part_of_a_prompt_follows_on_what_another_publisher_has() -> None:
     assert second.num_orphans == 0
     for name in (3, 4):
         first.stored(BlocksStored((name,), None, CHUNK_TOKENS, Tier.HOST, (name,) * CHUNK_TOKENS))
-    assert second.stored(tail) == (), "what is known of others has a bound"
+    assert second.stored(tail) == (), "names of other publishers' blocks are bounded"
 
 
 def _chunk_event(number: int, tier: Tier = Tier.HOST) -> BlocksStored:
-    """The block of the so many-th chunk of one prompt, whose hash is that number."""
+    """Return the event of chunk ``number`` of one prompt, as a block whose hash is that number."""
     ids = range(number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS)
     return BlocksStored((number,), number - 1 if number else None, CHUNK_TOKENS, tier, tuple(ids))
 
@@ -124,14 +124,14 @@ PROMPT_KEYS = token_keys(list(range(6 * CHUNK_TOKENS)))
 
 
 class Stores:
-    """Stores that call blocks alike, and what an index is told of them."""
+    """Stores with common block hashes, and the index that receives their events."""
 
     def __init__(self, count: int) -> None:
         self.names, self.index = BlockNames(), ChunkIndex(count)
         self.blocks = [PublishedBlocks(self.names) for _ in range(count)]
         self.streams = [EventStream(self.index, n, b) for n, b in enumerate(self.blocks)]
 
-    def say(self, store: int, *events: BlocksStored | BlocksRemoved) -> None:
+    def publish(self, store: int, *events: BlocksStored | BlocksRemoved) -> None:
         stream = self.streams[store]
         stream.receive(stream.expected, EventBatch(float(stream.expected), events))
         for _ in self.names.tell():
@@ -141,37 +141,37 @@ class Stores:
         return self.index.digest(store, tier)[0]
 
 
-def test_what_follows_on_another_s_block_is_placed_once_that_is_known() -> None:
+def test_orphan_blocks_are_indexed_once_their_parent_is_known() -> None:
     stores = Stores(2)
-    stores.say(0, _chunk_event(1), _chunk_event(3), _chunk_event(1, Tier.DISK), _chunk_event(5))
+    stores.publish(0, _chunk_event(1), _chunk_event(3), _chunk_event(1, Tier.DISK), _chunk_event(5))
     assert (stores.held(0), stores.blocks[0].num_orphans) == (0, 3)
-    stores.say(1, _chunk_event(2))  # it waits as well
-    stores.say(1, _chunk_event(0))  # 0, then the other store's 1, the own 2, the other's 3
+    stores.publish(1, _chunk_event(2))  # an orphan, too
+    stores.publish(1, _chunk_event(0))  # resolves 0, store 0's 1, its own 2, store 0's 3
     assert (stores.held(0), stores.held(0, Tier.DISK), stores.held(1)) == (2, 1, 2)
     assert [stores.index.num_copies(key) for key in PROMPT_KEYS] == [1, 1, 1, 1, 0, 0]
     assert [each.num_orphans for each in stores.blocks] == [1, 0]
-    stores.say(0, _chunk_event(4))
+    stores.publish(0, _chunk_event(4))
     assert (stores.held(0), stores.blocks[0].num_orphans) == (4, 0)
 
 
-def test_what_is_gone_before_its_parent_is_known_is_not_placed() -> None:
+def test_orphan_removed_before_its_parent_is_known_is_not_indexed() -> None:
     stores = Stores(3)
-    stores.say(0, _chunk_event(1), _chunk_event(1, Tier.DISK), BlocksRemoved((1,), Tier.HOST))
-    stores.say(1, _chunk_event(1), BlocksRemoved((1,), Tier.HOST))
-    stores.say(2, _chunk_event(1))
+    stores.publish(0, _chunk_event(1), _chunk_event(1, Tier.DISK), BlocksRemoved((1,), Tier.HOST))
+    stores.publish(1, _chunk_event(1), BlocksRemoved((1,), Tier.HOST))
+    stores.publish(2, _chunk_event(1))
     stores.streams[2].end()
     assert [each.num_orphans for each in stores.blocks] == [1, 0, 0]
-    stores.say(1, _chunk_event(0))
+    stores.publish(1, _chunk_event(0))
     assert [stores.held(store) for store in range(3)] == [0, 1, 0]
     assert [stores.held(store, Tier.DISK) for store in range(3)] == [1, 0, 0]
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), unique=True), st.integers(1, 2))
 @settings(deadline=None, max_examples=100)
-def test_in_whatever_order_stores_speak_the_index_knows_the_same(said, times) -> None:
+def test_index_does_not_depend_on_the_order_of_stores(said, times) -> None:
     stores = Stores(3)
     for store, number in said:
-        stores.say(store, *[_chunk_event(number)] * times)
+        stores.publish(store, *[_chunk_event(number)] * times)
     known = {number for _, number in said}
     num_leading = next(number for number in range(7) if number not in known)
     expected = [sum(at == key for _, at in said) for key in range(num_leading)]
@@ -179,16 +179,16 @@ def test_in_whatever_order_stores_speak_the_index_knows_the_same(said, times) ->
     assert not any(stores.index.num_copies(key) for key in PROMPT_KEYS[num_leading:])
 
 
-def test_what_waits_for_a_parent_has_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_orphan_blocks_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(published_blocks, "MAX_ORPHAN_TOKENS", CHUNK_TOKENS)
     stores = Stores(2)
-    stores.say(0, _chunk_event(1), _chunk_event(3))
-    assert stores.blocks[0].num_orphans == 2, "it is asked again for the other one"
-    stores.say(1, _chunk_event(0), _chunk_event(2))
+    stores.publish(0, _chunk_event(1), _chunk_event(3))
+    assert stores.blocks[0].num_orphans == 2, "the one beyond the bound is counted, but not kept"
+    stores.publish(1, _chunk_event(0), _chunk_event(2))
     assert (stores.held(0), stores.blocks[0].num_orphans) == (1, 1)
 
 
-def test_a_copy_in_host_memory_needs_no_tokens() -> None:
+def test_block_copied_to_host_memory_needs_no_tokens() -> None:
     ids, blocks = list(range(CHUNK_TOKENS)), PublishedBlocks()
     [key] = token_keys(ids)
     names = (1, 2, 3, 4)
@@ -212,7 +212,7 @@ def test_a_copy_in_host_memory_needs_no_tokens() -> None:
     ],
     ids=["odd size", "unknown parent", "too few tokens", "no tokens"],
 )
-def test_what_can_t_be_named_is_counted_and_claimed_nowhere(event: BlocksStored) -> None:
+def test_unusable_blocks_are_counted_and_not_indexed(event: BlocksStored) -> None:
     blocks = PublishedBlocks()
     assert blocks.stored(event) == ()
     assert (blocks.num_unknown, len(blocks)) == (2, 0)
@@ -244,22 +244,22 @@ def published(**fields) -> bytes:
             chain_root("a", "a"),
         ),
     ],
-    ids=["plain", "salt", "adapter", "both", "both of one name"],
+    ids=["plain", "salt", "adapter", "both", "both with one name"],
 )
-def test_tenants_and_adapters_have_their_own_keys(fields, root) -> None:
+def test_tenants_and_adapters_have_distinct_keys(fields, root) -> None:
     [event] = decode_batch(published(**fields)).events
     assert isinstance(event, BlocksStored)
     assert PublishedBlocks().stored(event) == token_keys(list(range(CHUNK_TOKENS)), root)
 
 
-def test_blocks_of_an_adapter_without_a_name_are_not_the_models() -> None:
-    """Older publishers say a number only; requests have a name."""
+def test_blocks_of_an_unnamed_adapter_are_not_indexed() -> None:
+    """Older publishers send only ``lora_id``; requests name their adapter."""
     [event] = decode_batch(published(lora_id=1)).events
     assert isinstance(event, BlocksStored)
     assert PublishedBlocks().stored(event) == ()
 
 
-def test_the_names_of_adapters_are_kept_as_far_as_there_is_room() -> None:
+def test_adapter_names_are_bounded() -> None:
     adapters: set[str] = set()
     blocks = PublishedBlocks(None, adapters)
     for number in range(MAX_ADAPTERS + 1):
@@ -269,7 +269,7 @@ def test_the_names_of_adapters_are_kept_as_far_as_there_is_room() -> None:
     assert len(adapters) == MAX_ADAPTERS
 
 
-def test_blocks_with_an_image_are_not_named_by_their_tokens() -> None:
+def test_blocks_with_an_image_are_not_indexed() -> None:
     [event] = decode_batch(published(extra_keys=[None, ["image hash"], None, None])).events
     assert isinstance(event, BlocksStored)
     assert PublishedBlocks().stored(event) == ()

@@ -1,4 +1,4 @@
-"""Data-parallel ranks of one instance publish apart: the index has what any of them holds."""
+"""Data-parallel ranks of an instance publish separately: the index has their union."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ changes = st.tuples(
 
 @given(st.lists(changes, max_size=40))
 @settings(deadline=None)
-def test_a_chunk_is_the_instances_from_its_first_rank_to_its_last(done) -> None:
+def test_instance_holds_a_chunk_while_any_rank_does(done) -> None:
     index = ChunkIndex(4)
     holdings = PublisherHoldings(index, NUM_RANKS)
     held = {(rank, tier): set() for rank in range(NUM_RANKS) for tier in Tier}
@@ -41,7 +41,7 @@ def test_a_chunk_is_the_instances_from_its_first_rank_to_its_last(done) -> None:
             assert holdings.publishers[rank].digest(SLOT, tier)[0] == len(held[rank, tier])
 
 
-def test_each_rank_has_its_own_beginning_of_a_prompt() -> None:
+def test_leading_chunks_are_counted_per_rank() -> None:
     holdings = PublisherHoldings(ChunkIndex(4), NUM_RANKS)
     first, second, third = holdings.publishers
     first.stored(SLOT, Tier.DEVICE, [5, 6])
@@ -54,7 +54,7 @@ def test_each_rank_has_its_own_beginning_of_a_prompt() -> None:
     assert holdings.leading_chunks([5, 6, 7]) == [2, 1, 0]
 
 
-def test_a_store_is_no_rank_and_outlives_what_devices_forget() -> None:
+def test_chunks_of_a_store_outlive_those_of_the_ranks() -> None:
     index = ChunkIndex(4)
     holdings = PublisherHoldings(index, 1, num_stores=1)
     rank, store = holdings.publishers
@@ -66,7 +66,7 @@ def test_a_store_is_no_rank_and_outlives_what_devices_forget() -> None:
     assert (found.device[SLOT], found.local[SLOT]) == (0, 3)
 
 
-def test_an_instance_is_as_healthy_as_its_worst_rank() -> None:
+def test_instance_is_healthy_only_if_all_ranks_are() -> None:
     index = ChunkIndex(4)
     first, second, _ = PublisherHoldings(index, NUM_RANKS).publishers
     first.stored(SLOT, Tier.DEVICE, [5])

@@ -1,4 +1,4 @@
-"""Hot chunks are copied when all who hold them will be busy, once per cool-down."""
+"""Hot chunks are replicated if all their holders are busy, once per cool-down."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ RULE = ReplicationRule(busy_share=0.7, horizon_s=2.0, cooldown_s=60.0, min_heat=
 
 
 def busy_conductor(num_requests: int = 5):
-    """Slot 0 holds a hot prefix and has to send for 10 s; slots 1 and 2 are idle."""
+    """Slot 0 holds a hot prefix and is sending for 10 s, slot 1 is receiving for 1 s, slot 2 is
+    idle."""
     conductor = make_conductor(3, replication=RULE)
     hold(conductor, 0, 8)
     for _ in range(num_requests):
@@ -33,18 +34,18 @@ def proposed(conductor, now: float = 0.0) -> tuple[Replication, ...]:
     return conductor.route(ask("r", 8), now=now).replications
 
 
-def test_a_hot_run_goes_to_whoever_is_soonest_free_to_receive() -> None:
+def test_hot_run_is_copied_to_the_instance_with_the_earliest_free_link() -> None:
     assert proposed(busy_conductor()) == (Replication(0, 2, tuple(range(8))),)
 
 
-def test_nothing_is_copied_that_is_not_hot_or_whose_holder_is_free() -> None:
+def test_cold_run_or_idle_holder_is_not_replicated() -> None:
     assert proposed(busy_conductor(num_requests=0)) == ()
     conductor = busy_conductor()
     conductor.fleet.links.sending_until[0] = 1.3
     assert proposed(conductor) == ()
 
 
-def test_one_holder_that_is_free_is_enough() -> None:
+def test_one_idle_holder_prevents_replication() -> None:
     conductor = busy_conductor()
     hold(conductor, 1, 8)
     assert proposed(conductor) == ()
@@ -52,14 +53,14 @@ def test_one_holder_that_is_free_is_enough() -> None:
     assert proposed(conductor, now=0.1) == (Replication(0, 2, tuple(range(8))),)
 
 
-def test_a_key_cools_down() -> None:
+def test_replication_is_limited_by_the_cool_down() -> None:
     conductor = busy_conductor()
     conductor.fleet.links.sending_until[0] = 1000.0
     made = [bool(proposed(conductor, now)) for now in (0.0, 1.0, 59.0, 61.0)]
     assert made == [True, False, False, True]
 
 
-def test_what_is_hotter_is_not_pushed_out() -> None:
+def test_hotter_chunks_are_not_evicted_by_copies() -> None:
     conductor = busy_conductor()
     for slot in (1, 2):
         conductor.index.stored(slot, Tier.HOST, [999])
@@ -69,13 +70,13 @@ def test_what_is_hotter_is_not_pushed_out() -> None:
     assert proposed(conductor) == ()
 
 
-def test_settings_of_no_sense_are_refused() -> None:
+def test_invalid_replication_rule_is_rejected() -> None:
     with pytest.raises(ConductorConfigError, match="0 < busy share <= 1"):
         ReplicationRule(busy_share=0.0)
 
 
 def hot_trace(num_requests: int) -> list[TraceRequest]:
-    """A long shared prefix that all ask for, and a question of its own each."""
+    """Return requests with a long shared prefix and a question of their own each."""
     rng, shared = random.Random(3), tuple(range(64))
     return [
         TraceRequest(
@@ -88,7 +89,7 @@ def hot_trace(num_requests: int) -> list[TraceRequest]:
     ]
 
 
-def test_copies_made_ahead_are_found_in_the_simulator() -> None:
+def test_simulated_replication_keeps_the_index_exact_and_ttft_low() -> None:
     cluster = Cluster(6, 4, cold_start("llama-3-70b", "A800", 8), link_gb_s=6.0)
     simulation = Simulation(cluster, ConductorSettings(replication=ReplicationRule()))
     result = simulation.run(hot_trace(120))

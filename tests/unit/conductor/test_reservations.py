@@ -1,4 +1,4 @@
-"""No reservation outlives its request, whatever ends how."""
+"""No reservation outlives its request, however the request, its owner or an instance ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ENDINGS = ("finished", "ended", "late", "deadline", "owner", "prefill gone", "de
 
 
 def follow(conductor, name: str, stage: int, ending: str, now: float) -> None:
-    """Take a request to a stage (0 queued, 1 prefilled, 2 decoding) and let it end."""
+    """Advance a request to a stage (0 queued, 1 prefilled, 2 decoding), and end it."""
     if stage >= 1:
         conductor.prefilled(name, now + 1.0)
     if stage >= 2:
@@ -30,7 +30,7 @@ def follow(conductor, name: str, stage: int, ending: str, now: float) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.sampled_from(ENDINGS)), max_size=30))
 @settings(deadline=None, max_examples=150)
-def test_nothing_is_left_whatever_ends_how(requests) -> None:
+def test_no_ending_leaves_a_reservation(requests) -> None:
     conductor = make_conductor(3, 2)
     for number, (stage, ending) in enumerate(requests):
         name, now = f"r{number}", 10.0 * number
@@ -60,13 +60,13 @@ def test_nothing_is_left_whatever_ends_how(requests) -> None:
 
 
 @pytest.mark.parametrize("binds_late", [True, False])
-def test_kv_on_its_way_to_its_decode_instance_has_the_links(binds_late) -> None:
+def test_kv_transfer_reserves_the_links(binds_late) -> None:
     conductor = make_conductor(1, 1, binds_late=binds_late)
     links, request = conductor.fleet.links, ask("r", 40)
     compute = conductor.route(request, 0.0).prefill.compute
     conductor.prefilled("r", compute)
     moved = request.num_tokens * conductor.fleet.kv_bytes_per_token / links.bytes_per_s[0]
-    begun = compute if binds_late else 0.0  # pushed while it is computed
+    begun = compute if binds_late else 0.0  # pushed while the prompt is computed
     expected = pytest.approx(begun + links.setup_s + moved)
     assert (links.sending_until[0], links.receiving_until[1]) == (expected, expected)
     conductor.joined("r", compute + 0.01)
@@ -74,7 +74,7 @@ def test_kv_on_its_way_to_its_decode_instance_has_the_links(binds_late) -> None:
 
 
 @pytest.mark.parametrize("ending", ["ended", "finished", "decode gone", "again"])
-def test_what_never_goes_over_a_link_gives_it_back(ending) -> None:
+def test_cancelled_transfer_releases_its_links(ending) -> None:
     conductor = make_conductor(1, 2, binds_late=True)
     conductor.route(ask("r", 4000), 0.0)
     _, slot = conductor.prefilled("r", 1.0)
@@ -87,7 +87,7 @@ def test_what_never_goes_over_a_link_gives_it_back(ending) -> None:
     assert links.receiving_until.max() <= 5.0
 
 
-def test_tokens_that_the_decode_instance_has_are_not_sent_again() -> None:
+def test_tokens_cached_at_the_decode_instance_are_not_transferred() -> None:
     conductor = make_conductor(1, 2, binds_late=True)
     hold(conductor, 2, 40)
     conductor.route(ask("r", 40), 0.0)
@@ -101,7 +101,7 @@ def _latency(conductor, slot: int):
     return LatencyModel(*conductor.fleet.prefill[:, slot], *conductor.fleet.step[:, slot])
 
 
-def test_a_queue_is_what_was_promised_less_what_has_passed() -> None:
+def test_queue_is_the_reserved_time_minus_the_elapsed() -> None:
     conductor = make_conductor(1)
     queues, slots = conductor.fleet.queues, conductor.fleet.prefill_slots
     queues.enter(0, "a", 2.0, 10, now=0.0)
@@ -116,7 +116,7 @@ def test_a_queue_is_what_was_promised_less_what_has_passed() -> None:
     assert (queues.seconds(slots, now=10.0)[0], queues.num_tokens[0]) == (0.0, 0.0)
 
 
-def test_a_slot_is_given_again_and_reports_of_none_are_refused() -> None:
+def test_slot_is_reused_and_reports_for_a_removed_one_are_rejected() -> None:
     conductor = make_conductor(2, 1)
     conductor.remove(0, now=0.0)
     with pytest.raises(UnknownInstance, match="slot 0"):
@@ -128,7 +128,7 @@ def test_a_slot_is_given_again_and_reports_of_none_are_refused() -> None:
     conductor.measured_prefill(0, 100, 0, 1.0)
 
 
-def test_costs_follow_what_an_instance_reports() -> None:
+def test_costs_follow_the_reports_of_an_instance() -> None:
     conductor = make_conductor(1)
     for number in range(200):
         tokens = 1000 + 137 * (number % 50)

@@ -1,4 +1,4 @@
-"""Roles change on lasting shifts of load only, and only where nothing is left to do."""
+"""Roles change only after a lasting shift of load, and only on drained instances."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def load(prefill: float, decode: float) -> FleetLoad:
     return FleetLoad(prefill, decode, 4, 4)
 
 
-def test_a_state_is_left_in_the_middle_not_where_it_was_entered() -> None:
+def test_balance_state_has_hysteresis() -> None:
     balancer = RoleBalancer(RULE)
     seen = [
         balancer.observe(load(*at), now)
@@ -41,14 +41,14 @@ def test_a_state_is_left_in_the_middle_not_where_it_was_entered() -> None:
     assert balancer.observe(load(0.8, 0.95), 10.0) is Balance.EVEN
 
 
-def test_both_sides_short_is_for_the_autoscaler() -> None:
+def test_shortage_of_both_roles_is_left_to_the_autoscaler() -> None:
     balancer = RoleBalancer(RULE)
     assert balancer.observe(load(2.0, 2.0), 0.0) is Balance.EVEN
     assert load(1.4, 0.35).wanted(0.7) == (8, 2)
     assert load(0.0, 0.0).wanted() == (1, 1)
 
 
-def test_a_change_is_proposed_after_a_while_for_who_has_the_least_work() -> None:
+def test_change_is_proposed_after_a_delay_for_the_least_loaded_instance() -> None:
     conductor = make_conductor(2, 3)
     for number in range(4):
         conductor.ledger.bind(f"r{number}", 2 + number % 2, 0.0, 100, "default")
@@ -62,7 +62,7 @@ def test_a_change_is_proposed_after_a_while_for_who_has_the_least_work() -> None
     assert propose(31.0) is None
 
 
-def test_each_side_keeps_one() -> None:
+def test_each_role_keeps_one_instance() -> None:
     conductor = make_conductor(2, 1)
     balancer = RoleBalancer(RULE)
     proposals = [
@@ -79,7 +79,7 @@ def overloaded(num_prefill: int = 1, num_decode: int = 2):
     return conductor, changes
 
 
-def test_an_instance_drains_before_it_changes() -> None:
+def test_instance_drains_before_its_role_changes() -> None:
     conductor, changes = overloaded()
     decision = conductor.route(ask("r", 1), now=0.0)
     assert [changes.tick(now) for now in (0.0, 30.0)] == [None, None]
@@ -94,7 +94,7 @@ def test_an_instance_drains_before_it_changes() -> None:
     assert not conductor.fleet.is_draining.any()
 
 
-def test_what_is_in_use_does_not_change_and_is_given_back_when_the_load_turns() -> None:
+def test_busy_instance_keeps_its_role_and_stops_draining_when_load_reverses() -> None:
     conductor, changes = overloaded(num_decode=2)
     for slot in (1, 2):
         name = f"on {slot}"
@@ -107,7 +107,7 @@ def test_what_is_in_use_does_not_change_and_is_given_back_when_the_load_turns() 
     assert conductor.fleet.is_draining.sum() == 0
 
 
-def test_settings_of_no_sense_are_refused() -> None:
+def test_invalid_role_rule_is_rejected() -> None:
     with pytest.raises(ConductorConfigError, match="0 < low < high"):
         RoleRule(high=0.4, low=0.5)
     conductor = make_conductor(1)
@@ -115,8 +115,8 @@ def test_settings_of_no_sense_are_refused() -> None:
         RoleChanges(conductor.fleet, conductor.book, conductor.ledger, RULE, float("inf"))
 
 
-def test_in_the_simulator_a_shift_of_load_moves_nodes() -> None:
-    """Long prompts and short answers on 2 prefill and 6 decode nodes."""
+def test_simulated_load_shift_changes_roles() -> None:
+    """Long prompts and short answers on 1 prefill node and 7 decode nodes."""
     requests = [
         TraceRequest(0.8 * number, 16 * 512, 20, tuple(range(16 * number, 16 * number + 16)))
         for number in range(500)

@@ -1,4 +1,4 @@
-"""What the way through a proxy costs is found again, on idle and on busy decode instances."""
+"""The measured overhead of the path through a proxy, on idle and on busy decode instances."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ROW = DeviceRow("a", "b", 0.01, 1e-4, 0.0, STEP, 0.0, 0.0, 0.0, 0.0, first_token
 
 
 class Modelled:
-    """A proxy in front of instances with the costs of ``ROW``. The long answers end once all probes
-    have been answered, at once if ``is_hasty``."""
+    """A proxy in front of instances with the costs of ``ROW``. Long answers end once all probes
+    have been answered, or at once if ``is_hasty``."""
 
     model = "modelled"
 
@@ -42,7 +42,7 @@ class Modelled:
         ttft = FIRST_TOKEN + ROW.latency.prefill_seconds(len(prompt), 0)
         waits = HAND_OVER
         number = self._num_probes - len(PLAN.prompt_tokens) * (PLAN.repeats + 1)
-        if number >= 0:  # beside others, at any time in their steps
+        if number >= 0:  # on a busy instance, at any point of its steps
             waits += STEP * (self._join_steps + (number % 5) / 4)
             if number == 23:
                 self._has_probed.set()
@@ -55,7 +55,7 @@ class Modelled:
 
 
 @pytest.mark.parametrize("join_steps", [0, 1, 2])
-def test_the_way_is_found_again(join_steps: int) -> None:
+def test_measurement_recovers_the_overhead_of_the_path(join_steps: int) -> None:
     row = measure_path(ROW, Modelled(join_steps), PLAN)
     assert row.first_token == pytest.approx(FIRST_TOKEN)
     assert row.hand_over == pytest.approx(HAND_OVER)
@@ -63,7 +63,7 @@ def test_the_way_is_found_again(join_steps: int) -> None:
     assert row.latency == ROW.latency
 
 
-def test_answers_that_are_over_too_soon_are_asked_for_again_longer_then_named() -> None:
+def test_answers_that_end_early_are_retried_longer_then_reported() -> None:
     proxy = Modelled(is_hasty=True)
     with pytest.raises(CalibrationFailed, match="ask for more decode tokens"):
         measure_path(ROW, proxy, PLAN)

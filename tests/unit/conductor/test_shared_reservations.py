@@ -1,4 +1,4 @@
-"""Conductors that tell each other what they reserve see the same loads, and leak nothing."""
+"""Conductors that exchange their reservations see the same loads, and leak none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mooncake_conductor.shared_reservations import Moved, ReservationChange, Res
 
 
 def connect(first: Member, second: Member, clock: list[float]) -> None:
-    """What one reserves the other hears at once, through the wire's form."""
+    """Deliver each member's changes to the other at once, in the wire format."""
     encode = msgspec.json.Encoder().encode
     decode = msgspec.json.Decoder(ReservationChange).decode
     for one, other in ((first, second), (second, first)):
@@ -29,7 +29,7 @@ def connect(first: Member, second: Member, clock: list[float]) -> None:
     )
 )
 @settings(deadline=None, max_examples=80)
-def test_both_see_the_same_loads(steps: list[tuple[int, int, int, int]]) -> None:
+def test_both_members_see_the_same_loads(steps: list[tuple[int, int, int, int]]) -> None:
     clock = [0.0]
     members = [Member("a", NAMES), Member("b", NAMES[::-1])]
     connect(*members, clock)
@@ -61,7 +61,7 @@ def test_both_see_the_same_loads(steps: list[tuple[int, int, int, int]]) -> None
         assert not member.conductor.index._predictions._masks
 
 
-def test_two_that_place_at_once_do_not_choose_the_same_instance() -> None:
+def test_two_members_spread_concurrent_requests() -> None:
     clock = [0.0]
     first, second = Member("a", NAMES), Member("b", NAMES)
     connect(first, second, clock)
@@ -76,7 +76,7 @@ def test_two_that_place_at_once_do_not_choose_the_same_instance() -> None:
     assert sorted(names) == ["p0", "p0", "p1", "p1", "p2", "p2"]
 
 
-def test_a_prefix_that_another_one_is_computing_is_known() -> None:
+def test_prefix_computed_for_another_member_is_predicted() -> None:
     first, second = Member("a", NAMES), Member("b", NAMES[::-1])
     connect(first, second, [0.0])
     made = first.conductor.route(ask("x", 30, owner="a"), 0.0)
@@ -85,7 +85,7 @@ def test_a_prefix_that_another_one_is_computing_is_known() -> None:
     assert match.predicted[home] == 30
 
 
-def test_what_an_owner_has_reserved_goes_with_it() -> None:
+def test_reservations_of_a_departed_owner_are_released() -> None:
     first, second = Member("a", NAMES), Member("b", NAMES)
     connect(first, second, [0.0])
     first.conductor.route(ask("x", 3, owner="a"), 0.0)
@@ -93,7 +93,7 @@ def test_what_an_owner_has_reserved_goes_with_it() -> None:
     assert len(second.conductor.book) == 2
     second.conductor.book.release_owner("a", 1.0)
     assert len(second.conductor.book) == 1
-    assert len(first.conductor.book) == 2, "nobody but the owner tells of its reservations"
+    assert len(first.conductor.book) == 2, "only the owner publishes its reservations"
 
 
 @pytest.mark.parametrize(
@@ -104,14 +104,14 @@ def test_what_an_owner_has_reserved_goes_with_it() -> None:
         Moved("never heard of", "finished"),  # type: ignore[arg-type]  # its value
     ],
 )
-def test_what_is_not_known_here_is_left_out(change: ReservationChange) -> None:
+def test_change_with_unknown_names_is_ignored(change: ReservationChange) -> None:
     member = Member("b", NAMES)
     member.exchange.follow("a", [change], 0.0)
     assert len(member.conductor.book) == 0
     assert len(member.conductor.ledger) == 0
 
 
-def test_a_reservation_without_news_ends_with_its_deadline() -> None:
+def test_reservation_without_updates_expires_at_its_deadline() -> None:
     first, second = Member("a", NAMES), Member("b", NAMES)
     connect(first, second, [100.0])
     first.conductor.route(ask("x", 3, owner="a"), 7.0)
@@ -123,10 +123,10 @@ def test_a_reservation_without_news_ends_with_its_deadline() -> None:
 
 
 @pytest.mark.parametrize(("num_requests", "num_keys"), [(200, 6), (60, 800), (30, 4096)])
-def test_a_portion_of_a_snapshot_is_small_however_long_the_prompts(
+def test_snapshot_portions_are_bounded_for_any_prompt_length(
     num_requests: int, num_keys: int
 ) -> None:
-    """All of a portion goes through a socket at once, which holds ten messages for its reader."""
+    """A portion is sent at once through a socket that queues ten messages for its reader."""
     member = Member("a", NAMES)
     for number in range(num_requests):
         asked = ask(f"r{number}", num_keys, first=10_000 * number, owner="a")

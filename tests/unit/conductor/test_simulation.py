@@ -1,4 +1,4 @@
-"""The simulator: sane, reproducible, fast, and of one opinion with the paper about the order."""
+"""The simulator: plausible, reproducible, and it ranks the policies as the paper does."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def run(requests, policy="cost", seed=0, num_prefill=4, cache_tokens=400_000, **
     return Simulation(cluster, ConductorSettings(policy, **settings), seed=seed).run(requests)
 
 
-def test_one_request_alone_takes_what_it_costs() -> None:
+def test_single_request_takes_its_modelled_time() -> None:
     result = run([TraceRequest(2.0, 8192, 101, tuple(range(16)))])
     record = result.records[0]
     assert record.ttft == pytest.approx(A800.prefill_seconds(8192, 0))
@@ -47,8 +47,8 @@ def test_one_request_alone_takes_what_it_costs() -> None:
     assert record.ended_at - 2.0 == pytest.approx(record.ttft + 100 * record.mean_tbt, abs=0.2)
 
 
-def test_a_client_waits_for_the_way_too() -> None:
-    """The first token's, and the hand-over's, of which a transfer's setup of 2 ms is a part."""
+def test_path_overheads_delay_the_client() -> None:
+    """Overheads of the first token and the hand-over, which includes 2 ms of transfer setup."""
     request = TraceRequest(2.0, 8192, 101, tuple(range(16)))
     found = []
     for way in ({}, {"first_token_s": 0.3, "hand_over_s": 0.502}):
@@ -65,13 +65,13 @@ def test_a_client_waits_for_the_way_too() -> None:
     assert one.mean_gap is None
 
 
-def test_a_run_is_repeated_exactly_and_chance_only_by_the_seed(trace: Path) -> None:
+def test_runs_are_reproducible_and_random_choices_follow_the_seed(trace: Path) -> None:
     requests = read_trace(trace)
     assert run(requests).records == run(requests).records
     assert run(requests, "random").records != run(requests, "random", seed=1).records
 
 
-def test_all_requests_end_and_nothing_stays_reserved(trace: Path) -> None:
+def test_all_requests_complete_and_no_reservation_remains(trace: Path) -> None:
     requests = read_trace(trace)
     for mode in AdmissionMode:
         cluster = Cluster(2, 2, A800, max_batch=8)
@@ -82,7 +82,7 @@ def test_all_requests_end_and_nothing_stays_reserved(trace: Path) -> None:
         assert (len(simulation.conductor.book), len(simulation.conductor.ledger)) == (0, 0)
 
 
-def test_the_index_is_what_the_nodes_hold_at_the_end(trace: Path) -> None:
+def test_index_equals_the_caches_at_the_end(trace: Path) -> None:
     from mooncake_conductor.index.holder_sets import Tier
 
     simulation = Simulation(Cluster(4, 2, A800, cache_tokens=200_000), ConductorSettings())
@@ -92,7 +92,7 @@ def test_the_index_is_what_the_nodes_hold_at_the_end(trace: Path) -> None:
         assert count == len(node.cache) > 0
 
 
-def test_the_order_of_the_policies_is_the_paper_s(trace: Path) -> None:
+def test_policies_rank_as_in_the_paper(trace: Path) -> None:
     requests = scaled(read_trace(trace), 0.6)
     names = ("random", "least-loaded", "cache-local", "mooncake")
     room = {"cache_tokens": 2_000_000}
@@ -102,7 +102,7 @@ def test_the_order_of_the_policies_is_the_paper_s(trace: Path) -> None:
     assert cost <= 1.05 * mean[-1]
 
 
-def test_admission_keeps_what_it_admits_within_the_objective(trace: Path) -> None:
+def test_admitted_requests_meet_the_objective(trace: Path) -> None:
     requests = scaled(read_trace(trace), 6.0)
     settings = {
         "admission": AdmissionMode.PREDICTIVE,
@@ -116,7 +116,7 @@ def test_admission_keeps_what_it_admits_within_the_objective(trace: Path) -> Non
     assert all(1 <= r.retry_after_s <= 60 for r in records if r.stage == "arrival")
 
 
-def test_turns_of_a_session_follow_each_other(tmp_path: Path) -> None:
+def test_turns_of_a_session_run_in_order(tmp_path: Path) -> None:
     lines = [
         {"timestamp": 0, "session_id": 1, "input_length": 1024, "output_length": 10},
         {"timestamp": 1, "session_id": 1, "input_length": 500, "output_length": 5, "delay": 2000},
@@ -132,10 +132,10 @@ def test_turns_of_a_session_follow_each_other(tmp_path: Path) -> None:
     assert records[1].arrived_at == pytest.approx(records[0].ended_at + 2.0, abs=0.1)
 
 
-def test_times_count_from_the_first_request_and_turns_follow_their_session(
+def test_times_are_relative_to_the_first_request(
     tmp_path: Path,
 ) -> None:
-    """Times since 1970 would have the simulator wait for half a century, sample by sample."""
+    """With Unix timestamps the simulator would otherwise sample half a century of idle time."""
     lines: list[dict[str, object]] = [
         {"timestamp": 1_760_000_002_000, "session_id": "a", "input_length": 1, "output_length": 1},
         {"session_id": "a", "delay": 50, "input_length": 2, "output_length": 1},
@@ -148,7 +148,7 @@ def test_times_count_from_the_first_request_and_turns_follow_their_session(
     assert [(each.at_s, each.num_input) for each in found] == [(0, 3), (2, 1), (2, 2), (2, 4)]
 
 
-def test_copies_of_a_trace_are_as_many_users_of_their_own(trace: Path) -> None:
+def test_replicated_traces_share_no_keys(trace: Path) -> None:
     once = read_trace(trace)[:50]
     thrice = replicated(once, 3, random.Random(0))
     assert len(thrice) == 150
@@ -172,19 +172,19 @@ def test_copies_of_a_trace_are_as_many_users_of_their_own(trace: Path) -> None:
         ("[1]", ":1 is no request"),
     ],
 )
-def test_what_is_no_trace_is_named(tmp_path: Path, text: str, complaint: str) -> None:
+def test_invalid_trace_is_rejected(tmp_path: Path, text: str, complaint: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     with pytest.raises(InvalidTrace, match=complaint):
         read_trace(path)
 
 
-def test_a_missing_trace_is_an_error_of_one_line(tmp_path: Path, capsys) -> None:
+def test_missing_trace_is_reported_in_one_line(tmp_path: Path, capsys) -> None:
     assert main(["simulate", str(tmp_path / "none")]) == 1
     assert "can't read the trace" in capsys.readouterr().err
 
 
-def test_the_command_writes_table_csv_and_page(trace: Path, tmp_path: Path, capsys) -> None:
+def test_simulate_command_writes_table_csv_and_page(trace: Path, tmp_path: Path, capsys) -> None:
     files = [tmp_path / "requests.csv", tmp_path / "page.html"]
     options = ["--limit", "100", "--csv", str(files[0]), "--html", str(files[1])]
     assert main(["simulate", str(trace), "--prefill", "2", "--decode", "2", *options]) == 0
@@ -197,7 +197,7 @@ def test_the_command_writes_table_csv_and_page(trace: Path, tmp_path: Path, caps
     assert "http" not in html.replace("http-equiv", "")
 
 
-def test_compare_runs_every_cell_once(trace: Path, tmp_path: Path, capsys) -> None:
+def test_compare_command_runs_every_cell_once(trace: Path, tmp_path: Path, capsys) -> None:
     page = tmp_path / "page.html"
     grid = ["--policies", "random,cost", "--loads", "1,2", "--caches", "1e5,1e6"]
     assert main(["compare", str(trace), "--limit", "50", *grid, "--html", str(page)]) == 0
@@ -205,14 +205,14 @@ def test_compare_runs_every_cell_once(trace: Path, tmp_path: Path, capsys) -> No
     assert page.read_text().count("<svg") == 3
 
 
-def test_the_swing_is_that_of_the_samples(trace: Path) -> None:
+def test_swing_statistics_are_in_range(trace: Path) -> None:
     result = run(read_trace(trace))
     found = swing(result)
     assert found.prefill_sd >= 0
     assert -1.001 <= found.correlation <= 1.001
 
 
-def test_requests_come_at_random_where_that_is_asked_for(trace: Path, capsys) -> None:
+def test_poisson_arrivals_keep_the_order_and_the_rate(trace: Path, capsys) -> None:
     asked = read_trace(trace)
     spread = at_random(asked * 20, 5.0, random.Random(1))
     assert [(each.keys, each.num_output) for each in spread] == [

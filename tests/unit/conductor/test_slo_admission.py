@@ -1,4 +1,4 @@
-"""Refusals: by which load, with which code, and when to come back."""
+"""Admission by SLO: which forecasts are rejected, with which code and ``Retry-After``."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def admission(mode: AdmissionMode) -> Admission:
         (Forecast(3.0, 0.2), (None, *[Refusal.SLO_TTFT] * 3)),
     ],
 )
-def test_each_mode_looks_at_its_loads(forecast, refused) -> None:
+def test_each_mode_checks_its_own_loads(forecast, refused) -> None:
     found = tuple(admission(mode).at_arrival("default", forecast).refusal for mode in MODES)
     assert found == refused
 
 
-def test_no_room_at_all_is_its_own_code() -> None:
+def test_no_decode_capacity_has_its_own_code() -> None:
     nowhere = Forecast(1.0, math.inf)
     endless = Admission(AdmissionMode.EARLY, Objectives(), random.Random(1))
     assert endless.at_arrival("default", nowhere).refusal is Refusal.DECODE_FULL
@@ -55,25 +55,25 @@ def test_no_room_at_all_is_its_own_code() -> None:
 
 
 @given(st.floats(0, 1e9), st.integers())
-def test_retry_after_is_1_to_60_seconds_and_near_the_drain(seconds: float, seed: int) -> None:
+def test_retry_after_is_1_to_60_seconds_near_the_drain_time(seconds: float, seed: int) -> None:
     asked = Admission(AdmissionMode.EARLY, WANTED, random.Random(seed)).retry_after(seconds)
     assert 1 <= asked <= 60
     if 2 <= seconds <= 40:
         assert 0.8 * seconds <= asked <= 1.2 * seconds + 1
 
 
-def test_retry_after_is_spread() -> None:
+def test_retry_after_is_jittered() -> None:
     asked = admission(AdmissionMode.EARLY)
     assert len({asked.retry_after(30.0) for _ in range(100)}) > 5
     assert asked.retry_after(math.inf) == 60
 
 
-def test_a_late_first_token_says_by_how_much() -> None:
+def test_late_first_token_sets_retry_after() -> None:
     verdict = admission(AdmissionMode.EARLY).at_arrival("default", Forecast(12.0, 0.05))
     assert 8 <= verdict.retry_after_s <= 12
 
 
-def test_best_effort_is_shed_smoothly() -> None:
+def test_best_effort_requests_are_shed_gradually() -> None:
     asked = admission(AdmissionMode.EARLY)
 
     def share(load: float) -> float:
@@ -86,7 +86,7 @@ def test_best_effort_is_shed_smoothly() -> None:
     assert share(0.9) == pytest.approx(0.9**5, abs=0.04)
 
 
-def test_multiples_are_of_the_request_alone_and_the_tighter_limit_holds() -> None:
+def test_multiples_refer_to_unloaded_latency_and_the_tighter_limit_holds() -> None:
     wanted = objective("10x", "5x").in_seconds(UnloadedLatency(0.3, 0.02))
     assert (wanted.ttft_s, wanted.tbt_s) == pytest.approx((3.0, 0.1))
     both = Objective(ttft_s=2.0, ttft_scale=10.0).in_seconds(UnloadedLatency(0.3, 0.02))
@@ -96,7 +96,7 @@ def test_multiples_are_of_the_request_alone_and_the_tighter_limit_holds() -> Non
         objective("soon", "100")
 
 
-def test_the_conductor_refuses_by_multiples() -> None:
+def test_conductor_rejects_by_multiples_of_unloaded_latency() -> None:
     wanted = Objectives(Objective(ttft_scale=3.0))
     conductor = make_conductor(1, admission=AdmissionMode.EARLY, objectives=wanted)
     verdicts = [conductor.route(ask(f"r{n}", 8, 100 * n), now=0.0).verdict for n in range(4)]
@@ -104,13 +104,13 @@ def test_the_conductor_refuses_by_multiples() -> None:
     assert conductor.route(ask("long", 64, 1000), now=0.0).verdict.is_admitted
 
 
-def test_an_objective_of_nothing_is_refused() -> None:
+def test_objective_of_zero_is_rejected() -> None:
     with pytest.raises(ConductorConfigError, match="must be above 0, found"):
         Objective(ttft_s=0.0)
 
 
-def test_baseline_refuses_after_the_prefill_and_leaves_nothing() -> None:
-    """Two requests are prefilled for one place to decode: the second one's prefill was in vain."""
+def test_baseline_rejects_after_the_prefill_and_leaves_no_reservation() -> None:
+    """Two requests are prefilled for one decode slot: the second prefill is wasted."""
     modes = {}
     for mode in (AdmissionMode.BASELINE, AdmissionMode.PREDICTIVE):
         conductor = make_conductor(2, 1, admission=mode)
@@ -128,8 +128,8 @@ def test_baseline_refuses_after_the_prefill_and_leaves_nothing() -> None:
     }
 
 
-def test_predictive_admits_what_will_have_room_by_then() -> None:
-    """The place is taken now and free when the prefill ends: early refuses, predictive does not."""
+def test_predictive_mode_admits_if_a_slot_is_free_after_the_prefill() -> None:
+    """The slot is taken now and free when the prefill ends: early rejects, predictive admits."""
     refused = {}
     for mode in (AdmissionMode.EARLY, AdmissionMode.PREDICTIVE):
         conductor = make_conductor(1, 1, admission=mode)
@@ -146,7 +146,7 @@ def test_predictive_admits_what_will_have_room_by_then() -> None:
     assert refused == {AdmissionMode.EARLY: Refusal.DECODE_FULL, AdmissionMode.PREDICTIVE: None}
 
 
-def test_a_decision_is_explained_in_plain_data() -> None:
+def test_decision_is_explained_as_plain_data() -> None:
     conductor = make_conductor(2, 1)
     decision = conductor.route(ask("r", 4), now=3.0)
     told = decision.explain(conductor.fleet.names)
