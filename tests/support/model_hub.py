@@ -1,4 +1,5 @@
-"""A Hugging Face hub on loopback: one repository per directory, bytes counted, faults on demand."""
+"""A Hugging Face hub on loopback: one repository per directory, with byte counts and injected
+faults."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ _FILE = re.compile(r"/(?P<name>[^/]+/[^/]+)/resolve/(?P<revision>[^/]+)/(?P<file
 
 
 class ModelHub:
-    """What the hub has, and what it was asked for.
+    """The hub's content, its faults, and its request counts.
 
     Args:
         repositories: directories by ``ORG/NAME``.
@@ -31,19 +32,19 @@ class ModelHub:
         self.repositories = repositories
         self.gated: set[str] = set()
         self.cut_after: dict[str, int] = {}
-        """Bytes of a file after which its connection ends, once."""
+        """Bytes of a file after which the connection is closed, once."""
         self.stall_after: dict[str, int] = {}
-        """Bytes of a file after which nothing comes for a while, once."""
+        """Bytes of a file after which the transfer stalls for a while, once."""
         self.sent: Counter[str] = Counter()
-        """Bytes by file name."""
+        """Bytes sent, by file name."""
         self.resumed: list[int] = []
-        """Where requests for the rest of a file began."""
+        """Start offsets of requests for the rest of a file."""
         self.url = ""
 
 
 @contextmanager
 def running_hub(repositories: dict[str, Path]) -> Iterator[ModelHub]:
-    """A hub that serves until the block ends."""
+    """A hub that serves until the end of the block."""
     hub = ModelHub(repositories)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": hub}))
     server.daemon_threads = True

@@ -1,4 +1,5 @@
-"""Fake instances that take as long as a latency model says: prefills in turn, decodes together."""
+"""Fake instances that take as long as a latency model predicts: prefills one by one, decodes
+batched."""
 
 from __future__ import annotations
 
@@ -13,8 +14,8 @@ from mooncake_conductor.cost.latency_model import LatencyModel
 
 
 class ModelledInstance(FakeInstance):
-    """A P that computes one prompt of token ids at a time, or a D that takes up to `max_batch`
-    requests and refuses more."""
+    """A P that computes one prompt of token ids at a time, or a D that serves up to `max_batch`
+    requests and rejects more."""
 
     def __init__(self, name: str, latency: LatencyModel, max_batch: int = 256) -> None:
         super().__init__(name, Behaviour())
@@ -36,7 +37,7 @@ class ModelledInstance(FakeInstance):
             await self._decode_in_batch(seen, writer)
 
     def _params(self, seen: Seen, held: str, position: int) -> Json:
-        """With the tokens that were computed: costs are learnt from them."""
+        """Includes the number of computed tokens, from which the proxy learns costs."""
         counts = {"num_prompt_tokens": len(seen.body["prompt"]), "remote_cached_tokens": 0}
         return super()._params(seen, held, position) | counts
 

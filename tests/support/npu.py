@@ -1,4 +1,5 @@
-"""What the tests on the emulated NPU share: instances on it, and prompts with a clear answer."""
+"""Helpers of the tests on the emulated NPU: instances on it, and prompts with unambiguous
+answers."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ ON_NPU: dict[str, Any] = {
     "backend": "ascend",
     "block_size": 128,
     "num_kv_blocks": 16,
-    "piecewise_graph_max_tokens": 32,  # 512 take half a second more to capture, in every test
+    "piecewise_graph_max_tokens": 32,  # capturing 512 would take half a second more in every test
 }
 OVER_HCCS: dict[str, Any] = {
     **ON_NPU,
@@ -24,15 +25,16 @@ OVER_HCCS: dict[str, Any] = {
 }
 FEW = replace(GREEDY, max_tokens=6)
 LENGTHS = (1, 17, 127, 128, 129, 300)
-"""Of prompts: around a block's 128 tokens, and longer ones."""
+"""Lengths of prompts: around a block's 128 tokens, and longer."""
 
 LATENT: dict[str, Any] = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-"""The widths of DeepSeek's models, which are the ones that the attention op takes."""
+"""DeepSeek's widths, which are the ones that the attention op supports."""
 _CLEAR = 0.1
-"""Logprobs between the two likeliest tokens; bfloat16 rounds logits of a few units by 0.03."""
+"""Minimum logprob difference between the two likeliest tokens; bfloat16 rounds logits of a few
+units by 0.03."""
 _MOST_TRIES = 500
 Say = Callable[[Sequence[int]], Awaitable[list[int]]]
-"""Answers a prompt as FEW asks; the tokens."""
+"""Answers a prompt with the sampling parameters FEW; returns the tokens."""
 
 
 @dataclass
@@ -44,14 +46,14 @@ class Case:
 
 
 def write_family(folder: Path, family: str) -> Path:
-    """A small random model in bfloat16, of a shape that an NPU's ops take."""
+    """A small random bfloat16 model whose shape the NPU's ops support."""
     overrides = LATENT if family.startswith("deepseek") else {}
     return write_model(folder / family, family, dtype="bfloat16", **overrides)
 
 
 @asynccontextmanager
 async def cpu(model: Path) -> AsyncIterator[Instance]:
-    """The model on the CPU backend, which says what the answers are."""
+    """The model on the CPU backend, which gives the reference answers."""
     async with instance(model, block_size=128, num_kv_blocks=16) as running:
         yield running
 
@@ -59,13 +61,13 @@ async def cpu(model: Path) -> AsyncIterator[Instance]:
 async def clear_cases(
     on_cpu: Instance, lengths: Sequence[int] = LENGTHS, others: Sequence[Say] = ()
 ) -> list[Case]:
-    """A prompt of each length whose answer hangs on no near tie, which rounding may decide.
+    """A prompt of each length whose answer depends on no near tie, which rounding might decide.
 
     Args:
-        on_cpu: says what the answers are.
+        on_cpu: gives the reference answers.
         lengths: of the prompts.
-        others: have to say the same. Where tokens choose experts, rounding decides near ties that
-            no answer shows.
+        others: must give the same answers. In a mixture of experts, rounding also decides near ties
+            of the router, which no answer shows.
     """
     return [await clear_continuation(on_cpu, (), length, others) for length in lengths]
 
@@ -73,10 +75,11 @@ async def clear_cases(
 async def clear_continuation(
     on_cpu: Instance, prompt: tuple[int, ...], length: int, others: Sequence[Say] = ()
 ) -> Case:
-    """The same for a prompt that begins so, and goes on for that many tokens.
+    """Extend ``prompt`` by ``length`` tokens such that the answer depends on no near tie.
 
     Raises:
-        AssertionError: there is none among many, so that somebody does not only round otherwise.
+        AssertionError: none of many candidates qualifies, so an instance differs by more than
+            rounding.
     """
     for seed in range(_MOST_TRIES):
         longer = (*prompt, *prompt_of(length, seed))

@@ -1,4 +1,4 @@
-"""What a stretch of work would wait for on an NPU: the emulated one does all at once, and notes."""
+"""Records where code would wait for an NPU; the emulated NPU runs everything synchronously."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 @contextmanager
 def watched() -> Iterator[list[str]]:
-    """Fill a list, at the end of the block, with what this thread would have waited for: copies
-    between host and device that block or whose end on the host is pageable, reads of numbers, and
-    indices that lie on the host."""
+    """Yield a list that gets, at the end of the block, this thread's potential waits: copies
+    between host and device that block or use pageable host memory, reads of values, and indices in
+    host memory."""
     found: list[str] = []
     torch.ops.npu_emulation.watch_waits(True)
     try:

@@ -1,8 +1,8 @@
 """Checks calls of torch-npu against the op schemas of its versions, without torch-npu.
 
-The base is the live 2.13.0, as the emulated NPU uses it; ``versions.json`` says what other
-versions have differently, by the wheels' own op descriptions (without overloads by names of
-dimensions, which no torch of today can read).
+The base is the registered schemas of 2.13.0, as the emulated NPU uses them; ``versions.json`` lists
+the differences of other versions, from the op descriptions in their wheels (without the overloads
+by dimension name, which no current torch can parse).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BASE = TESTS / "support/npu_emulation/torch_npu/schemas.json"
 CHANGES = TESTS / "contract/ascend/versions.json"
 
 _MODULE_NAMES = ("torch.npu", "torch_npu.npu", "npu")
-"""How the backend's modules call ``torch_npu.npu``."""
+"""Functions through which the backend's modules call ``torch_npu.npu``."""
 
 _IS_OP = re.compile(r"_?npu_\w+")
 _LITERALS: dict[str, tuple[type, ...]] = {
@@ -42,7 +42,7 @@ _LITERALS: dict[str, tuple[type, ...]] = {
 
 @dataclass(frozen=True)
 class Schemas:
-    """What a version of torch-npu has.
+    """The API of one version of torch-npu.
 
     Args:
         version: of the package.
@@ -85,7 +85,7 @@ def _parsed(schemas: list[str]) -> dict[str, list[Any]]:
 
 
 def check_source(text: str, schemas: Schemas) -> list[str]:
-    """Return what is wrong with a module's calls of torch-npu, a sentence each."""
+    """Return the errors in a module's calls of torch-npu, one sentence each."""
     return [
         f"line {node.lineno}: {problem}"
         for node in ast.walk(ast.parse(text))
@@ -94,7 +94,7 @@ def check_source(text: str, schemas: Schemas) -> list[str]:
 
 
 def count_calls(text: str) -> int:
-    """Return how many calls of ops a module has."""
+    """Return the number of op calls in a module."""
     return sum(
         isinstance(node, ast.Call) and _op(node.func) is not None
         for node in ast.walk(ast.parse(text))
@@ -132,7 +132,7 @@ def _call_problems(node: ast.Call, op: tuple[str, str | None], schemas: Schemas)
 
 
 def _mismatch(node: ast.Call, schema: Any) -> str | None:
-    """Say why a call does not fit a schema, or None if it does as far as can be seen here."""
+    """Why a call does not match a schema; None if it does as far as static checks can tell."""
     arguments = {argument.name: argument for argument in schema.arguments}
     ordered = [argument.name for argument in schema.arguments if not argument.kwarg_only]
     is_open = any(isinstance(value, ast.Starred) for value in node.args) or any(
@@ -162,7 +162,7 @@ def _mismatch(node: ast.Call, schema: Any) -> str | None:
 
 
 def _fits(value: ast.expr, kind: Any) -> bool:
-    """Whether a literal is of a type; what is no literal is left to the meta kernels."""
+    """Whether a literal is of a type; other expressions are left to the meta kernels."""
     if isinstance(value, ast.UnaryOp) and isinstance(value.op, ast.USub):
         value = value.operand
     if isinstance(value, ast.Constant):
@@ -184,7 +184,7 @@ def _constant_fits(value: object, kind: Any) -> bool:
     if kind.kind() == "OptionalType":
         return value is None or _constant_fits(value, kind.getElementType())
     types = _LITERALS.get(str(kind))
-    if types is None:  # a list, or a type that no literal has
+    if types is None:  # a list, or a type without literals
         return False
     if isinstance(value, bool):
         return bool in types
@@ -192,7 +192,7 @@ def _constant_fits(value: object, kind: Any) -> bool:
 
 
 def _op(function: ast.expr) -> tuple[str, str | None] | None:
-    """Return (op, overload) if this is one of torch-npu's ops; the overload may be left open."""
+    """Return (op, overload) if this is one of torch-npu's ops; the overload may be unspecified."""
     parts = _dotted(function).split(".")
     if parts[0] not in ("torch_npu", "torch"):
         return None
@@ -204,7 +204,7 @@ def _op(function: ast.expr) -> tuple[str, str | None] | None:
 
 
 def _dotted(node: ast.expr) -> str:
-    """Return ``"a.b.c"`` of such an expression, empty for any other."""
+    """Return such an expression as ``"a.b.c"``; empty for any other."""
     if isinstance(node, ast.Attribute):
         inner = _dotted(node.value)
         return f"{inner}.{node.attr}" if inner else ""

@@ -1,4 +1,5 @@
-"""More requests than a pool can serve, by clients that do not wait: who was served, how fast."""
+"""Offers more requests than a pool can serve, from clients that do not wait for each other, and
+reports which were served and how fast."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ TTFT_SLO_S, TBT_SLO_S = 3.0, 0.2
 
 @dataclass
 class OverloadReport:
-    """What clients saw; times in seconds."""
+    """What the clients observed; times in seconds."""
 
     ttft: list[float] = field(default_factory=list)
     tbt: list[float] = field(default_factory=list)
@@ -34,13 +35,13 @@ class OverloadReport:
 
     @property
     def attainment(self) -> float:
-        """Share of those that were admitted within both objectives."""
+        """Share of the admitted requests that met both objectives."""
         pairs = zip(self.ttft, self.tbt, strict=True)
         met = sum(ttft <= TTFT_SLO_S and tbt <= TBT_SLO_S for ttft, tbt in pairs)
         return met / (len(self.ttft) + self.num_cut)
 
     def refused_within(self, share: float) -> float:
-        """Seconds until so large a share of the refusals had come."""
+        """Seconds within which this share of the rejections arrived."""
         ordered = sorted(self.refusal)
         return ordered[min(int(share * len(ordered)), len(ordered) - 1)]
 
@@ -50,13 +51,13 @@ def _now() -> float:
 
 
 async def overload(seconds: float, factor: float, admission: str) -> OverloadReport:
-    """`factor` times what two P's compute, for that long, at even distances."""
+    """Offer `factor` times the load that two P's can compute for `seconds`, at equal intervals."""
     report, numbers = OverloadReport(), count()
     capacity = 2 / PREFILL_S
     slo = RequestClass("default", f"{1000 * TTFT_SLO_S}", f"{1000 * TBT_SLO_S}")
     config = settings(admission=admission, default_class=slo)
     async with modelled_stand(2, 2, LATENCY, **config) as s:
-        for _ in range(WARM_UP_REQUESTS // 2):  # the costs of instances are learnt
+        for _ in range(WARM_UP_REQUESTS // 2):  # the proxy learns the instances' costs
             pair = (_ask(s.app.port, next(numbers), OverloadReport()) for _ in range(2))
             await asyncio.gather(*pair)
         began, tasks = _now(), []
@@ -70,7 +71,7 @@ async def overload(seconds: float, factor: float, admission: str) -> OverloadRep
 
 
 async def _ask(port: int, number: int, report: OverloadReport) -> None:
-    """One streamed request of a prompt of its own."""
+    """One streamed request with a prompt of its own."""
     body = {"prompt": [number] * PROMPT_TOKENS, "max_tokens": OUTPUT_TOKENS, "stream": True}
     data = json.dumps(body).encode()
     began = _now()

@@ -1,4 +1,4 @@
-"""Instances whose device is pretended (backend ``paced``) and takes as long as a large GPU's."""
+"""Instances on a simulated device (backend ``paced``) that takes as long as a large GPU."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from pathlib import Path
 from support.programs import READY_S, TINY_LLAMA, Program
 
 STEP_MS = {1: 5.0, 32: 6.7, 128: 10.9, 256: 16.0}
-"""Of a decode step, by streams at once: an 8 B model's on one H200."""
+"""Milliseconds of a decode step by concurrent streams: an 8 B model's on one H200."""
 SECONDS = 6.0
-"""Of decoding, per case."""
+"""Seconds of decoding per case."""
 
 
 @contextmanager
 def paced_instance(
     step_ms: float, *more: str, model: Path = TINY_LLAMA
 ) -> Iterator[tuple[int, Program]]:
-    """An instance over the paced device: its port and its process."""
+    """An instance on the paced device: its port and its process."""
     num_layers = json.loads((model / "config.json").read_text())["num_hidden_layers"]
     layer_us = step_ms * 1e3 / num_layers
     argv = ["serve", "--model", str(model), "--port", "0", "--backend", "paced"]
@@ -31,7 +31,7 @@ def paced_instance(
 
 @contextmanager
 def proxied(prefill: int, decode: int, *more: str) -> Iterator[int]:
-    """A proxy before a prefill and a decode instance of these ports: its own port."""
+    """A proxy in front of a prefill and a decode instance on these ports; yields its port."""
     pools = ["--prefill", f"http://127.0.0.1:{prefill}", "--decode", f"http://127.0.0.1:{decode}"]
     with ready(["mooncake_proxy", "--port", "0", *pools, *more], {}, "listens") as (port, _):
         yield port

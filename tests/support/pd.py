@@ -1,4 +1,4 @@
-"""Prefill and decode instances in the test's own process, and requests that cross between them."""
+"""Prefill and decode instances in the test's own process, and requests that use both."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _names = itertools.count()
 
 def write_model(directory: Path, family: str = "llama", **overrides: Any) -> Path:
     """A random two-layer model with a byte tokenizer; 512 tokens of context."""
-    # transformers, which only this needs, takes half a minute to import in an emulated machine
+    # transformers, which only this needs, takes half a minute to import on an emulated machine
     from support.byte_tokenizer import write_byte_tokenizer
     from support.checkpoints import random_model, write_checkpoint
 
@@ -43,7 +43,7 @@ def write_model(directory: Path, family: str = "llama", **overrides: Any) -> Pat
 
 
 def prompt_of(length: int, seed: int = 0) -> tuple[int, ...]:
-    """Random token ids, the same for the same arguments; none of them ends an answer."""
+    """Random token ids, the same for the same arguments; none of them is an end token."""
     numbers = random.Random(f"{length}/{seed}")
     return tuple(numbers.randrange(3, VOCAB_SIZE) for _ in range(length))
 
@@ -53,8 +53,8 @@ class Instance:
     """A running instance.
 
     Args:
-        engine: what serves its requests.
-        core: the same engine's core, for looking at its books while it is idle.
+        engine: serves its requests.
+        core: the engine's core, for inspection while it is idle.
     """
 
     engine: AsyncEngine
@@ -66,24 +66,25 @@ class Instance:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing runs, waits, or is held for anybody."""
+        """Whether no request is running, waiting, or holding blocks for a peer."""
         stats = self.engine.stats()
         held = sum(stats.kv_transfer.get(name, 0.0) for name in ("leases_held", "reservations"))
         return not (stats.num_running or stats.num_waiting or stats.kv_cache_usage or held)
 
     async def check_clean(self, within_s: float = 10.0) -> None:
-        """Everything is given back within that time, and the books are right."""
+        """Check that everything is released within that time and that the block accounting is
+        consistent."""
         await wait_until(lambda: self.is_idle, within_s, lambda: f"still busy: {self.describe()}")
         self.core.check_integrity()
         self.engine.check_health()
 
     def describe(self) -> str:
-        """Its figures, for messages."""
+        """Its figures, for error messages."""
         return f"{self.engine.config.role.value}: {self.engine.stats()}"
 
 
 def make_config(model: Path, role: Role = Role.BOTH, **options: Any) -> EngineConfig:
-    """An instance's configuration; options of KVTransferConfig and EngineConfig may be mixed."""
+    """An instance's configuration; takes options of both KVTransferConfig and EngineConfig."""
     names = KVTransferConfig.__dataclass_fields__
     kv_options = {name: options.pop(name) for name in list(options) if name in names}
     kv_options = {"transports": ("shm",), "lease_s": 2.0, "transfer_timeout_s": 10.0, **kv_options}
@@ -96,14 +97,14 @@ def make_config(model: Path, role: Role = Role.BOTH, **options: Any) -> EngineCo
 
 
 def start(config: EngineConfig) -> Instance:
-    """Load an instance and begin to serve."""
+    """Load an instance and start serving."""
     built = build_engine(config)
     return Instance(AsyncEngine(built.core, built.info, config), built.core)
 
 
 @asynccontextmanager
 async def instance(model: Path, role: Role = Role.BOTH, **options: Any) -> AsyncIterator[Instance]:
-    """An instance for the length of a block."""
+    """An instance for the duration of a block."""
     config = make_config(model, role, **options)
     running = await asyncio.to_thread(start, config)
     try:
@@ -133,7 +134,8 @@ async def pair(
     decode: dict[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Pair]:
-    """Two instances for the length of a block; ``prefill`` and ``decode`` override the options."""
+    """Two instances for the duration of a block; ``prefill`` and ``decode`` override the
+    options."""
     async with (
         instance(model, Role.PREFILL, **{**options, **(prefill or {})}) as first,
         instance(model, Role.DECODE, **{**options, **(decode or {})}) as second,
@@ -143,14 +145,14 @@ async def pair(
 
 @dataclass
 class Answer:
-    """What came of a request.
+    """The result of a request.
 
     Args:
         tokens, logprobs: of the answer, the first token included.
         finish, error: how it ended.
-        params: for the decode instance, if it goes on there.
-        num_cached_tokens: as the engine said.
-        arrived_at: when each token came, in seconds of the monotonic clock.
+        params: for the decode instance, if the request continues there.
+        num_cached_tokens: as the engine reported it.
+        arrived_at: when each token arrived, in seconds of the monotonic clock.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -162,7 +164,7 @@ class Answer:
     arrived_at: list[float] = field(default_factory=list)
 
     def add(self, update: TokenUpdate) -> None:
-        """Take in one update."""
+        """Add an update."""
         self.tokens.extend(update.token_ids)
         self.logprobs.extend(update.logprobs or ())
         self.arrived_at.extend([time.monotonic()] * len(update.token_ids))
@@ -180,7 +182,7 @@ async def ask(
     *,
     group: str | None = None,
 ) -> Answer:
-    """Send a request to one instance, and wait for its end."""
+    """Send a request to one instance and wait until it has finished."""
     answer = Answer()
     kv_params = read_kv_transfer_params(params, prompt)
     request = EngineRequest(f"test-{next(_names)}", tuple(prompt), sampling, kv_params, group=group)
@@ -210,10 +212,10 @@ async def ask_pair(of: Pair, prompt: Sequence[int], sampling: SamplingParams = G
 async def wait_until(
     is_true: Callable[[], bool], within_s: float, describe: Callable[[], str] = str
 ) -> None:
-    """Wait for something that happens on other threads.
+    """Wait for a condition that other threads make true.
 
     Raises:
-        AssertionError: it has not happened in that time; ``describe`` says what is.
+        AssertionError: it is not true within that time; ``describe`` gives the current state.
     """
     deadline = time.monotonic() + within_s
     while not is_true():

@@ -1,4 +1,4 @@
-"""Two instances of each role for a soak: one in this process, one in a process of its own."""
+"""The instances of a soak: two of each role, one in this process, one in a process of its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EARLY_CHUNK = 32
 
 @dataclass(frozen=True)
 class Case:
-    """A request and what a single instance says to it."""
+    """A request and a single instance's answer to it."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -38,22 +38,24 @@ class Case:
 
 
 class Side(Protocol):
-    """An instance, wherever it runs."""
+    """An instance in this process or in another one."""
 
     async def answer(
         self, case: Case, params: KVTransferDict, seen: list[int], *, max_tokens: int
     ) -> Answer:
-        """Send a request; ``seen`` gets the tokens as they come, as far as that can be seen."""
+        """Send a request; ``seen`` gets the tokens as they arrive, where the instance streams
+        them."""
         ...
 
     async def abort(self, request_id: str) -> None:
-        """Give up what is held under that name."""
+        """Release the KV that is held under that id."""
         ...
 
 
 @dataclass
 class Near:
-    """An instance of this process; its side channel is reached through a relay, if it has one."""
+    """An instance in this process. Peers reach its side channel through the relay, if it has
+    one."""
 
     instance: Instance
     relay: Relay | None = None
@@ -75,7 +77,7 @@ class Near:
 
 @dataclass
 class Far:
-    """An instance in a process of its own, that can be killed and started again."""
+    """An instance in a process of its own, which can be killed and restarted."""
 
     model: Path
     role: Role
@@ -84,20 +86,20 @@ class Far:
     _stack: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     async def start(self) -> None:
-        """Start it, at the ports of its options."""
+        """Start it on the ports in its options."""
         context = serving(self.model, self.role.value, *self.options)
         self.served = await asyncio.to_thread(context.__enter__)
         self._stack.push(context)
 
     async def kill(self) -> None:
-        """SIGKILL it."""
+        """Kill it with SIGKILL."""
         assert self.served is not None
         victim, self.served = self.served, None
         await asyncio.to_thread(victim.kill)
         await self.stop()
 
     async def stop(self) -> None:
-        """End what is left of it."""
+        """Clean up what is left of it."""
         await self._stack.aclose()
 
     async def answer(
@@ -123,9 +125,9 @@ class Far:
 
 @dataclass
 class Field:
-    """All instances, and the relay in front of the near one that is asked first: the decode
-    instance where that reserves blocks before a prefill (``decode_first``: pushes and early pulls),
-    else the prefill instance."""
+    """All instances, and the relay in front of the one in this process that receives requests
+    first: the decode instance if it reserves blocks before the prefill (``decode_first``: push and
+    early pull), else the prefill instance."""
 
     connector: str
     decode_first: bool
@@ -139,7 +141,7 @@ class Field:
 async def field_of(
     model: Path, connector: str, *, pulls_early: bool = False
 ) -> AsyncIterator[Field]:
-    """Two instances of each role, for the length of a block."""
+    """Two instances of each role for the duration of a block."""
     near = {
         "connector": connector,
         "transports": (NAME,),
@@ -149,7 +151,7 @@ async def field_of(
     }
     far = ["--kv-connector", connector, "--transport", NAME, "--lease-seconds", str(LEASE_S)]
     far += ["--transfer-timeout-seconds", str(TRANSFER_TIMEOUT_S)]
-    if pulls_early:  # there is something to read before all is computed
+    if pulls_early:  # several chunks, so that D reads before the whole prompt is computed
         near["max_num_batched_tokens"] = EARLY_CHUNK
         far += ["--max-num-batched-tokens", str(EARLY_CHUNK)]
     os.environ["MOONCAKE_TEST_GATE"] = "chaos"

@@ -1,4 +1,4 @@
-"""Fixtures of tests with two instances: a small model, and a transport with a gate."""
+"""Fixtures of tests with two instances: a small model, and a gated transport."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def plugin_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory that makes the gated transport installed for whoever has it on the path."""
+    """A directory that installs the gated transport for processes that have it on their path."""
     return install(tmp_path_factory.mktemp("plugins"))
 
 
 @pytest.fixture
 def gate(plugin_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    """The gate of this process' gated transport, open at first."""
+    """The gate of the gated transport in this process, initially open."""
     monkeypatch.syspath_prepend(str(plugin_path))
     GATE.reset()
     yield GATE

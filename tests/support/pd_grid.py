@@ -1,4 +1,4 @@
-"""Every pair of sizes: prefill over so many stages and ranks, decode over so many others."""
+"""Every pair of instance sizes: prefill and decode with different numbers of stages and ranks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from mooncake_engine.config import Role
 
 PULL = "MooncakeConnector"
 SIZES = ("1", "2", "3", "4", "6", "8")
-"""Tensor-parallel ranks of one stage; see ``read_size``."""
+"""Tensor-parallel ranks per stage; see ``read_size``."""
 PIPELINES = ("2x1", "2x2")
 EXPERT_SIZES = ("1", "2", "2e2", "4e2", "4e4", "2d1", "2d1e2", "4d1e4", "2d2e4")
-"""Data-parallel ranks, ranks of each, and the parts that all have experts in."""
+"""Data-parallel ranks, tensor-parallel ranks of each, and the expert-parallel size."""
 NUM_HEADS = 24
 LENGTHS = (1, 16, 33, 100, 129, 200)
 SAMPLING = replace(GREEDY, max_tokens=6)
@@ -50,8 +50,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "experts": ("qwen3_moe", {}),
     "latent-experts": ("deepseek_v3", {}),
 }
-"""Family and shape by name: a head for every rank, heads fewer than ranks, one latent for all; and
-two with experts, for EXPERT_SIZES."""
+"""Family and shape by name: a head per rank, fewer heads than ranks, one latent for all; and two
+with experts, for EXPERT_SIZES."""
 EXPERT_MODELS = ("experts", "latent-experts")
 
 Ask = Callable[[tuple[int, ...]], Awaitable[Answer]]
@@ -59,19 +59,19 @@ Ask = Callable[[tuple[int, ...]], Awaitable[Answer]]
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and what a single instance says to it."""
+    """A prompt and a single instance's answer to it."""
 
     prompt: tuple[int, ...]
     expected: tuple[int, ...]
 
 
 def read_size(name: str) -> dict[str, int]:
-    """The options that a size stands for: ``3`` is three ranks, ``2x3`` two stages of three,
-    ``4e2`` four ranks that have experts in two parts, with prompts dispatched and decodes not, and
-    ``2d1e2`` two data-parallel ranks of one rank each that do.
+    """The options of a size: ``3`` is three ranks, ``2x3`` two stages of three, ``4e2`` four ranks
+    with expert parallelism in two parts, which dispatches prompts but not decodes, and ``2d1e2``
+    two data-parallel ranks of one rank each with experts in two parts.
 
     Raises:
-        ValueError: it is none of them.
+        ValueError: the name has none of these forms.
     """
     copies, is_parallel, name = name.rpartition("d")
     stages, is_pipeline, rest = name.rpartition("x")
@@ -85,13 +85,14 @@ def read_size(name: str) -> dict[str, int]:
 
 
 def write_grid_model(directory: Path, name: str) -> Path:
-    """One of MODELS, whose query heads can be divided over any of SIZES."""
+    """One of MODELS with a number of query heads that any of SIZES divides."""
     family, shape = MODELS[name]
     return write_model(directory, family, **shape)
 
 
 async def make_questions(single: Instance, seed: int) -> list[Question]:
-    """Prompts of all LENGTHS that no other seed has, so that no instance has their KV already."""
+    """Prompts of all LENGTHS; prompts of different seeds differ, so that no instance has their KV
+    cached."""
     prompts = [prompt_of(length, seed=seed) for length in LENGTHS]
     answers = await asyncio.gather(*(ask(single, prompt, SAMPLING) for prompt in prompts))
     return [Question(p, tuple(a.tokens)) for p, a in zip(prompts, answers, strict=True)]
@@ -111,12 +112,13 @@ async def side(
 
 
 async def check_pair(both: Pair, questions: Sequence[Question]) -> None:
-    """Answers are those of the single instance, by KV that came across, and all is given back.
+    """Check that answers equal the single instance's, with transferred KV, and that all is
+    released.
 
-    The prefill instance may serve others meanwhile: it is for the caller to look at it.
+    The prefill instance may be serving others: the caller checks that it is clean.
 
     Raises:
-        AssertionError: they are not.
+        AssertionError: a check failed.
     """
     received = both.decode.stat("bytes_received")
     async with asker(both) as ask_both:
@@ -131,7 +133,7 @@ async def check_pair(both: Pair, questions: Sequence[Question]) -> None:
 
 @asynccontextmanager
 async def asker(both: Pair) -> AsyncIterator[Ask]:
-    """How a pair is asked, by pull or by push."""
+    """How a pair is asked: by pull or by push."""
     kv_transfer = both.decode.engine.config.kv_transfer
     assert kv_transfer is not None
     if kv_transfer.connector != LAYERWISE:

@@ -1,4 +1,4 @@
-"""Instances as processes of their own, to be killed."""
+"""Instances in processes of their own, which can be killed."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ class Served:
     program: Program
 
     def kill(self) -> None:
-        """SIGKILL, and wait until it is gone."""
+        """Kill it with SIGKILL and wait for its exit."""
         self.program.process.kill()
         self.program.process.wait()
 
     async def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """One completion.
+        """Send one completion request.
 
         Raises:
-            httpx.HTTPError: the instance is gone, or refused.
+            httpx.HTTPError: the instance is gone, or rejected the request.
         """
         async with httpx.AsyncClient(timeout=60.0) as client:
             answer = await client.post(f"{self.url}/v1/completions", json=body)
@@ -47,23 +47,23 @@ class Served:
             return found
 
     async def prefill(self, prompt: Sequence[int], salt: str | None = None) -> KVTransferDict:
-        """Prefill a prompt for another instance."""
+        """Prefill a prompt for another instance; returns the params."""
         body = body_of(prompt, replace(GREEDY, max_tokens=1), ORDER, salt)
         params: KVTransferDict = (await self.complete(body))["kv_transfer_params"]
         return params
 
     async def figure(self, name: str) -> float:
-        """One of its metrics."""
+        """The value of one of its metrics."""
         async with httpx.AsyncClient(timeout=10.0) as client:
             text = (await client.get(f"{self.url}/metrics")).text
         lines = [line for line in text.splitlines() if line.startswith(name)]
         return float(lines[0].rsplit(" ", 1)[1])
 
     async def wait_until_idle(self, within_s: float) -> None:
-        """Nothing runs there, and every block is back.
+        """Wait until it runs nothing and all of its blocks are free.
 
         Raises:
-            AssertionError: not within that time.
+            AssertionError: it is still busy after that time.
         """
         for _ in range(int(within_s / 0.05)):
             if not await self.figure("vllm:kv_cache_usage_perc"):
@@ -78,7 +78,8 @@ def body_of(
     params: KVTransferDict | None = None,
     salt: str | None = None,
 ) -> dict[str, Any]:
-    """A completion's body for the same request; a salt of its own finds no KV of earlier ones."""
+    """The body of a completion request; with a salt of its own it finds no cached KV of earlier
+    requests."""
     salted = {} if salt is None else {"cache_salt": salt}
     return {
         **salted,
@@ -97,7 +98,7 @@ def body_of(
 def serving(
     model: Path, role: str, *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Served]:
-    """An instance in a process of its own, on a free port."""
+    """An instance in a process of its own on a free port."""
     argv = ["serve", "--model", str(model), "--role", role, "--port", "0", "--threads", "1"]
     argv += ["--num-kv-blocks", "128", *options]
     with running("mooncake_engine.cli", *argv, environment=environment) as program:

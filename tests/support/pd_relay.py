@@ -1,4 +1,4 @@
-"""Stands between two instances' side channels, and loses, repeats and delays what they say."""
+"""A relay between two instances' side channels that loses, duplicates and delays messages."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from mooncake_hal.session.frames import (
 from mooncake_kv.side_channel import credentials_of
 
 Fate = Callable[[str], list[float]]
-"""From a message's kind to when it is delivered, in seconds from now; once per entry."""
+"""Maps a message's kind to its deliveries, each a delay in seconds; empty: the message is lost."""
 
 _REPLY_S = 30.0
 
 
 def deliver(kind: str) -> list[float]:
-    """Every message once, at once."""
+    """Deliver every message once, at once."""
     return [0.0]
 
 
 def unreliable(seed: int) -> Fate:
-    """A third lost, a third repeated, all of them late and out of order."""
+    """Lose a third of the messages, duplicate a third, and deliver all of them late and out of
+    order."""
     numbers = random.Random(seed)
 
     def fate(kind: str) -> list[float]:
@@ -45,14 +46,15 @@ def unreliable(seed: int) -> Fate:
 
 
 def losing(*kinds: str) -> Fate:
-    """Everything but these."""
+    """Deliver every message except for these kinds."""
     return lambda kind: [] if kind in kinds else [0.0]
 
 
 class Relay:
-    """One listening port in front of another; ``fate`` may be changed at any time.
+    """A listening port in front of another one; ``fate`` may be changed at any time.
 
-    It is an end of two sessions, since messages under one seal can't be left out or repeated.
+    The relay terminates both sessions, since sealed messages of one session can't be skipped or
+    repeated.
     """
 
     def __init__(self, host: str, port: int, credentials: Credentials) -> None:
@@ -114,19 +116,19 @@ class Relay:
         task.add_done_callback(self._tasks.discard)
 
     async def stop(self) -> None:
-        """End everything that is under way."""
+        """Close all connections and cancel pending deliveries."""
         assert self._server is not None
         self._server.close()
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for _ in range(3):  # connections end
+        for _ in range(3):  # let the connections close
             await asyncio.sleep(0)
 
 
 class Back:
-    """What relays one client's requests; connects when there is one, and again."""
+    """The relay's connection to the server for one client; reconnects when necessary."""
 
     def __init__(self, host: str, port: int, credentials: Credentials) -> None:
         self._target = (host, port)
@@ -135,7 +137,7 @@ class Back:
         self._lock = asyncio.Lock()
 
     async def request(self, payload: bytes) -> bytes:
-        """Send a request on; returns its reply."""
+        """Forward a request; returns its reply."""
         async with self._lock:
             if self._session is None or self._session.closed.done():
                 self._session = await connect(*self._target, self._credentials, timeout=_REPLY_S)
@@ -172,7 +174,7 @@ async def _later(delay: float, send: Callable[[], Coroutine[Any, Any, None]]) ->
 
 @asynccontextmanager
 async def relay(host: str, port: int, secret: bytes = b"") -> AsyncIterator[Relay]:
-    """A relay to that side channel for the length of a block."""
+    """A relay in front of that side channel for the duration of a block."""
     between = Relay(host, port, credentials_of(secret))
     await between.start()
     try:

@@ -1,8 +1,8 @@
-"""A soak: many requests over two instances of each role, while everything goes wrong at random.
+"""A soak test: many requests over two instances of each role, under random faults of every kind.
 
-One instance of each role is in this process, where its books can be checked, behind relays that
-lose, repeat and delay messages; the other one is a process of its own that is killed now and then,
-and comes back at the same ports.
+One instance of each role is in this process, where its block accounting can be checked, behind
+relays that lose, duplicate and delay messages. The other one is a process of its own that is killed
+now and then and restarted on the same ports.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from mooncake_engine.messages import FinishReason
 from mooncake_kv.params import KVTransferDict
 
 DEADLINE_S = 60.0
-"""A request that has neither an answer nor an error by then hangs."""
+"""A request without an answer or an error after this time counts as hung."""
 WORKERS = 12
 NUM_CASES = 40
 REPORT_EVERY = 500
@@ -54,14 +54,14 @@ FATES = {
 
 @dataclass(frozen=True)
 class Plan:
-    """A soak to run.
+    """Configuration of a soak.
 
     Args:
         connector: of all instances.
         num_requests: how many requests to send.
-        seed: of everything that is random here.
-        with_kills: kill and restart the far instances.
-        pulls_early: D reserves and P is sent after it, as with a push, but D reads.
+        seed: of all random choices.
+        with_kills: kill and restart the instances in other processes.
+        pulls_early: D reserves blocks and P is sent after it, as with a push, but D reads the KV.
     """
 
     connector: str
@@ -73,7 +73,7 @@ class Plan:
 
 @dataclass
 class Tally:
-    """What came of it."""
+    """The results of a soak."""
 
     requests: int = 0
     right: int = 0
@@ -83,22 +83,23 @@ class Tally:
     hangs: list[str] = field(default_factory=list)
     leaked: list[str] = field(default_factory=list)
     early_bytes: int = 0
-    """What the decode instance of this process has read while prompts were computed."""
+    """Bytes that the decode instance of this process has read while prompts were still being
+    computed."""
 
     @property
     def is_good(self) -> bool:
-        """Whether nothing happened that never may."""
+        """Whether no answer was wrong, no request hung and nothing leaked."""
         return not (self.wrong or self.hangs or self.leaked)
 
 
 class Soak:
-    """Sends requests and makes trouble, and keeps the tally.
+    """Sends requests, injects faults and counts the results.
 
     Args:
         over: the instances.
-        cases: what to ask.
-        seed: of everything that is random here.
-        with_kills: kill and restart the far instances.
+        cases: requests with their expected answers.
+        seed: of all random choices.
+        with_kills: kill and restart the instances in other processes.
     """
 
     def __init__(self, over: Field, cases: Sequence[Case], seed: int, *, with_kills: bool) -> None:
@@ -113,7 +114,8 @@ class Soak:
         self._metaserver.is_failure_expected = True
 
     async def run(self, num_requests: int) -> Tally:
-        """Send that many requests, some at a time; then let everything settle and look."""
+        """Send that many requests, WORKERS at a time; then wait until everything is released, and
+        check."""
         GATE.chaos = random.Random(self._numbers.random())
         self._over.relay.fate = unreliable(self._numbers.randrange(1 << 30))
         todo = iter(range(num_requests))
@@ -156,7 +158,8 @@ class Soak:
             self.tally.wrong.append(f"{fate}: {seen}, expected {case.expected}")
 
     def _choose(self, sides: tuple[Near, Far]) -> Near | Far:
-        """Any of them; one that is known to be gone only sometimes, as a proxy would."""
+        """Choose a side at random; one that is known to be down only sometimes, as a proxy
+        would."""
         near, far = sides
         chosen = self._numbers.choice(sides)
         if chosen is far and far.served is None and self._numbers.random() < 0.9:
@@ -197,7 +200,7 @@ class Soak:
         return None if fate == "abandoned" else params
 
     def _order_prefill(self, case: Case, fate: str) -> KVTransferDict:
-        """What the decode instance is told, which comes first."""
+        """The params for the decode instance, which receives the request first."""
         key = str(next(self._keys))
         self._sent[key] = case, fate
         return {
@@ -208,7 +211,7 @@ class Soak:
         }
 
     async def _dispatch(self, key: str, params: KVTransferDict) -> None:
-        """Send the prefill that a decode instance asked for, or not."""
+        """Send the prefill that a decode instance asked for, unless the fate is to abandon it."""
         case, fate = self._sent.pop(key)
         if params["remote_port"] == self._over.relayed_port:
             params = {**params, "remote_port": self._over.relay.port}
@@ -230,7 +233,8 @@ class Soak:
             await victim.start()
 
     async def _settle(self) -> None:
-        """Every block is back within a lease and a transfer's deadline, and the books are right."""
+        """Check that every block is free within a lease plus a transfer timeout, and that the block
+        accounting is consistent."""
         within_s = LEASE_S + TRANSFER_TIMEOUT_S + 15.0
         for near, far in (self._over.prefill, self._over.decode):
             try:
@@ -242,7 +246,7 @@ class Soak:
 
 
 async def leave(task: asyncio.Task[Answer], after_s: float) -> None:
-    """Go away after a while, as a client does."""
+    """Cancel the request after a while, as when a client disconnects."""
     await asyncio.wait({task}, timeout=after_s)
     task.cancel()
     with suppress(asyncio.CancelledError, EngineError, httpx.HTTPError):
@@ -250,7 +254,7 @@ async def leave(task: asyncio.Task[Answer], after_s: float) -> None:
 
 
 async def make_cases(model: Path, seed: int) -> list[Case]:
-    """Requests, some with common beginnings, with a single instance's answers."""
+    """Requests, some with common prefixes, with a single instance's answers."""
     numbers = random.Random(seed)
     prefixes = [prompt_of(length, seed=-length) for length in (0, 48, 130)]
     cases = []
@@ -267,7 +271,7 @@ async def make_cases(model: Path, seed: int) -> list[Case]:
 
 
 async def soak(model: Path, plan: Plan) -> Tally:
-    """Run it all."""
+    """Run a soak."""
     cases = await make_cases(model, plan.seed)
     async with field_of(model, plan.connector, pulls_early=plan.pulls_early) as over:
         soaking = Soak(over, cases, plan.seed, with_kills=plan.with_kills)
@@ -275,7 +279,7 @@ async def soak(model: Path, plan: Plan) -> Tally:
 
 
 def report(tally: Tally, seconds: float) -> str:
-    """The tally in words, the three that must be zero last."""
+    """The results as text; the three counts that must be zero come last."""
     faults = ", ".join(f"{count} {what}" for what, count in sorted(tally.faults.items()))
     errors = ", ".join(f"{count} {what}" for what, count in sorted(tally.errors.items()))
     lines = [
@@ -291,7 +295,7 @@ def report(tally: Tally, seconds: float) -> str:
 
 
 def run_soak(model: Path, plan: Plan) -> Tally:
-    """Run it, and print the report."""
+    """Run a soak and print its report."""
     started = time.monotonic()
     tally = asyncio.run(soak(model, plan))
     print(report(tally, time.monotonic() - started), flush=True)

@@ -1,8 +1,9 @@
-"""A third-party transport for tests: shared memory behind a gate that holds, spoils or fails reads.
+"""A third-party transport for tests: shared memory behind a gate that holds, corrupts or fails
+reads.
 
-Installed as any plugin is, by an entry point; ``GATE`` belongs to the process that imports it.
-In the environment of a process ``MOONCAKE_TEST_GATE=closed`` closes its gate from the start, and
-``chaos`` lets it do at random whatever a transport may do.
+Installed like any plugin, by an entry point; ``GATE`` belongs to the process that imports it. In a
+process' environment, ``MOONCAKE_TEST_GATE=closed`` closes its gate from the start, and ``chaos``
+injects random faults that any transport may have.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ METADATA = "Metadata-Version: 2.1\nName: gated-transport\nVersion: 1\n"
 
 
 def install(directory: Path) -> Path:
-    """Write what makes the plugin installed for whoever has ``directory`` on its path."""
+    """Write the metadata that installs the plugin for processes with ``directory`` on their
+    path."""
     info = directory / "gated_transport-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(METADATA)
@@ -48,7 +50,7 @@ def install(directory: Path) -> Path:
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of one read: late, lost, cut off after it has changed memory, or stuck."""
+    """The fate of one read: delayed, lost, cut off after it has changed memory, or stuck."""
 
     delay_s: float = 0.0
     is_lost: bool = False
@@ -57,13 +59,13 @@ class Fate:
 
 
 class Gate:
-    """What happens to reads.
+    """Controls what happens to reads.
 
-    ``num_held`` reads wait at a closed gate; ``spoils`` changes what a read has brought;
-    ``num_failures`` reads to come fail, ``num_stuck`` never end; each takes ``delay_s`` at least.
-    With ``ends_writes`` False a write has begun before it is held, and what is left of one that
-    fails is out of anybody's reach until ``land``. With ``is_deaf`` nothing that is held notices
-    deadlines, or of being cancelled.
+    ``num_held`` reads wait at a closed gate. With ``spoils`` the data of reads is corrupted. The
+    next ``num_failures`` reads fail, the next ``num_stuck`` never complete, and each takes at least
+    ``delay_s``. With ``ends_writes`` False a write has partly begun before it is held; the rest of
+    a failed one can no longer be stopped, and arrives on ``land``. With ``is_deaf`` held reads
+    ignore deadlines and cancellation.
     """
 
     def __init__(self) -> None:
@@ -77,7 +79,7 @@ class Gate:
         self.chaos = random.Random() if mode == "chaos" else None
 
     def reset(self) -> None:
-        """Let everything through as it is."""
+        """Let everything pass unchanged."""
         with self._changed:
             self.is_open = True
             self.spoils = False
@@ -92,18 +94,18 @@ class Gate:
             self._changed.notify_all()
 
     def open(self) -> None:
-        """Let the held reads go, and all that come."""
+        """Release the held reads and let later ones pass."""
         with self._changed:
             self.is_open = True
             self._changed.notify_all()
 
     def close(self) -> None:
-        """Hold all reads that come."""
+        """Hold all further reads."""
         with self._changed:
             self.is_open = False
 
     def draw_fate(self) -> Fate:
-        """What becomes of one read."""
+        """Choose the fate of one read."""
         if self.num_stuck:
             self.num_stuck -= 1
             return Fate(is_stuck=True)
@@ -119,28 +121,28 @@ class Gate:
         )
 
     def let_fly(self, rest: Spans) -> None:
-        """Nobody waits for this part of a write any more, and nobody can stop it."""
+        """Keep the rest of a failed write, which nobody can stop any more, until ``land``."""
         pieces = zip(rest.local.tolist(), rest.remote.tolist(), rest.nbytes.tolist(), strict=True)
         for local, remote, nbytes in pieces:
             self._flying.append((remote, ctypes.string_at(local, nbytes)))
 
     def land(self) -> None:
-        """What failed writes had sent to an instance of this process arrives."""
+        """Deliver the rest of failed writes to the memory of this process."""
         flying, self._flying = self._flying, []
         for address, content in flying:
             ctypes.memmove(address, content, len(content))
             self.num_landed += 1
 
     def wake(self) -> None:
-        """A held read was cancelled: it should look."""
+        """Wake held reads to check for cancellation."""
         with self._changed:
             self._changed.notify_all()
 
     def pass_through(self, fate: Fate, deadline: float, is_cancelled: Callable[[], bool]) -> None:
-        """Wait as long as the gate is closed, or the read's fate wants.
+        """Wait while the gate is closed, and for as long as the read's fate demands.
 
         Raises:
-            TransferCancelled, TransferTimeout, PeerLost: what a transport would say.
+            TransferCancelled, TransferTimeout, PeerLost: as from a real transport.
         """
         opens_at = time.monotonic() + fate.delay_s
         with self._changed:
@@ -163,8 +165,9 @@ GATE = Gate()
 
 
 class GatedTransfer:
-    """A transfer that begins when somebody waits for it and the gate is open; ``brought`` is what
-    a read changes here, and can be spoilt; ``flying`` what arrives later if a write fails."""
+    """A transfer that starts once somebody waits for it and the gate is open. ``brought`` is the
+    local memory that a read changes, and that may be corrupted; ``flying`` the part of a write that
+    arrives later if the write fails."""
 
     def __init__(
         self,
@@ -217,7 +220,7 @@ class GatedTransfer:
 
 
 def spoil(spans: Spans) -> None:
-    """Turn the sign bit of every 64th byte's float over, roughly: nobody could call it rounding."""
+    """Flip the sign of roughly every 16th float: an error that no rounding could explain."""
     for address, nbytes in zip(spans.local.tolist(), spans.nbytes.tolist(), strict=True):
         memory = (ctypes.c_uint8 * nbytes).from_address(address)
         for index in range(3, nbytes, 64):
@@ -246,7 +249,7 @@ class GatedPeer:
 
 
 class GatedEndpoint:
-    """An end of it."""
+    """An endpoint of the gated transport."""
 
     transport = NAME
 
@@ -295,7 +298,7 @@ class GatedTransport:
 
 @hookimpl
 def mooncake_hal_transport() -> TransportSpec:
-    """Offer the transport; it has to be asked for."""
+    """Offer the transport; it is used only where it is requested."""
     return TransportSpec(
         NAME, API_VERSION, 1, lambda: Availability(True), lambda: GatedTransport(load_shm())
     )

@@ -1,4 +1,4 @@
-"""An engine with the KVCache pool, turn after turn, and the same engine without it."""
+"""Multi-turn requests to an engine with the KVCache pool, and to the same engine without it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mooncake_kv.pool.pool_config import read_kv_pool
 
 CHUNK = 32
 SETTINGS = f"chunk={CHUNK},load=always"
-"""What is found is loaded, however little time computing it takes on so small a model."""
+"""Load every hit, even though computing takes less time on so small a model."""
 POOL = f"dram=32M,{SETTINGS}"
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 SETTLE_S = 30.0
@@ -48,7 +48,8 @@ def engine(
 
 
 def ask(core: EngineCore, prompts: Sequence[Tokens], sampling: SamplingParams = GREEDY, n: int = 1):
-    """Serve prompts at once, each ``n`` times; their answers, and prompt tokens that were there."""
+    """Serve prompts concurrently, each ``n`` times; their answers, and the number of prompt tokens
+    found."""
     requests = [
         EngineRequest(f"p{i}-{j}", prompt, sampling, group=f"p{i}" if n > 1 else None)
         for i, prompt in enumerate(prompts)
@@ -61,7 +62,7 @@ def ask(core: EngineCore, prompts: Sequence[Tokens], sampling: SamplingParams = 
 
 
 def settle(core: EngineCore) -> None:
-    """Step until all that is being saved is."""
+    """Step until all saves have completed."""
     deadline = time.monotonic() + SETTLE_S
     while (pool := core.stats().kv_pool) is not None and pool.saves_under_way:
         core.step()
@@ -69,13 +70,13 @@ def settle(core: EngineCore) -> None:
 
 
 def forget(core: EngineCore) -> None:
-    """The device has nothing any more; the pool still has."""
+    """Clear the device's prefix cache, but not the pool."""
     assert core.reset_prefix_cache()
 
 
 def two_turns(core: EngineCore, length: int = 200, seed: int = 1, **options: Any):
-    """A prompt, then the conversation's next turn, which only the pool remembers; all tokens, and
-    how many of the second prompt were there."""
+    """A prompt, then the conversation's next turn, whose prefix only the pool has; returns all
+    tokens, and how many of the second prompt's tokens were found."""
     first = random_prompt(seed, length)
     (answer, *others), _ = ask(core, [first], **options)
     forget(core)

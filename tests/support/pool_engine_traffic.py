@@ -1,4 +1,4 @@
-"""Traffic of an engine that keeps KV in a store: prompts again and again, all tokens compared."""
+"""Traffic of an engine that keeps KV in a store: repeated prompts, with every token compared."""
 
 import random
 import threading
@@ -26,13 +26,13 @@ def model():
 
 @cache
 def plain_answers():
-    """What an engine without the pool answers to each prompt."""
+    """The answer of an engine without the pool to each prompt."""
     with engine(model(), None) as core:
         return [ask(core, [random_prompt(seed, LENGTH)])[0][0] for seed in range(NUM_PROMPTS)]
 
 
 class EngineTraffic:
-    """An engine in a thread of its own. A hit is a prompt some of which was loaded."""
+    """An engine in a thread of its own. A prompt of which some KV was loaded counts as a hit."""
 
     def __init__(self, address):
         plain_answers()
@@ -51,7 +51,7 @@ class EngineTraffic:
         return self.tally.hits >= wanted
 
     def end(self):
-        """Stop; what came of it all."""
+        """Stop; return the tally."""
         self._stop.set()
         self._thread.join(2 * STUCK_S)
         self.tally.stuck += self._thread.is_alive()

@@ -1,4 +1,4 @@
-"""What is done to a store while it has traffic. Each fault is a function of a ``FaultyPool``."""
+"""Faults injected into a store under traffic. Each fault is a function of a ``FaultyPool``."""
 
 import os
 import random
@@ -21,17 +21,17 @@ from mooncake_kv.store.store_client import StoreClient
 DRAM = 24 * CHUNK_BYTES
 SSD = "64M"
 QUARANTINE_S = 6.0
-"""More than the traffic's transfer timeout."""
+"""Longer than the traffic's transfer timeout."""
 STOP_S = 20.0
-"""A store leaves a drive that hangs behind before."""
+"""Upper limit of a store's shutdown with a hung drive."""
 OBEDIENT = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
-"""Runs a command as a root that modes of files hold for, too."""
+"""Runs a command as a root user that is subject to file modes, too."""
 
 
 class FaultyPool:
-    """A store with an SSD directory, and its traffic, which ``start_traffic`` makes of its address.
+    """A store with an SSD directory and the traffic that ``start_traffic`` makes for its address.
 
-    ``with`` ends the store.
+    The context manager stops the store.
     """
 
     def __init__(self, directory, start_traffic=PoolTraffic):
@@ -53,7 +53,8 @@ class FaultyPool:
         self.store = self.start(port)
 
     def try_another(self):
-        """Run a store on the same directory, which has to refuse; what became of it."""
+        """Run a second store on the same directory, which has to refuse to start; returns its
+        result."""
         command = [*self.prefix, sys.executable, "-m", "mooncake_kv", "store", "--port", "0"]
         command += ["--dram", str(DRAM), "--ssd", f"{self.ssd}:{SSD}", "--ssd-segment-bytes", "4M"]
         return subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
@@ -72,7 +73,7 @@ class FaultyPool:
         return [path for path in self.ssd.glob("segment-*") if path.stat().st_size]
 
     def await_segments(self):
-        """Until SSDs have something to be damaged."""
+        """Wait until SSDs hold something that can be damaged."""
         self.await_level(
             lambda stats: self.segments() and stats.ssd_chunks, "nothing was written to the SSD"
         )
@@ -84,7 +85,7 @@ class FaultyPool:
             time.sleep(0.1)
 
     def is_ssd_read(self):
-        """Whether a chunk comes from the SSD, right after others have taken all memory."""
+        """Whether a chunk is read from the SSD right after other chunks have taken all memory."""
         client = StoreClient(self.store.address, "faults")
         try:
             assert client.await_store(START_S)
@@ -101,7 +102,7 @@ class FaultyPool:
             client.close()
 
     def leaked_handles(self):
-        """Handles and memory that nobody has any more, once all users are gone."""
+        """Number of leaked handles and memory regions once all users are gone."""
         deadline = time.monotonic() + QUARANTINE_S + 20
         while True:
             stats = self.stats()
@@ -139,14 +140,14 @@ def frozen(pool):
 
 
 def restarted(pool):
-    """store ended in order, and started again"""
+    """store stopped cleanly, and started again"""
     for _ in range(2):
         assert pool.traffic.await_hits()
         pool.restart(signal.SIGTERM)
 
 
 def truncated(pool):
-    """SSD files truncated while they are read"""
+    """SSD files truncated while being read"""
     for keep in (0.5, 0.0):
         pool.await_segments()
         for path in pool.segments():
@@ -165,7 +166,7 @@ def truncated_between(pool):
 
 
 def flipped(pool):
-    """bits flipped in SSD files while they are read"""
+    """bits flipped in SSD files while being read"""
     draw = random.Random(7)
     for _ in range(20):
         pool.await_segments()
@@ -207,7 +208,7 @@ def read_only(pool):
 
 
 def writes_hung(pool):
-    """SSD writes that hang, and a stop meanwhile"""
+    """SSD writes that hang, and a shutdown meanwhile"""
     hangs, port = pool.directory / "writes hang", pool.store.port
     pool.store.end()
     program = Path(__file__).with_name("hanging_writes.py")
@@ -231,7 +232,7 @@ def writes_hung(pool):
 
 
 def user_killed(pool):
-    """a peer gone in the middle of a read, or of a write"""
+    """a peer killed in the middle of a read or write"""
     program = (
         "import sys, itertools; sys.path[:0] = ['tests']\n"
         "from support.store_process import *\n"
@@ -254,7 +255,7 @@ def user_killed(pool):
 
 
 def user_frozen(pool):
-    """a peer frozen in a write until it is taken for gone"""
+    """a peer frozen in a write until it is considered dead"""
     program = (
         "import sys; sys.path[:0] = ['tests']\n"
         "from support.store_process import *\n"

@@ -1,4 +1,4 @@
-"""Instances on devices of any kind, ranks and stages, that share one node store."""
+"""Instances on devices of any kind, with ranks and stages, that share one node store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from support.programs import Program
 from support.store_process import StoreProcess
 
 CHUNK = 128
-"""Whole blocks of every kind of device."""
+"""A multiple of the block size of every kind of device."""
 LENGTH = 300
 SAVED_S = 60.0
 
@@ -29,7 +29,8 @@ _firsts = itertools.count(3)
 
 @dataclass(frozen=True)
 class PoolSide:
-    """One instance; as text, ``cuda/16:2x1``: its kind, tokens per block, stages and ranks of each.
+    """One instance; as text, ``cuda/16:2x1``: its kind, tokens per block, stages and ranks per
+    stage.
 
     Args:
         kind: of KINDS.
@@ -44,7 +45,7 @@ class PoolSide:
 
     @classmethod
     def parse(cls, text: str) -> PoolSide:
-        """See the class; stages may be left out, and ranks, and the block size."""
+        """Parse the text form; stages, ranks and block size may be left out."""
         where, _, sizes = text.partition(":")
         kind, _, block_size = where.partition("/")
         if kind not in KINDS:
@@ -60,7 +61,7 @@ class PoolSide:
 def start_sides(
     stack: ExitStack, model: Path, sides: Sequence[PoolSide], store: StoreProcess
 ) -> list[Served]:
-    """An instance of each, all at once; the stack ends them."""
+    """Start an instance of each side concurrently; the stack stops them."""
     pool = f"connect=127.0.0.1:{store.port},chunk={CHUNK},load=always"
     programs = []
     for side in sides:
@@ -77,8 +78,8 @@ def start_sides(
 
 
 async def make_case(on_cpu: Instance, pair: Sequence[Served]) -> Case:
-    """A prompt that begins as no other does, and what the CPU answers, and each of the pair alone:
-    where tokens choose experts, rounding decides near ties."""
+    """A prompt with a unique prefix, and the answer on which the CPU and each of the pair alone
+    agree: in a mixture of experts, rounding decides near ties."""
     first = next(_firsts)
     alone = [saying(served, f"{first}-{number}") for number, served in enumerate(pair)]
     case = await clear_continuation(on_cpu, (first,), LENGTH, alone)
@@ -88,10 +89,11 @@ async def make_case(on_cpu: Instance, pair: Sequence[Served]) -> Case:
 
 
 async def check_pair(writer: Served, reader: Served, case: Case) -> None:
-    """What one has computed and saved, the other loads, and answers as the CPU does.
+    """Check that one instance loads the KV that another one computed and saved, and answers as the
+    CPU does.
 
     Raises:
-        AssertionError: it is not so.
+        AssertionError: a check failed.
     """
     saved = await _figure(writer, "num_saved_chunks")
     await _ask(writer, case, "the writer")
@@ -111,7 +113,7 @@ async def _ask(served: Served, case: Case, who: str) -> None:
 
 
 async def _await_saves(served: Served, num_saved_chunks: float = 0) -> None:
-    """Until none is under way, and so many chunks have been saved in all."""
+    """Wait until no save is in flight and that many chunks have been saved in all."""
     deadline = time.monotonic() + SAVED_S
     while (
         await _figure(served, "saves_under_way")

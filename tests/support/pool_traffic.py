@@ -1,4 +1,4 @@
-"""Ordinary traffic of a store: ranks that put and get all the time, and compare all bytes."""
+"""Ordinary traffic of a store: ranks that put and get continuously and compare all bytes."""
 
 import random
 import threading
@@ -10,7 +10,7 @@ from support.store_process import Rank, WrongBytes
 from mooncake_hal.errors import HalError
 
 NUM_CHUNKS = 48
-"""Different chunks; more than a store's memory holds, so that it evicts all the time."""
+"""Number of different chunks; more than a store's memory holds, so that it evicts all the time."""
 BATCH = 4
 TRANSFER_TIMEOUT_S = 5.0
 STUCK_S = 30.0
@@ -18,7 +18,7 @@ STUCK_S = 30.0
 
 @dataclass
 class Tally:
-    """What came of the operations.
+    """The results of the operations.
 
     ``wrong`` hits had other bytes than were put; ``stuck`` operations took longer than STUCK_S.
     """
@@ -42,7 +42,7 @@ class Tally:
 
 
 class PoolTraffic:
-    """Threads with a rank each; ``transports`` says how many and over what."""
+    """Threads with a rank each; ``transports`` gives their number and their transports."""
 
     def __init__(self, address, transports=("shm", "shm", "tcp")):
         self._stop = threading.Event()
@@ -67,7 +67,7 @@ class PoolTraffic:
         return self.hits() >= wanted
 
     def end(self):
-        """Stop; what came of it all."""
+        """Stop; return the tally."""
         self._stop.set()
         for thread in self._threads:
             thread.join(STUCK_S)
@@ -102,7 +102,7 @@ class PoolTraffic:
                 tally.hits += sum(hits)
                 tally.misses += len(hits) - sum(hits)
                 if not any(hits):
-                    self._stop.wait(0.01)  # as computing them would take
+                    self._stop.wait(0.01)  # about as long as computing them would take
         except WrongBytes:
             tally.wrong += 1
         except HalError:  # the store went away in the middle: a miss

@@ -1,4 +1,4 @@
-"""What is applied in portions, at once."""
+"""Runs generators that apply a change in portions to completion."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def apply_all(portions: Generator[None, None, T]) -> T:
-    """Returns what they lead to."""
+    """Return the value that the generator returns."""
     while True:
         try:
             next(portions)

@@ -1,4 +1,4 @@
-"""Ports of this host that are free, in a row."""
+"""Finds consecutive free ports on this host."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from mooncake_hal.port_range import PortRange
 from mooncake_hal.ports import count_free
 
 BELOW_EPHEMERAL = (10_000, 32_000)
-"""Where the kernel takes none from by itself."""
+"""Below the range from which the kernel allocates ports."""
 
 
 def free_range(count: int, host: str = "127.0.0.1") -> PortRange:
-    """So many ports that nobody holds now.
+    """That many consecutive ports that are free now.
 
     Raises:
         AssertionError: none are found.

@@ -1,4 +1,4 @@
-"""Runs our programs as a user would, and sees to it that none is left."""
+"""Runs our programs as a user would, and makes sure that none outlives the test."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Program:
 
     Args:
         argv: module and arguments.
-        log: takes standard error; without it ``errors`` does.
-        environment: variables beside those of this process.
-        through: a command that runs it, in another network for example.
+        log: the file for standard error; without one, ``errors`` gets its lines.
+        environment: variables in addition to those of this process.
+        through: a command that runs it, for example in another network namespace.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Program:
                 stderr=stderr,
                 text=True,
                 start_new_session=True,
-                preexec_fn=die_with_parent(),  # a suite that is killed closes nothing
+                preexec_fn=die_with_parent(),  # a killed test run closes nothing
                 env=os.environ | {"OMP_NUM_THREADS": "1"} | dict(environment or {}),
             )
         self.lines: list[str] = []
@@ -57,7 +57,7 @@ class Program:
             reader.start()
 
     def wait_for(self, words: str, timeout_s: float = READY_S) -> str:
-        """The next line of standard output that holds these words."""
+        """Wait for the next line of standard output that contains these words; returns it."""
         while True:
             try:
                 line = self._queue.get(timeout=timeout_s)
@@ -70,18 +70,18 @@ class Program:
                 return line.strip()
 
     def end(self, number: signal.Signals = signal.SIGTERM, timeout_s: float = END_S) -> int:
-        """Send a signal; the exit status."""
+        """Send a signal; returns the exit status."""
         self.process.send_signal(number)
         return self.wait(timeout_s)
 
     def wait(self, timeout_s: float = END_S) -> int:
-        """The exit status, all output read."""
+        """Wait for the program to exit and for its whole output; returns the exit status."""
         status = self.process.wait(timeout_s)
         self.close()
         return status
 
     def close(self) -> None:
-        """Kill what still runs of its process group."""
+        """Kill the remaining processes of its process group."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -109,7 +109,7 @@ class Program:
 
 
 def descendants(pid: int) -> dict[int, str]:
-    """Processes that this one has started, by id, with their command lines."""
+    """All descendants of a process: process ids and command lines."""
     found = {}
     with suppress(FileNotFoundError, ProcessLookupError):
         for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
@@ -126,7 +126,7 @@ def ranks_of(program: Program) -> list[int]:
 
 
 def imported_by(*argv: str) -> set[str]:
-    """The modules that Python imports when it is run with these arguments."""
+    """The modules that Python imports when run with these arguments."""
     command = [sys.executable, "-X", "importtime", *argv]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=True)
     lines = done.stderr.splitlines()
@@ -134,7 +134,7 @@ def imported_by(*argv: str) -> set[str]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether this process exists, and not only until somebody waits for it."""
+    """Whether this process exists and is not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -144,7 +144,7 @@ def is_running(pid: int) -> bool:
 
 @contextmanager
 def running(*argv: str, environment: Mapping[str, str] | None = None) -> Iterator[Program]:
-    """A program that is gone afterwards."""
+    """A program that is stopped at the end of the block."""
     program = Program(argv, environment=environment)
     try:
         yield program

@@ -11,7 +11,7 @@ from mooncake_proxy.routing.conductor_routing import ConductorRouting
 
 
 def settings(policy: str = "cost", flow: str = "pull", **conductor: Any) -> dict[str, Any]:
-    """Of a proxy whose requests the conductor places."""
+    """Settings of a proxy whose requests the conductor places."""
     chosen = ConductorConfig(policy=policy, binds_late=flow == "pull", **conductor)
     return {
         "prefill_policy": policy,
@@ -27,7 +27,7 @@ def conductor_of(s: Stand) -> ConductorRouting:
 
 
 def check_nothing_is_reserved(s: Stand) -> None:
-    """Whatever requests did, no prefill time and no place to decode is still taken."""
+    """Check that no prefill time and no decode slot is still reserved."""
     for fleet in (conductor_of(s).pairs.conductor, conductor_of(s).whole.conductor):
         assert len(fleet.book) == 0
         assert len(fleet.ledger) == 0
