@@ -137,7 +137,7 @@ class EngineCore:
         Returns:
             The error to report to all requests.
         """
-        return self.abandon(self.watch.why_stuck(), self._thread)
+        return self.abandon(self.watch.timeout_message(), self._thread)
 
     def abandon(self, reason: str, thread: int) -> EngineDead:
         """Give up a step for ``reason``, and log the stack of the thread in which it hangs."""

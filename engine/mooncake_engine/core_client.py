@@ -165,7 +165,7 @@ class CoreConnection:
 
     def abandon_step(self) -> EngineDead:
         """Returns the error to report; the process that started the core terminates it."""
-        return EngineDead(f"{self.watch.why_stuck()}; the core's process was ended")
+        return EngineDead(f"{self.watch.timeout_message()}; the core's process was ended")
 
     def close(self) -> None:
         """Close the connection; the core keeps running. Idempotent."""

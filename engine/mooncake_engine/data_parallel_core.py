@@ -100,7 +100,7 @@ class DataParallelCore:
         return self._cores[0].compiles_grammars
 
     def abandon_step(self) -> EngineDead:
-        return self._cores[0].abandon(self.watch.why_stuck(), self._thread)
+        return self._cores[0].abandon(self.watch.timeout_message(), self._thread)
 
     def reset_prefix_cache(self) -> bool:
         """Drop the cached prefixes of each idle rank; True if all ranks were idle."""

@@ -28,7 +28,7 @@ MAX_PAUSE_S = 1.0
 
 class StepWatch:
     """Measures how long the current step has been running, by periodic checks. The core's thread
-    begins and ends steps, one other thread checks (``look``), and any thread may read.
+    begins and ends steps, one other thread checks (``check``), and any thread may read.
 
     Time during which the whole process was stopped (by a debugger, in a frozen container) does not
     count: a check adds at most two pauses, however long ago the last one was.
@@ -60,7 +60,7 @@ class StepWatch:
         """Record that the step has returned."""
         self._state[1] = False
 
-    def look(self, now: float) -> bool:
+    def check(self, now: float) -> bool:
         """Check the current step; returns whether it has timed out.
 
         Args:
@@ -87,7 +87,7 @@ class StepWatch:
         """Whether the step takes so long that requests should go elsewhere. Any thread."""
         return bool(self.timeout_s) and self.watched_s > self.timeout_s * STALLED_SHARE
 
-    def why_stuck(self) -> str:
+    def timeout_message(self) -> str:
         """Returns the error message for a step that has timed out."""
         return f"a step did not return within {self.timeout_s:g} s (--step-timeout-seconds)"
 
@@ -97,12 +97,12 @@ class StepWatchdog:
 
     Args:
         watch: the state to check.
-        on_stuck: called once, on the watchdog's thread, when a step has timed out.
+        on_timeout: called once, on the watchdog's thread, when a step has timed out.
     """
 
-    def __init__(self, watch: StepWatch, on_stuck: Callable[[], None]) -> None:
+    def __init__(self, watch: StepWatch, on_timeout: Callable[[], None]) -> None:
         self._watch = watch
-        self._on_stuck = on_stuck
+        self._on_timeout = on_timeout
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="step-watchdog", daemon=True)
         if watch.timeout_s:
@@ -114,6 +114,6 @@ class StepWatchdog:
 
     def _run(self) -> None:
         while not self._closing.wait(self._watch.pause_s):
-            if self._watch.look(time.monotonic()):
-                self._on_stuck()
+            if self._watch.check(time.monotonic()):
+                self._on_timeout()
                 return

@@ -432,5 +432,7 @@ class _Instance:
         """Abandon a step that has not returned in time. Runs in the watchdog's thread."""
         # Set the reason first: the main loop notices the end of the core's process at once, and
         # would otherwise report that as the reason.
-        self._stall = EngineDead(f"{self._core.watch.why_stuck()}; the core's process was ended")
+        self._stall = EngineDead(
+            f"{self._core.watch.timeout_message()}; the core's process was ended"
+        )
         self._core.abandon_step()

@@ -126,13 +126,13 @@ def test_a_hung_step_is_detected_while_another_rank_continues(instance: Instance
     instance.executors[0].held = True
     instance.ask(0)
     instance.step()
-    look = instance.watch.look
+    check = instance.watch.check
     for second in range(20):
         instance.ask(1)
         instance.run_until_ended(1)
         instance.ended.clear()
-        assert not look(float(second))
-    assert look(20.0) or look(21.0)
+        assert not check(float(second))
+    assert check(20.0) or check(21.0)
 
 
 def test_watchdog_moves_on_when_a_rank_replies(instance: Instance) -> None:
@@ -143,15 +143,15 @@ def test_watchdog_moves_on_when_a_rank_replies(instance: Instance) -> None:
     instance.step()
     instance.ask(1)
     instance.step()
-    look = instance.watch.look
-    look(0.0)
+    check = instance.watch.check
+    check(0.0)
     for now in range(1, 20):
-        look(float(now))
+        check(float(now))
     first.held = False
     first.answer()
     instance.run_until_ended(0)
-    assert not look(20.0)
-    assert not look(30.0)
+    assert not check(20.0)
+    assert not check(30.0)
     assert instance.watch.watched_s > 0
 
 

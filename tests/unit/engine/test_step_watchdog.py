@@ -24,11 +24,11 @@ from mooncake_engine.step_watchdog import StepWatch
 TEST_TIMEOUT_S = 60.0
 
 
-def look(watch: StepWatch, first: float, last: float) -> bool:
+def check(watch: StepWatch, first: float, last: float) -> bool:
     """Check at the watchdog's interval from ``first`` to ``last``; return the last result."""
     now, found = first, False
     while now <= last:
-        found = watch.look(now)
+        found = watch.check(now)
         now += watch.pause_s
     return found
 
@@ -36,23 +36,23 @@ def look(watch: StepWatch, first: float, last: float) -> bool:
 def test_step_is_stalled_at_half_the_timeout_and_abandoned_at_the_timeout() -> None:
     watch = StepWatch(20.0)
     watch.begin()
-    assert not look(watch, 0.0, 10.0)
+    assert not check(watch, 0.0, 10.0)
     assert not watch.has_stalled()
-    assert not look(watch, 11.0, 20.0)
+    assert not check(watch, 11.0, 20.0)
     assert watch.has_stalled()
-    assert watch.look(21.0)
+    assert watch.check(21.0)
 
 
 def test_next_step_restarts_the_clock() -> None:
     watch = StepWatch(20.0)
     watch.begin()
-    look(watch, 0.0, 19.0)
+    check(watch, 0.0, 19.0)
     assert watch.has_stalled()
     watch.end()
     assert not watch.has_stalled()
     watch.begin()
     assert not watch.has_stalled()
-    assert not look(watch, 20.0, 38.0)
+    assert not check(watch, 20.0, 38.0)
 
 
 def test_time_between_steps_does_not_count() -> None:
@@ -60,23 +60,23 @@ def test_time_between_steps_does_not_count() -> None:
     watch = StepWatch(20.0)
     watch.begin()
     watch.end()
-    assert not look(watch, 0.0, 1000.0)
+    assert not check(watch, 0.0, 1000.0)
 
 
 def test_time_while_the_process_was_suspended_does_not_count() -> None:
     watch = StepWatch(20.0)
     watch.begin()
-    watch.look(0.0)
-    watch.look(1.0)
-    assert not watch.look(100_000.0)
+    watch.check(0.0)
+    watch.check(1.0)
+    assert not watch.check(100_000.0)
     assert watch.watched_s == pytest.approx(3.0)
 
 
 def test_timeout_of_zero_disables_the_watchdog() -> None:
     watch = StepWatch(0.0)
     watch.begin()
-    assert not watch.look(0.0)
-    assert not watch.look(1e9)
+    assert not watch.check(0.0)
+    assert not watch.check(1e9)
     assert not watch.has_stalled()
 
 
@@ -152,7 +152,7 @@ def test_stalled_engine_rejects_requests() -> None:
     core = engine._core
     core.watch = StepWatch(1000.0)
     core.watch.begin()
-    look(core.watch, 0.0, 600.0)
+    check(core.watch, 0.0, 600.0)
     with pytest.raises(EngineStalled, match="a step has been running for"):
         engine.check_ready()
     engine.check_health()
