@@ -1,1 +1,1 @@
-"""A backend of mooncake-hal for a chip that does not exist: the host plays its part."""
+"""Example backend of mooncake-hal for a fictional chip, which the host simulates."""

@@ -1,4 +1,4 @@
-"""The parts of a backend. Begin with the reference ops; replace them by kernels one at a time."""
+"""A backend's parts. Start with the reference ops, and replace them with kernels one by one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mooncake_hal_mychip.mychip_memory import TOTAL_BYTES, MyChipMemory
 
 
 class MyChipRuntime(SynchronousRuntime):
-    """One device. The parts inherited play it on the host; a real chip writes them itself, too:
+    """One device. The inherited methods simulate it on the host; a real backend overrides them:
     ``torch.device("mychip", index)``, ``torch.mychip.set_device(index)``, events of its streams."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class MyChipRuntime(SynchronousRuntime):
 
 
 class MyChipOps(ReferenceOps):
-    """The reference, with the kernels that exist so far in its place."""
+    """The reference ops, overridden by the kernels that exist so far."""
 
     def silu_mul(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, dim=-1)
@@ -59,7 +59,7 @@ class MyChipOps(ReferenceOps):
 
 
 class MyChipBackend:
-    """The parts put together, and what they can do."""
+    """Combines the parts, and declares their capabilities."""
 
     name = "mychip"
 
@@ -77,7 +77,7 @@ class MyChipBackend:
         self.memory = MyChipMemory()
 
     def communicator(self, group: GroupSpec) -> Communicator:
-        """One rank, until there is a collectives library."""
+        """A communicator of one rank, until the chip has a collectives library."""
         if group.world_size != 1:
             raise CapabilityError(f"mychip runs on one rank, {group.world_size} were asked for")
         return SingleRankCommunicator()

@@ -1,8 +1,8 @@
-"""Memory of the chip, and its copies to and from the host: what PD with other hardware takes.
+"""The chip's memory, and its copies to and from the host, which PD with other hardware requires.
 
-With these copies the ``staged`` transport moves KV between this chip and any other device or host,
-through pinned memory of the host. A transport of the chip's own, between two of them, would be a
-``TransportSpec`` beside it, see ``docs/examples/mylink``.
+With these copies, the ``staged`` transport moves KV between this chip and any other device or host
+through pinned host memory. A transport of its own for two such chips would be an additional
+``TransportSpec``; see ``docs/examples/mylink``.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ DEVICE = "mychip:0"
 
 
 class MyChipMemory:
-    """Allocates; a chip whose network wants alignment aligns here.
+    """Allocates device memory. If the chip's network requires alignment, align here.
 
-    Regions say that they are the chip's: no transport for host memory takes them.
+    Regions name the chip as their device, so transports for host memory reject them.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class MyChipMemory:
         return TensorAllocation(region, tensor, lambda: self._allocations.pop(begin, None))
 
     def require_allocated(self, addresses: Addresses, nbytes: Addresses) -> None:
-        """Refuse what is not the chip's; raises DeviceError. A real chip's driver does this."""
+        """Raise DeviceError for addresses outside the chip's allocations, as a driver would."""
         ends = addresses + nbytes
         for begin, size in list(self._allocations.items()):
             inside = (addresses >= begin) & (ends <= begin + size)
@@ -56,7 +56,7 @@ class MyChipMemory:
 
 @dataclass
 class MyChipPinnedMemory:
-    """Host memory that the chip reaches. A real chip asks its driver for it."""
+    """Host memory that the chip can access. A real backend allocates it with its driver."""
 
     nbytes: int
     _tensor: torch.Tensor | None = field(init=False)
@@ -64,15 +64,15 @@ class MyChipPinnedMemory:
 
     def __post_init__(self) -> None:
         self._tensor = torch.empty(self.nbytes, dtype=torch.uint8)
-        self.address = self._tensor.data_ptr()  # torch aligns to 64 bytes, as is asked for
+        self.address = self._tensor.data_ptr()  # torch aligns to 64 bytes, as the contract requires
 
     def close(self) -> None:
         self._tensor = None
 
 
 class MyChipHostCopier:
-    """Copies piece by piece, at once. A real chip enqueues on a stream of its own, and packs small
-    pieces with a kernel: one copy command per token would take longer than the transfer."""
+    """Copies synchronously. A real backend enqueues copies on its own stream, and packs small pieces
+    with a kernel: one copy command per token would take longer than the transfer."""
 
     def __init__(self, memory: MyChipMemory) -> None:
         self._memory = memory
@@ -98,7 +98,7 @@ class MyChipHostCopier:
 
 @dataclass(frozen=True)
 class MyChipHostCopies:
-    """Of the one device."""
+    """Host copies of the one device."""
 
     memory: MyChipMemory
 

@@ -1,4 +1,4 @@
-"""Entry point; standard library only, because everybody who lists devices imports it."""
+"""Entry point. Standard library only, because every process that lists devices imports it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ DEVICE_FILE = Path("/dev/null")  # a real chip has /dev/mychip0
 
 @hookimpl
 def mooncake_hal_backend() -> BackendSpec:
-    """Offer the chip. Below zero, ``auto`` never takes it; a real one says 90 or more."""
+    """Register the chip. ``auto`` ignores negative priorities; a real chip has 90 or more."""
     return BackendSpec(
         name="mychip",
         api_version=API_VERSION,
@@ -40,7 +40,7 @@ def mooncake_hal_backend() -> BackendSpec:
 
 
 def probe() -> Availability:
-    """Look at files and installed modules; import nothing, initialise nothing."""
+    """Check device files and installed modules, without importing or initialising anything."""
     if not DEVICE_FILE.exists():
         return Availability(False, f"no driver ({DEVICE_FILE}); install mychip-driver")
     if find_spec("torch") is None:
@@ -50,16 +50,16 @@ def probe() -> Availability:
 
 @cache
 def load() -> Backend:
-    """Only here are torch and the vendor's library imported."""
+    """Construct the backend. Only this imports torch and the vendor's library."""
     from mooncake_hal_mychip.mychip_backend import MyChipBackend
 
     return MyChipBackend()
 
 
 def load_host_copies(index: int) -> HostCopies:
-    """Copies of the memory that ``load()``'s backend allocates, which is one per process."""
+    """Host copies of the memory that ``load()``'s backend allocates; it is one per process."""
     from mooncake_hal_mychip.mychip_memory import MyChipHostCopies
 
     backend = load()
-    backend.runtime.bind_thread(index)  # refuses what is not there
+    backend.runtime.bind_thread(index)  # raises if there is no such device
     return MyChipHostCopies(cast("MyChipMemory", backend.memory))

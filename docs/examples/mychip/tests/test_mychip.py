@@ -1,4 +1,4 @@
-"""All that the chip's owner writes to have every op, the memory and the runtime tested."""
+"""Everything that a backend's author has to write to test every op, the memory and the runtime."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from mooncake_hal.testing.transports_staged import StagedBetweenKinds
 
 
 class TestMyChip(BackendBasics, OpsSuite, RowsSuite, HostCopiesSuite):
-    """``BackendConformance`` has the collectives too; this chip has none yet."""
+    """``BackendConformance`` also tests collectives, which this chip does not have yet."""
 
     backend_name = "mychip"
 
 
 class TestStaged(StagedBetweenKinds):
-    """KV between the chip and a host; ``transports_staged`` says how to run the whole suite."""
+    """KV between the chip and a host; ``transports_staged`` explains how to run the whole suite."""
 
     device = "mychip:0"
 
     @pytest.fixture(autouse=True)
     def on_the_chip(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Buffers of the suite are the backend's that is named here."""
+        """Make the suite allocate its buffers from this backend."""
         monkeypatch.setenv("MOONCAKE_HAL_BACKEND", "mychip")

@@ -1,1 +1,1 @@
-"""A transport that is an example: see docs/hardware.md."""
+"""Example transport of mooncake-hal; see docs/hardware.md."""

@@ -1,4 +1,4 @@
-"""Entry point; standard library only, because everybody who lists transports imports it."""
+"""Entry point. Standard library only, because every process that lists transports imports it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ if TYPE_CHECKING:
 
 @hookimpl
 def mooncake_hal_transport() -> TransportSpec:
-    """Offer the link. Below zero, it has to be asked for; it listens on no port."""
+    """Register the link. With a negative priority it must be requested by name; it uses no port."""
     return TransportSpec("mylink", API_VERSION, -1, probe, load, num_ports=0)
 
 
 def probe() -> Availability:
-    """Look at files and installed modules; import nothing, initialise nothing."""
+    """Check the platform, without importing or initialising anything."""
     if not sys.platform.startswith("linux"):
         return Availability(False, f"needs Linux, this is {sys.platform}")
     return Availability(True, "every process of this host")
 
 
 def load() -> Transport:
-    """Only here are numpy and the vendor's library imported."""
+    """Construct the transport. Only this imports numpy and the vendor's library."""
     from mylink.mylink_transport import MyLinkTransport
 
     return MyLinkTransport()

@@ -1,4 +1,4 @@
-"""All that the link's owner writes to have the transport tested."""
+"""Everything that a transport's author has to write to test it."""
 
 from __future__ import annotations
 
