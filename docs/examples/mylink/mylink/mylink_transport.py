@@ -1,7 +1,7 @@
-"""A transport whose bytes travel as requests of the session itself: slow, but complete.
+"""A transport that sends data as requests of the session itself: slow, but complete.
 
-A data path says what memory is to it, replies to the peers' requests, and makes peers. Who may
-connect, which regions there are, revocation and the death of peers are the endpoint's work.
+A data path describes memory to peers, replies to their requests, and creates peers. The endpoint
+authenticates connections, keeps the registered regions, and handles revocation and lost peers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from mooncake_hal.transports.spans import cut
 from mooncake_hal.transports.transfers import DONE, RunningTransfer, deadline_after
 
 NAME, VERSION, PIECE_BYTES = "mylink", 1, 1 << 20
-# The one request: (address, nbytes, content), to read a piece of memory or, with content, write it.
+# The only request: (address, nbytes, content) reads a piece of memory or, with content, writes it.
 encode, Copy = msgspec.msgpack.encode, msgspec.msgpack.Decoder(tuple[int, int, bytes])
 
 
@@ -38,7 +38,7 @@ class MyLinkDataPath(DataPath):
 
     def __init__(self, local: AttachedRegions) -> None:
         self._local = local
-        self._lock = threading.Lock()  # held while our memory is touched
+        self._lock = threading.Lock()  # held while local memory is accessed
 
     def info(self) -> bytes:
         return host_identity().encode()
@@ -52,16 +52,16 @@ class MyLinkDataPath(DataPath):
         return b""  # a NIC's keys, for a link that has one
 
     def detach(self, key: int) -> None:
-        with self._lock:  # ``_local`` has lost it already: what takes the lock later is refused
+        with self._lock:  # ``_local`` has dropped it: requests that take the lock later are refused
             pass
 
     def handle_request(self, session: Session, payload: bytes) -> bytes:
         try:
             address, nbytes, content = Copy.decode(payload)
         except msgspec.DecodeError as exc:
-            raise PeerLost(f"mylink: this is no request: {exc}") from exc
+            raise PeerLost(f"mylink: the peer sent an invalid request: {exc}") from exc
         with self._lock:
-            self._local.table.find(address, nbytes)  # what it raises is the reply
+            self._local.table.find(address, nbytes)  # the reply, if it raises
             if not content:
                 return ctypes.string_at(address, nbytes)
             ctypes.memmove(address, content, min(nbytes, len(content)))
@@ -71,7 +71,7 @@ class MyLinkDataPath(DataPath):
         return MyLinkPeer(session, self._local, self._lock)
 
 
-class MyLinkPeer(DataPathPeer):  # whose lost does nothing: what waits has failed already
+class MyLinkPeer(DataPathPeer):  # inherits lost, a no-op: the session failed pending requests
     closed = False
 
     def __init__(self, session: Session, local: AttachedRegions, lock: threading.Lock) -> None:
@@ -95,12 +95,12 @@ class MyLinkPeer(DataPathPeer):  # whose lost does nothing: what waits has faile
             return DONE
         if self.closed:
             raise PeerLost("mylink: this side closed the connection")
-        self._local.locate(spans.local, spans.nbytes)  # raises here, as the contract says
+        self._local.locate(spans.local, spans.nbytes)  # raises here, as the contract requires
         stop = threading.Event()
         transfer = RunningTransfer(1, deadline_after(timeout), lambda: (stop.set(), work.cancel()))
         work = self._pool.submit(self._run, transfer, spans, stop, is_read=is_read)
         work.add_done_callback(lambda work: work.cancelled() and transfer.part_ended(None))
-        return transfer  # which ends at once if it is cancelled before a thread has it
+        return transfer  # if it is cancelled before a thread runs it, it ends at once
 
     def _run(
         self, transfer: RunningTransfer, spans: Spans, stop: threading.Event, *, is_read: bool
@@ -112,17 +112,17 @@ class MyLinkPeer(DataPathPeer):  # whose lost does nothing: what waits has faile
             for local, remote, nbytes in np.stack(pieces[:3], axis=1).tolist():
                 left = transfer.deadline - time.monotonic()
                 if stop.is_set() or left <= 0:
-                    error = transfer.late()  # unless the transfer knows a reason already
+                    error = transfer.late()  # ignored if the transfer has failed before
                     break
                 content = b"" if is_read else ctypes.string_at(local, nbytes)
                 found = self._session.request(encode((remote, nbytes, content)), left)
                 with self._lock:
-                    self._local.table.find(local, nbytes)  # or this side has revoked it meanwhile
+                    self._local.table.find(local, nbytes)  # raises if it was revoked since
                     if is_read:
                         ctypes.memmove(local, found, nbytes)
         except RequestRefused as exc:
             error = exc
-            try:  # it may have revoked a region, which the contract has an error of its own for
+            try:  # the peer may have revoked the region, for which the contract has its own error
                 self._session.barrier(1.0)
                 self._session.regions.locate(spans.remote, spans.nbytes)
             except TransferError as reason:
@@ -139,7 +139,7 @@ class MyLinkTransport:
         if options.extra:
             raise ValueError(f"mylink has no extra settings, got {sorted(options.extra)}")
         local = AttachedRegions("this side")
-        # Sessions on a Unix socket; leave ``shared_fd`` out to have them on TCP.
+        # ``shared_fd`` puts sessions on a Unix socket; without it they use TCP.
         return open_endpoint(MyLinkDataPath(local), local, options, shared_fd=lambda region: None)
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
