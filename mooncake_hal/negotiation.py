@@ -127,10 +127,10 @@ class Transports:
         return {candidate.name: candidate.constraints for candidate in self._candidates}
 
     @property
-    def ends_writes(self) -> bool:
+    def stops_writes_on_failure(self) -> bool:
         """Whether peers' writes stop with their writers on every open transport; see
-        ``Transport.ends_writes``."""
-        return all(candidate.transport.ends_writes for candidate in self._candidates)
+        ``Transport.stops_writes_on_failure``."""
+        return all(candidate.transport.stops_writes_on_failure for candidate in self._candidates)
 
     def register(self, region: MemoryRegion) -> dict[str, int]:
         """Register a region with every transport; returns its keys by transport.

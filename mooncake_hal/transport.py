@@ -209,7 +209,7 @@ class Transport(Protocol):
         ...
 
     @property
-    def ends_writes(self) -> bool:
+    def stops_writes_on_failure(self) -> bool:
         """Whether a write stops with its writer: once the transfer has failed, or the writer's
         process has died, no more of its bytes arrive in the peer's memory.
 

@@ -86,7 +86,8 @@ class ConnectorContext:
         post: receives events.
         spawn: runs a task on the connector's loop, on behalf of a request or of none.
         clock: monotonic, in seconds.
-        ends_writes: whether every transport of this instance has ``Transport.ends_writes``.
+        stops_writes_on_failure: whether every transport of this instance has
+            ``Transport.stops_writes_on_failure``.
         drain_s: how long a write may outlast its writer where it does not end with it, in seconds.
         incompatible: peers whose handshake was refused, by either end.
         rounding: peers whose KV is rounded differently.
@@ -99,7 +100,7 @@ class ConnectorContext:
     post: PostEvent
     spawn: Spawn
     clock: Callable[[], float] = time.monotonic
-    ends_writes: bool = True
+    stops_writes_on_failure: bool = True
     drain_s: float = 0.0
     incompatible: IncompatiblePeers = field(default_factory=IncompatiblePeers)
     rounding: RoundingDifferences = field(default_factory=RoundingDifferences)
@@ -206,13 +207,13 @@ class ConnectorScheduler(ABC):
             ),
             lambda dead: post(ConnectorFailed(dead)),
         )
-        ends_writes = all(rank.ends_writes for rank in ready)
+        stops_writes_on_failure = all(rank.ends_writes for rank in ready)
         context = ConnectorContext(
             self._instance,
             self._config.lease_s,
             post,
             self._loop.spawn,
-            ends_writes=ends_writes,
+            stops_writes_on_failure=stops_writes_on_failure,
             drain_s=self._config.transfer_timeout_s,
             incompatible=self._incompatible,
             rounding=self._rounding,

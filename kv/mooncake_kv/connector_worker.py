@@ -269,9 +269,9 @@ class RankTransports:
         return self._transports.constraints
 
     @property
-    def ends_writes(self) -> bool:
+    def stops_writes_on_failure(self) -> bool:
         """Whether with each of these transports a write ends with its writer; see ``Transport``."""
-        return self._transports.ends_writes
+        return self._transports.stops_writes_on_failure
 
     def peer(
         self,
@@ -437,5 +437,5 @@ class ConnectorWorker(ABC):
         from now on."""
         memory, transports = self.context.memory, self._transports
         metadata = RankMetadata(memory.shard, memory.layout, transports.addresses)
-        ready = RankReady(metadata, transports.ends_writes, transports.constraints)
+        ready = RankReady(metadata, transports.stops_writes_on_failure, transports.constraints)
         self.context.emit(encode(ready))

@@ -98,7 +98,7 @@ class PushReceiver:
         self._context = context
         self.counts = TransferCounts()
         self._transfer_s = context.drain_s
-        self._drain_s = 0.0 if context.ends_writes else context.drain_s
+        self._drain_s = 0.0 if context.stops_writes_on_failure else context.drain_s
         self._unreachable_s = max(
             UNREACHABLE_LEASES * context.lease_s,
             context.lease_s + context.drain_s,

@@ -335,11 +335,11 @@ class TransportConformance(TransportKit):
         _assert_same(pair.here.get()[:MIB], pair.there.get()[:MIB], "a read after a timed-out one")
 
     def test_a_failed_write_moves_no_more_bytes(self) -> None:
-        """If the transport sets ``ends_writes``, no more bytes arrive after a failed write."""
+        """With ``stops_writes_on_failure``, no more bytes arrive after a failed write."""
         pair = self.pair(self.large)
         transfer = pair.peer.write(pair.whole(self.large), timeout=self.timeout)
         transfer.cancel()
-        if self.transport.ends_writes:
+        if self.transport.stops_writes_on_failure:
             fresh = self.rng.integers(0, 256, self.large, np.uint8)
             pair.there.put(fresh)
             time.sleep(0.05)  # bytes of the cancelled write that were left would arrive now

@@ -106,8 +106,8 @@ class FaultyTransport:
         return self._inner.can_revoke
 
     @property
-    def ends_writes(self) -> bool:
-        return self._inner.ends_writes
+    def stops_writes_on_failure(self) -> bool:
+        return self._inner.stops_writes_on_failure
 
     def open(self, options: EndpointOptions) -> FaultyEndpoint:
         return FaultyEndpoint(self._inner.open(options), self._faults)

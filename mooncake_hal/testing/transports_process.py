@@ -179,7 +179,7 @@ class TransportProcessConformance(TransportKit):
         while (here.get()[:4096] == before).all():
             assert time.monotonic() < deadline, "the child never wrote"
         child.kill()
-        if self.transport.ends_writes:
+        if self.transport.stops_writes_on_failure:
             fresh = self.rng.integers(0, 256, nbytes, np.uint8)
             here.put(fresh)
             time.sleep(0.05)  # any remaining bytes of the dead writer would arrive now

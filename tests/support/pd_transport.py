@@ -63,9 +63,9 @@ class Gate:
 
     ``num_held`` reads wait at a closed gate. With ``spoils`` the data of reads is corrupted. The
     next ``num_failures`` reads fail, the next ``num_stuck`` never complete, and each takes at least
-    ``delay_s``. With ``ends_writes`` False a write has partly begun before it is held; the rest of
-    a failed one can no longer be stopped, and arrives on ``land``. With ``is_deaf`` held reads
-    ignore deadlines and cancellation.
+    ``delay_s``. With ``stops_writes_on_failure`` False a write has partly begun before it is held;
+    the rest of a failed one can no longer be stopped, and arrives on ``land``. With ``is_deaf``
+    held reads ignore deadlines and cancellation.
     """
 
     def __init__(self) -> None:
@@ -87,7 +87,7 @@ class Gate:
             self.num_stuck = 0
             self.num_held = 0
             self.delay_s = 0.0
-            self.ends_writes = True
+            self.stops_writes_on_failure = True
             self.is_deaf = False
             self.num_landed = 0
             self._flying: list[tuple[int, bytes]] = []
@@ -237,7 +237,7 @@ class GatedPeer:
         return GatedTransfer(lambda: self._inner.read(spans, timeout=timeout), spans, timeout)
 
     def write(self, spans: Spans, *, timeout: float) -> Transfer:
-        if GATE.ends_writes:
+        if GATE.stops_writes_on_failure:
             return GatedTransfer(lambda: self._inner.write(spans, timeout=timeout), None, timeout)
         *sent, rest = split_spans(spans, 2)  # what is too short to be cut is the rest
         for part in sent:
@@ -283,11 +283,11 @@ class GatedTransport:
 
     @property
     def can_revoke(self) -> bool:
-        return GATE.ends_writes and self._inner.can_revoke
+        return GATE.stops_writes_on_failure and self._inner.can_revoke
 
     @property
-    def ends_writes(self) -> bool:
-        return GATE.ends_writes and self._inner.ends_writes
+    def stops_writes_on_failure(self) -> bool:
+        return GATE.stops_writes_on_failure and self._inner.stops_writes_on_failure
 
     def open(self, options: EndpointOptions) -> Endpoint:
         return GatedEndpoint(self._inner.open(options))

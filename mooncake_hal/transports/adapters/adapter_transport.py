@@ -143,7 +143,7 @@ class AdapterTransport:
     """
 
     can_revoke = False  # this side can't stop what a peer's engine has started
-    ends_writes = False
+    stops_writes_on_failure = False
 
     def __init__(
         self,

@@ -227,7 +227,8 @@ class RdmaTransport:
 
     name = NAME
     can_revoke = True
-    ends_writes = False  # packets of a destroyed queue pair may still be in flight to the peer
+    # packets of a destroyed queue pair may still be in flight to the peer
+    stops_writes_on_failure = False
 
     def __init__(self) -> None:
         require_pyverbs()

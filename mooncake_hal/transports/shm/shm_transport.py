@@ -134,7 +134,7 @@ class ShmTransport:
 
     name = NAME
     can_revoke = True
-    ends_writes = True  # the writer's own threads copy
+    stops_writes_on_failure = True  # the writer's own threads copy
 
     def __init__(self, copier: ShmCopier | None = None) -> None:
         self._given = copier

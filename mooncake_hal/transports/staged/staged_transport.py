@@ -80,7 +80,7 @@ class StagedTransport:
 
     name = NAME
     can_revoke = True
-    ends_writes = False  # the peer may still have to execute a Scatter of it
+    stops_writes_on_failure = False  # the peer may still have to execute a Scatter of it
 
     def __init__(self, find_copies: FindHostCopies, inner: Mapping[str, InnerTransport]) -> None:
         self._find_copies = find_copies

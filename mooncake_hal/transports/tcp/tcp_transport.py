@@ -289,7 +289,7 @@ class TcpTransport:
 
     name = NAME
     can_revoke = True
-    ends_writes = False  # bytes in both ends' socket buffers are still received
+    stops_writes_on_failure = False  # bytes in both ends' socket buffers are still received
 
     def __init__(self, streams: Streams | None = None) -> None:
         self._given = streams

@@ -200,7 +200,7 @@ def test_what_a_stalled_write_had_sent_lands_in_nobodys_blocks(model: Path, gate
     left; the rest arrives while D decodes another prompt."""
     other = prompt_of(150, seed=1)
     longer = replace(GREEDY, max_tokens=40)
-    gate.ends_writes = False
+    gate.stops_writes_on_failure = False
 
     async def main() -> None:
         async with instance(model) as single:

@@ -98,6 +98,6 @@ def test_bytes_of_a_failed_write_arrive_after_its_connection_is_closed(stack: Ex
     network.goes_on.set()
     deadline = time.monotonic() + 10
     while (there.get() == 3).all():
-        assert time.monotonic() < deadline, "nothing arrived: ends_writes could be True"
+        assert time.monotonic() < deadline, "nothing arrived: stops_writes_on_failure could be True"
         time.sleep(0.01)
-    assert not transport.ends_writes
+    assert not transport.stops_writes_on_failure

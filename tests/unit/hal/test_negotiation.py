@@ -206,9 +206,9 @@ def test_revoking_reaches_every_transport(
 def test_writes_end_with_their_writers_if_they_do_by_every_transport(
     opened: Callable[..., Transports],
 ) -> None:
-    assert opened(SHM).ends_writes
-    assert not opened(TCP).ends_writes
-    assert not opened(SHM, TCP).ends_writes
+    assert opened(SHM).stops_writes_on_failure
+    assert not opened(TCP).stops_writes_on_failure
+    assert not opened(SHM, TCP).stops_writes_on_failure
 
 
 def test_a_range_that_does_not_last_drops_no_transport_in_silence() -> None:

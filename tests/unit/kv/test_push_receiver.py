@@ -94,7 +94,7 @@ class Desk:
         self,
         tp_size: int = 1,
         *,
-        ends_writes: bool = True,
+        stops_writes_on_failure: bool = True,
         hosts: tuple[str, str] = ("here", "here"),
         rope_order: str = HALVES,
     ) -> None:
@@ -112,7 +112,7 @@ class Desk:
             LEASE_S,
             self.events.append,
             self._keep,
-            ends_writes=ends_writes,
+            stops_writes_on_failure=stops_writes_on_failure,
             drain_s=DRAIN_S,
             clock=lambda: self.now,
         )
@@ -387,7 +387,7 @@ def drains(desk: Desk) -> list[bool]:
 
 
 def test_data_in_flight_of_a_failed_writer_is_waited_for_unless_writes_end_with_it() -> None:
-    desk = Desk(ends_writes=False)
+    desk = Desk(stops_writes_on_failure=False)
     desk.load()
     desk.open()
     assert desk.failed(may_land=True) is LeaseStatus.EXPIRED
@@ -401,11 +401,11 @@ def test_data_in_flight_of_a_failed_writer_is_waited_for_unless_writes_end_with_
     assert desk.side.counts.failures == 1
 
 
-@pytest.mark.parametrize(("ends_writes", "may_land"), [(True, True), (False, False)])
+@pytest.mark.parametrize(("stops_writes_on_failure", "may_land"), [(True, True), (False, False)])
 def test_blocks_are_free_immediately_if_nothing_can_arrive(
-    ends_writes: bool, may_land: bool
+    stops_writes_on_failure: bool, may_land: bool
 ) -> None:
-    desk = Desk(ends_writes=ends_writes)
+    desk = Desk(stops_writes_on_failure=stops_writes_on_failure)
     desk.load()
     desk.open()
     desk.failed(may_land=may_land)
@@ -413,7 +413,7 @@ def test_blocks_are_free_immediately_if_nothing_can_arrive(
 
 
 def test_a_cancelled_load_keeps_its_blocks_while_something_may_arrive() -> None:
-    desk = Desk(ends_writes=False)
+    desk = Desk(stops_writes_on_failure=False)
     desk.load()
     desk.open()
     desk.side.cancel("r")
@@ -423,10 +423,12 @@ def test_a_cancelled_load_keeps_its_blocks_while_something_may_arrive() -> None:
     assert drains(desk) == [False, True]
 
 
-@pytest.mark.parametrize(("tp_size", "ends_writes"), [(1, False), (2, True)])
-def test_writes_in_flight_of_a_dead_writer_are_waited_for(tp_size: int, ends_writes: bool) -> None:
+@pytest.mark.parametrize(("tp_size", "stops_writes_on_failure"), [(1, False), (2, True)])
+def test_writes_in_flight_of_a_dead_writer_are_waited_for(
+    tp_size: int, stops_writes_on_failure: bool
+) -> None:
     """Where nothing stops it; and where its ranks are processes that may not be dead yet."""
-    desk = Desk(tp_size, ends_writes=ends_writes)
+    desk = Desk(tp_size, stops_writes_on_failure=stops_writes_on_failure)
     desk.load()
     desk.open()
     desk.is_writer_dead = True
@@ -455,7 +457,7 @@ def test_a_refusal_by_another_host_does_not_prove_the_writer_dead(hosts: tuple[s
 
 
 def test_a_complete_push_needs_no_drain() -> None:
-    desk = Desk(ends_writes=False)
+    desk = Desk(stops_writes_on_failure=False)
     desk.load()
     desk.open()
     desk.side.cancel("r")
@@ -479,7 +481,7 @@ def test_a_silent_writer_frees_the_request_and_not_the_blocks(desk: Desk) -> Non
 
 def test_a_writer_whose_host_is_unreachable_for_long_is_considered_dead() -> None:
     """Nothing answers or refuses there: a live writer would have stopped long ago."""
-    desk = Desk(ends_writes=False)
+    desk = Desk(stops_writes_on_failure=False)
     desk.load()
     desk.open()
     desk.is_host_gone = True

@@ -59,7 +59,7 @@ class IpcTransport:
 
     name = NAME
     can_revoke = False
-    ends_writes = False  # a device may still be copying after its process was killed
+    stops_writes_on_failure = False  # a device may still be copying after its process was killed
 
     def __init__(self, sharing: DeviceSharing, make_copier: MakeCopier = DeviceCopier) -> None:
         self._sharing = sharing

@@ -133,7 +133,7 @@ class MyLinkPeer(DataPathPeer):  # inherits lost, a no-op: the session failed pe
 
 
 class MyLinkTransport:
-    name, can_revoke, ends_writes = NAME, True, False
+    name, can_revoke, stops_writes_on_failure = NAME, True, False
 
     def open(self, options: EndpointOptions) -> Endpoint:
         if options.extra:
