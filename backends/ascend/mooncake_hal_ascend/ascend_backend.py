@@ -17,9 +17,9 @@ from mooncake_hal.collectives import DeviceCommunicator, GroupFactory, ProcessGr
 from mooncake_hal.errors import BackendUnavailable, DeviceError, OutOfMemory
 from mooncake_hal.fused_experts import ExpertShape
 from mooncake_hal.transport import MemoryRegion
+from mooncake_hal_ascend import ascend_env
 from mooncake_hal_ascend.ascend_experts import (
     AscendFusedExperts,
-    group_buffer_bytes,
     max_fused_tokens,
 )
 from mooncake_hal_ascend.ascend_ops import AscendOps
@@ -82,7 +82,7 @@ class AscendBackend:
 
     def fused_experts(self, group: GroupSpec, shape: ExpertShape) -> AscendFusedExperts | None:
         limits = self._expert_limits
-        most = max_fused_tokens(limits, group.world_size, shape, group_buffer_bytes())
+        most = max_fused_tokens(limits, group.world_size, shape, ascend_env.group_buffer_bytes())
         if not most:
             return None
         joined = self._groups.join(group)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +17,6 @@ from mooncake_hal_ascend.soc import FusedExpertLimits
 logger = logging.getLogger(__name__)
 
 _MIB = 1 << 20
-_DEFAULT_BUFFER_MIB = 200
-
-
-def group_buffer_bytes() -> int:
-    """Size of the buffer that HCCL allocates per group, through which the ops exchange rows."""
-    return int(os.environ.get("HCCL_BUFFSIZE") or _DEFAULT_BUFFER_MIB) * _MIB
 
 
 def max_fused_tokens(
