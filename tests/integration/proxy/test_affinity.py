@@ -1,4 +1,4 @@
-"""Prefix affinity over real sockets: a prompt goes where its beginning was prefilled."""
+"""Prefix affinity over real sockets: a prompt goes to the instance that prefilled its prefix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHER = PAGE[::-1]
 
 
 async def prefillers(s: Stand, prompt: str | list[int], times: int) -> set[str]:
-    """Who prefilled these."""
+    """The instances that prefilled these prompts."""
     before = {fake.name: len(fake.generated) for fake in s.prefills}
     for _ in range(times):
         assert (await post(s, BODY | {"prompt": prompt})).status_code == 200
@@ -28,7 +28,7 @@ async def prefillers(s: Stand, prompt: str | list[int], times: int) -> set[str]:
 
 @pytest.mark.parametrize("tokenizer", [None, MODEL], ids=["bytes", "tokens"])
 @pytest.mark.parametrize("prompt", [PAGE, PAGE[:600], [7] * 900], ids=["long", "short", "ids"])
-def test_the_same_beginning_goes_to_the_same_instance(prompt: Any, tokenizer: str | None) -> None:
+def test_same_prefix_goes_to_same_instance(prompt: Any, tokenizer: str | None) -> None:
     async def main() -> None:
         async with stand(
             num_prefills=3,
@@ -42,7 +42,7 @@ def test_the_same_beginning_goes_to_the_same_instance(prompt: Any, tokenizer: st
     uvloop.run(main())
 
 
-def test_text_and_token_ids_are_the_same_prompt() -> None:
+def test_text_and_token_ids_share_affinity() -> None:
     async def main() -> None:
         async with stand(num_prefills=3, prefill_policy="prefix", tokenizers={"": str(MODEL)}) as s:
             [home] = await prefillers(s, PAGE, 1)
@@ -53,7 +53,7 @@ def test_text_and_token_ids_are_the_same_prompt() -> None:
 
 
 @pytest.mark.parametrize("told_by", ["header", "user"])
-def test_a_session_stays_where_it_began(told_by: str) -> None:
+def test_session_stays_on_its_instance(told_by: str) -> None:
     async def main() -> None:
         async with stand(num_prefills=3, num_decodes=3, prefill_policy="session") as s:
             homes = set()
@@ -71,7 +71,7 @@ def test_a_session_stays_where_it_began(told_by: str) -> None:
     uvloop.run(main())
 
 
-def test_what_another_key_has_cached_counts_for_nothing() -> None:
+def test_prefix_cached_by_another_key_is_ignored() -> None:
     async def main() -> None:
         keys = frozenset({"a", "b"})
         settings = {"prefill_policy": "prefix", "decode_policy": "prefix"}

@@ -1,4 +1,4 @@
-"""vLLM's own Mooncake connector: P says nothing of its KV, the proxy names the transfer."""
+"""vLLM's own Mooncake connector: P returns no KV parameters, so the proxy names the transfer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mooncake_proxy.pool.instances import InstanceSpec, Role
 
 @asynccontextmanager
 async def stand_with_bootstrap(num_prefills: int = 1) -> AsyncIterator[tuple[Stand, FakeInstance]]:
-    """A stand whose P's answer without parameters, and their bootstrap server."""
+    """A stand whose P instances return no KV parameters, and their bootstrap server."""
     bootstrap = FakeInstance("boot")
     await bootstrap.start()
     port = int(bootstrap.url.rpartition(":")[2])
@@ -28,7 +28,7 @@ async def stand_with_bootstrap(num_prefills: int = 1) -> AsyncIterator[tuple[Sta
     await bootstrap.kill()
 
 
-def test_both_sides_get_one_name_and_the_decoder_where_to_ask() -> None:
+def test_both_sides_get_one_transfer_id_and_decoder_the_bootstrap_address() -> None:
     async def main() -> None:
         async with stand_with_bootstrap() as (s, bootstrap):
             for _ in range(2):
@@ -54,7 +54,7 @@ def test_both_sides_get_one_name_and_the_decoder_where_to_ask() -> None:
     uvloop.run(main())
 
 
-def test_what_ends_on_the_first_token_is_not_decoded() -> None:
+def test_bootstrap_request_ending_on_first_token_skips_decoder() -> None:
     async def main() -> None:
         async with stand_with_bootstrap() as (s, _):
             s.prefill.behaviour.stops_at_first = True
@@ -64,7 +64,7 @@ def test_what_ends_on_the_first_token_is_not_decoded() -> None:
     uvloop.run(main())
 
 
-def test_a_prefiller_that_failed_is_asked_for_its_name_again() -> None:
+def test_failed_prefiller_is_looked_up_again() -> None:
     async def main() -> None:
         async with stand_with_bootstrap() as (s, bootstrap):
             await post(s, BODY)
@@ -77,7 +77,7 @@ def test_a_prefiller_that_failed_is_asked_for_its_name_again() -> None:
     uvloop.run(main())
 
 
-def test_without_its_bootstrap_server_a_prefiller_counts_as_failed() -> None:
+def test_prefiller_without_bootstrap_server_counts_as_failed() -> None:
     async def main() -> None:
         async with stand_with_bootstrap() as (s, bootstrap):
             await bootstrap.kill()

@@ -20,7 +20,8 @@ IDS = list(range(100, 100 + 64 * 8))
 
 @pytest.fixture(autouse=True)
 def no_measured_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fakes take on a busy machine says nothing about instances."""
+    """Ignore measured times: on a busy machine those of fake instances say nothing about real
+    ones."""
     monkeypatch.setattr(ConductorFleet, "measure_prefill", lambda *args: None)
 
 
@@ -33,7 +34,7 @@ async def prefillers(s: Stand, prompt: list[int], times: int) -> set[str]:
 
 @pytest.mark.parametrize("flow", ["pull", "push"])
 @pytest.mark.parametrize("policy", ["cost", "mooncake", "cache-local"])
-def test_a_prompt_goes_where_its_prefix_is(policy: str, flow: str) -> None:
+def test_prompt_goes_to_instance_with_its_prefix(policy: str, flow: str) -> None:
     async def main() -> None:
         async with stand(3, 2, **settings(policy, flow)) as s:
             [home] = await prefillers(s, IDS, 1)
@@ -44,7 +45,7 @@ def test_a_prompt_goes_where_its_prefix_is(policy: str, flow: str) -> None:
 
 
 @pytest.mark.parametrize("policy", CONDUCTOR_POLICIES)
-def test_every_policy_spreads_what_comes_at_once(policy: str) -> None:
+def test_every_policy_spreads_simultaneous_requests(policy: str) -> None:
     async def main() -> None:
         async with stand(2, 2, **settings(policy)) as s:
             for fake in s.prefills:
@@ -59,7 +60,7 @@ def test_every_policy_spreads_what_comes_at_once(policy: str) -> None:
     uvloop.run(main())
 
 
-def test_explain_has_every_term_and_what_became_of_it() -> None:
+def test_explain_lists_every_cost_term_and_outcome() -> None:
     async def main() -> None:
         async with stand(2, 1, **settings()) as s, httpx.AsyncClient(base_url=s.url) as client:
             for name in ("first", "second"):
@@ -85,7 +86,7 @@ def test_explain_has_every_term_and_what_became_of_it() -> None:
     uvloop.run(main())
 
 
-def test_without_the_conductor_there_is_nothing_to_explain() -> None:
+def test_explain_without_conductor_returns_404() -> None:
     async def main() -> None:
         async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
             answer = await client.get("/conductor/explain?request=first")
@@ -98,7 +99,7 @@ def test_without_the_conductor_there_is_nothing_to_explain() -> None:
 @pytest.mark.parametrize("flow", ["pull", "push"])
 @pytest.mark.parametrize("side", ["prefills", "decodes"])
 @pytest.mark.parametrize("fault", ["drops", "status"])
-def test_what_fails_is_placed_elsewhere_and_leaves_nothing(
+def test_failed_request_is_placed_elsewhere_and_releases_reservations(
     flow: str, side: str, fault: str
 ) -> None:
     async def main() -> None:
@@ -116,7 +117,7 @@ def test_what_fails_is_placed_elsewhere_and_leaves_nothing(
     uvloop.run(main())
 
 
-def test_clients_that_leave_and_instances_that_die_leave_nothing() -> None:
+def test_disconnects_and_instance_deaths_release_reservations() -> None:
     async def main() -> None:
         async with stand(2, 2, **settings()) as s:
             for fake in (*s.prefills, *s.decodes):
@@ -142,7 +143,7 @@ def test_clients_that_leave_and_instances_that_die_leave_nothing() -> None:
     uvloop.run(main())
 
 
-def test_instances_that_serve_whole_requests_are_chosen_by_their_prefixes() -> None:
+def test_both_role_instances_are_chosen_by_prefix() -> None:
     async def main() -> None:
         async with stand(0, 0, 3, **settings()) as s:
             for times in (1, 6):
@@ -154,7 +155,7 @@ def test_instances_that_serve_whole_requests_are_chosen_by_their_prefixes() -> N
     uvloop.run(main())
 
 
-def test_an_instance_that_left_is_forgotten() -> None:
+def test_removed_instance_is_forgotten() -> None:
     async def main() -> None:
         async with stand(2, 1, **settings()) as s:
             [home] = await prefillers(s, IDS, 1)
@@ -170,6 +171,6 @@ def test_an_instance_that_left_is_forgotten() -> None:
     uvloop.run(main())
 
 
-def test_the_conductor_chooses_both_or_neither() -> None:
+def test_conductor_chooses_both_sides_or_neither() -> None:
     with pytest.raises(ConfigError, match="chooses both instances together"):
         ProxyConfig(prefill_policy="cost", conductor=ConductorConfig())

@@ -1,4 +1,5 @@
-"""A D that repeats the first token gets it as the end of its prompt, the client gets it at once."""
+"""A D that would repeat the first token receives it as the end of its prompt; the client receives
+it at once."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ PATHS = {"/v1/completions": BODY, "/v1/chat/completions": CHAT}
 
 @asynccontextmanager
 async def vllm_pair(**config: Any) -> AsyncIterator[Stand]:
-    """P and D as vLLM with our connector."""
+    """A P and a D that behave as vLLM with our connector."""
     async with stand(emits_first_token=True, **config) as s:
         for fake in s.prefills:
             fake.behaviour.continues_prompt = True
@@ -31,7 +32,7 @@ async def vllm_pair(**config: Any) -> AsyncIterator[Stand]:
 
 @pytest.mark.parametrize("cut", ["one", "two", "split"])
 @pytest.mark.parametrize("path", PATHS)
-def test_one_answer_of_two_parts(path: str, cut: str) -> None:
+def test_answer_joins_first_token_and_continuation(path: str, cut: str) -> None:
     async def main() -> None:
         async with vllm_pair() as s:
             s.decode.behaviour.cut = cut
@@ -60,7 +61,7 @@ def test_one_answer_of_two_parts(path: str, cut: str) -> None:
     uvloop.run(main())
 
 
-def test_the_first_token_arrives_before_the_decoder_says_anything() -> None:
+def test_continued_first_token_arrives_before_decoder_responds() -> None:
     async def main() -> None:
         async with vllm_pair() as s:
             s.decode.behaviour.hangs = True
@@ -90,7 +91,7 @@ def test_the_first_token_arrives_before_the_decoder_says_anything() -> None:
         {"truncate_prompt_tokens": -1},
     ],
 )
-def test_where_the_answer_so_far_counts_the_decoder_says_every_token(extra: Json) -> None:
+def test_sampling_that_needs_past_output_disables_continuation(extra: Json) -> None:
     async def main() -> None:
         async with vllm_pair() as s:
             answer = await post(s, STREAM | extra)
@@ -109,8 +110,8 @@ def test_where_the_answer_so_far_counts_the_decoder_says_every_token(extra: Json
         *("audio_embeds", "video_url", "video_embeds", "prompt_embeds"),
     ],
 )
-def test_a_part_that_names_media_though_it_be_null_is_left_to_the_decoder(name: str) -> None:
-    """P reads it as text, as its type says; D renders the messages, without P's token."""
+def test_content_part_with_null_media_disables_continuation(name: str) -> None:
+    """P reads the part as text, as its type says; D renders the messages, without P's token."""
     part = {"type": "text", "text": "hi", name: None}
 
     async def main() -> None:
@@ -136,7 +137,7 @@ def test_a_part_that_names_media_though_it_be_null_is_left_to_the_decoder(name: 
         {"logprobs": False},
     ],
 )
-def test_fields_that_say_nothing_are_no_obstacle(extra: Json) -> None:
+def test_fields_without_effect_keep_continuation(extra: Json) -> None:
     async def main() -> None:
         async with vllm_pair() as s:
             answer = await post(s, STREAM | extra)
@@ -147,7 +148,7 @@ def test_fields_that_say_nothing_are_no_obstacle(extra: Json) -> None:
 
 
 @pytest.mark.parametrize("name", ["presence_penalty", "temperature", "truncate_prompt_tokens"])
-def test_a_number_that_no_float_holds_is_left_to_the_instances(name: str) -> None:
+def test_number_beyond_float_range_is_left_to_instances(name: str) -> None:
     async def main() -> None:
         async with vllm_pair() as s:
             body = json.dumps(STREAM | {"seed": 7})[:-1] + f', "{name}": 1e999}}'
@@ -160,8 +161,8 @@ def test_a_number_that_no_float_holds_is_left_to_the_instances(name: str) -> Non
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_a_prompt_is_cut_once(path: str) -> None:
-    """P's token ids are those of the prompt that it has cut; P's token is not a part of that."""
+def test_prompt_is_truncated_once(path: str) -> None:
+    """P returns the token ids of the truncated prompt, which do not include P's own token."""
 
     async def main() -> None:
         async with vllm_pair() as s:
@@ -177,7 +178,7 @@ def test_a_prompt_is_cut_once(path: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "caf\ufffd"])
-def test_half_a_character_is_left_to_the_decoder(text: str) -> None:
+def test_incomplete_character_disables_continuation(text: str) -> None:
     async def main() -> None:
         async with vllm_pair() as s:
             s.prefill.behaviour.first_text = text
@@ -188,7 +189,7 @@ def test_half_a_character_is_left_to_the_decoder(text: str) -> None:
     uvloop.run(main())
 
 
-def test_a_whole_answer_comes_from_the_decoder() -> None:
+def test_non_streamed_answer_comes_from_decoder() -> None:
     async def main() -> None:
         async with vllm_pair() as s:
             answer = await post(s, BODY)
@@ -198,11 +199,11 @@ def test_a_whole_answer_comes_from_the_decoder() -> None:
     uvloop.run(main())
 
 
-def test_another_decoder_takes_over_after_the_first_token() -> None:
+def test_decoder_fails_over_after_first_token() -> None:
     async def main() -> None:
         async with vllm_pair(num_decodes=2) as s:
             s.decodes[0].behaviour.drops = True
-            for _ in range(40):  # chance decides between two that are idle
+            for _ in range(40):  # the choice between two idle ones is random
                 answer = await post(s, STREAM)
                 assert streamed_text(events_of(answer.text)) == text_of(5)
                 if s.decodes[0].generated:

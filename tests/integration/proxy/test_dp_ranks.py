@@ -1,4 +1,4 @@
-"""Data-parallel ranks behind the proxy: a header of the client or a policy names one of them."""
+"""Data-parallel ranks behind the proxy: the client's header or the policy selects a rank."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RANK = "x-data-parallel-rank"
 
 @asynccontextmanager
 async def ranked(prefill: int, decode: int, **options: Any) -> AsyncIterator[Stand]:
-    """A stand whose instances have so many ranks, and have said so."""
+    """A stand whose P and D have published this many data-parallel ranks."""
     health = HealthConfig(interval_s=0.02)
     async with stand(health=health, **options) as s:
         s.prefill.behaviour.dp_ranks = [(0, 0)] * prefill
@@ -32,7 +32,7 @@ async def ranked(prefill: int, decode: int, **options: Any) -> AsyncIterator[Sta
 
 
 async def until_seen(s: Stand) -> None:
-    """Until the live page shows what the instances say of their ranks."""
+    """Wait until the live page shows the ranks that the instances published."""
     said = {}
     for fake in (s.prefill, s.decode):
         ranks = fake.behaviour.dp_ranks or []
@@ -63,7 +63,7 @@ def ranks_of(fake: FakeInstance) -> list[str | None]:
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_the_rank_that_the_client_names_decodes(streams: bool) -> None:
+def test_rank_in_client_header_decodes(streams: bool) -> None:
     async def main() -> None:
         async with ranked(2, 4) as s:
             for rank in ("3", "1", "0"):
@@ -77,7 +77,7 @@ def test_the_rank_that_the_client_names_decodes(streams: bool) -> None:
     uvloop.run(main())
 
 
-def test_an_instance_that_does_not_say_how_many_it_has_gets_the_clients_rank() -> None:
+def test_client_rank_is_forwarded_if_rank_count_is_unknown() -> None:
     async def main() -> None:
         async with stand() as s:
             await ask(s, rank="5")
@@ -87,7 +87,7 @@ def test_an_instance_that_does_not_say_how_many_it_has_gets_the_clients_rank() -
     uvloop.run(main())
 
 
-def test_an_instance_chooses_where_the_policy_knows_nothing_of_prefixes() -> None:
+def test_prefix_blind_policy_leaves_rank_to_instance() -> None:
     async def main() -> None:
         async with ranked(4, 4) as s:
             for _ in range(4):
@@ -97,7 +97,7 @@ def test_an_instance_chooses_where_the_policy_knows_nothing_of_prefixes() -> Non
     uvloop.run(main())
 
 
-def test_a_prompt_goes_to_the_rank_that_has_its_beginning() -> None:
+def test_prompt_goes_to_rank_with_cached_prefix() -> None:
     async def main() -> None:
         async with ranked(4, 1, prefill_policy="prefix") as s:
             for number in range(6):
@@ -114,7 +114,7 @@ def test_a_prompt_goes_to_the_rank_that_has_its_beginning() -> None:
     uvloop.run(main())
 
 
-def test_a_busy_rank_is_left_alone() -> None:
+def test_busy_rank_is_avoided() -> None:
     async def main() -> None:
         async with ranked(1, 2, decode_policy="prefix") as s:
             s.decode.behaviour.hangs = True
@@ -130,7 +130,7 @@ def test_a_busy_rank_is_left_alone() -> None:
     uvloop.run(main())
 
 
-def test_queues_are_seen_by_rank_whatever_their_number() -> None:
+def test_queues_are_reported_per_rank() -> None:
     async def main() -> None:
         async with ranked(1, 4) as s:
             s.decode.behaviour.dp_ranks = [(3, 1), (2, 0), (0, 0), (5, 7)]

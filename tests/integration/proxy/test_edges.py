@@ -23,7 +23,7 @@ from mooncake_proxy.routing.router import RequestRouter
 
 
 async def raw(s: Stand, data: bytes) -> bytes:
-    """Bytes in, everything out until the proxy closes."""
+    """Send bytes and return everything received until the proxy closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
     writer.write(data)
     answer = await asyncio.wait_for(reader.read(), 5)
@@ -50,7 +50,7 @@ def test_api_keys() -> None:
 
 
 @pytest.mark.parametrize("chunked", [False, True])
-def test_a_body_beyond_the_limit_is_413(chunked: bool) -> None:
+def test_oversized_body_returns_413(chunked: bool) -> None:
     async def main() -> None:
         async with stand(server=ServerLimits(max_body_bytes=1000)) as s:
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
@@ -79,7 +79,7 @@ def test_a_body_beyond_the_limit_is_413(chunked: bool) -> None:
         ),
     ],
 )
-def test_odd_requests_are_answered(data: bytes, status: int) -> None:
+def test_unusual_requests_get_a_response(data: bytes, status: int) -> None:
     async def main() -> None:
         async with stand() as s:
             answer = await raw(s, data)
@@ -89,7 +89,7 @@ def test_odd_requests_are_answered(data: bytes, status: int) -> None:
     uvloop.run(main())
 
 
-def test_a_request_that_dawdles_is_408() -> None:
+def test_slow_request_returns_408() -> None:
     async def main() -> None:
         async with stand(server=ServerLimits(head_timeout_s=0.2)) as s:
             assert (await raw(s, b"POST /v1/completions HTTP/1.1\r\n")).startswith(b"HTTP/1.1 408 ")
@@ -109,7 +109,7 @@ def test_pipelined_requests_are_answered_in_order() -> None:
     uvloop.run(main())
 
 
-def test_http_1_0_gets_no_chunks() -> None:
+def test_http_1_0_response_is_not_chunked() -> None:
     async def main() -> None:
         async with stand() as s:
             body = b'{"prompt":"x","max_tokens":3,"stream":true}'
@@ -121,7 +121,7 @@ def test_http_1_0_gets_no_chunks() -> None:
     uvloop.run(main())
 
 
-def test_a_full_queue_is_429_with_retry_after() -> None:
+def test_full_queue_returns_429_with_retry_after() -> None:
     async def main() -> None:
         admission = AdmissionConfig(max_running=1, max_waiting=1, max_wait_s=10)
         async with stand(admission=admission) as s:
@@ -136,7 +136,7 @@ def test_a_full_queue_is_429_with_retry_after() -> None:
     uvloop.run(main())
 
 
-def test_the_request_deadline_holds() -> None:
+def test_request_deadline_is_enforced() -> None:
     async def main() -> None:
         async with stand(request_timeout_s=0.2, local_prefill=False) as s:
             s.prefill.behaviour.hangs = True
@@ -146,7 +146,7 @@ def test_the_request_deadline_holds() -> None:
     uvloop.run(main())
 
 
-def test_a_client_may_ask_for_less_time() -> None:
+def test_client_may_shorten_its_deadline() -> None:
     async def main() -> None:
         async with stand(local_prefill=False) as s, httpx.AsyncClient(base_url=s.url) as client:
             s.prefill.behaviour.hangs = True
@@ -164,7 +164,7 @@ def test_a_client_may_ask_for_less_time() -> None:
 
 
 @pytest.mark.parametrize("given", [{"timeout": 0.05}, {"X-Request-Timeout": "0.05"}])
-def test_clients_in_a_hurry_take_no_instance_out(given: dict[str, Any]) -> None:
+def test_expired_client_deadlines_eject_no_instance(given: dict[str, Any]) -> None:
     in_body = BODY | given if "timeout" in given else BODY
     headers = {} if "timeout" in given else given
 
@@ -182,7 +182,7 @@ def test_clients_in_a_hurry_take_no_instance_out(given: dict[str, Any]) -> None:
     uvloop.run(main())
 
 
-def test_a_prefill_that_took_all_the_time_is_not_repeated_on_the_decoder() -> None:
+def test_prefill_that_used_whole_deadline_is_not_repeated_on_decoder() -> None:
     async def main() -> None:
         async with stand() as s:
             s.prefill.behaviour.hangs = True
@@ -210,7 +210,7 @@ def test_tls_and_ipv6(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_trusted", [True, False])
 def test_instances_behind_tls(tmp_path: Path, is_trusted: bool) -> None:
-    """A proxy with a certificate stands in for such an instance."""
+    """A second proxy with a certificate acts as the instance."""
 
     async def main() -> None:
         certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
@@ -248,7 +248,7 @@ def test_instance_urls(url: str, origin: Origin) -> None:
 
 
 @pytest.mark.parametrize("url", ["foo", "foo/v1", "", "http://", "ftp://x", "foo:bar"])
-def test_what_is_no_url_is_refused_with_the_form_wanted(url: str) -> None:
+def test_invalid_url_error_names_expected_form(url: str) -> None:
     with pytest.raises(ConfigError, match=f"{url!r}.*wanted http://HOST:PORT"):
         Origin.parse(url)
 
@@ -271,7 +271,7 @@ def test_the_openai_client() -> None:
     uvloop.run(main())
 
 
-def test_the_admin_port_takes_what_operators_look_at() -> None:
+def test_admin_port_serves_operator_endpoints() -> None:
     async def main() -> None:
         async with stand(admin_port=0) as s:
             admin = f"http://127.0.0.1:{s.app.admin_port}"
@@ -293,7 +293,7 @@ def test_the_admin_port_takes_what_operators_look_at() -> None:
     "url",
     ["http://.svc:1", "http://p1..svc:1", f"http://{'x' * 64}:1", "http://p 1:1", "h:1/\u00e9"],
 )
-def test_hosts_and_paths_that_no_request_can_name_are_refused(url: str) -> None:
+def test_invalid_hosts_and_paths_are_rejected(url: str) -> None:
     with pytest.raises(ConfigError, match="instance URL "):
         Origin.parse(url)
 
@@ -302,7 +302,7 @@ def test_hosts_and_paths_that_no_request_can_name_are_refused(url: str) -> None:
     "path",
     ["/v1/completions", "/v1/chat/completions", "/v1/responses", "/v1/messages", "/instances"],
 )
-def test_a_body_that_is_no_utf_8_is_refused_and_counted(
+def test_body_with_invalid_utf_8_is_rejected_and_counted(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -323,7 +323,7 @@ def test_a_body_that_is_no_utf_8_is_refused_and_counted(
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_what_fails_within_the_proxy_is_answered_and_counted(
+def test_internal_proxy_error_is_answered_and_counted(
     has_begun: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def fail(router: RequestRouter, context: RequestContext) -> None:

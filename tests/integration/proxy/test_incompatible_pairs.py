@@ -1,4 +1,5 @@
-"""Instances say in their health which peers they can't exchange KV with: nothing crosses these."""
+"""Instances publish with their health which peers are incompatible: no request is sent to such a
+pair."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ NUM_REQUESTS = 12
 
 
 async def ask(s: Stand) -> list[str]:
-    """One request; who prefilled it, if it was not D itself, and who decoded it."""
+    """Send one request; returns which P prefilled it (if D did not) and which D decoded it."""
     fakes = (*s.prefills, *s.decodes)
     before = [len(fake.generated) for fake in fakes]
     answer = await post(s, BODY)
@@ -25,8 +26,8 @@ async def ask(s: Stand) -> list[str]:
 
 
 @FLOWS
-def test_no_request_crosses_a_pair_that_refused(flow: str) -> None:
-    """Whichever side says so; p2 fits nobody, d2 nobody either."""
+def test_no_request_uses_an_incompatible_pair(flow: str) -> None:
+    """Either side may report it; p2 is incompatible with every D, and d2 with every P."""
 
     async def main() -> None:
         async with stand(num_prefills=3, num_decodes=3, flow=flow, decode_policy="random") as s:
@@ -42,7 +43,7 @@ def test_no_request_crosses_a_pair_that_refused(flow: str) -> None:
 
 
 @FLOWS
-def test_where_no_pair_fits_decode_serves_alone_and_no_prefill_is_spent(flow: str) -> None:
+def test_decode_prefills_locally_if_no_pair_is_compatible(flow: str) -> None:
     async def main() -> None:
         async with stand(flow=flow) as s:
             s.decode.behaviour.refuses = ("p0",)
@@ -54,7 +55,7 @@ def test_where_no_pair_fits_decode_serves_alone_and_no_prefill_is_spent(flow: st
 
 
 @FLOWS
-def test_where_decode_must_not_prefill_it_is_503(flow: str) -> None:
+def test_no_compatible_pair_without_local_prefill_returns_503(flow: str) -> None:
     async def main() -> None:
         async with stand(flow=flow, local_prefill=False) as s:
             s.decode.behaviour.refuses = ("p0",)
@@ -70,7 +71,7 @@ def test_where_decode_must_not_prefill_it_is_503(flow: str) -> None:
 
 
 @FLOWS
-def test_a_successor_that_fits_is_used_again(flow: str) -> None:
+def test_compatible_restarted_instance_is_used_again(flow: str) -> None:
     async def main() -> None:
         async with stand(flow=flow) as s:
             s.decode.behaviour.refuses = ("p0",)
@@ -83,7 +84,7 @@ def test_a_successor_that_fits_is_used_again(flow: str) -> None:
     uvloop.run(main())
 
 
-def test_health_that_says_nothing_of_peers_is_good_health() -> None:
+def test_health_without_peer_report_is_healthy() -> None:
     async def main() -> None:
         async with stand() as s:
             for fake in (s.prefill, s.decode):
@@ -98,7 +99,7 @@ TCP = {"transports": {"tcp": {}}, "must_match": {"model": "one"}}
 
 
 @FLOWS
-def test_a_pair_that_can_not_work_is_known_before_any_request(
+def test_incompatible_pair_is_known_before_any_request(
     flow: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -122,7 +123,7 @@ def test_a_pair_that_can_not_work_is_known_before_any_request(
     assert all("model differs" in line for line in said)
 
 
-def test_no_pair_that_fits_means_no_prefill_is_spent() -> None:
+def test_no_compatible_topology_starts_no_prefill() -> None:
     async def main() -> None:
         async with stand() as s:
             s.prefill.behaviour.topology = TCP
@@ -134,7 +135,7 @@ def test_no_pair_that_fits_means_no_prefill_is_spent() -> None:
     uvloop.run(main())
 
 
-def test_who_publishes_nothing_is_used_as_before() -> None:
+def test_instance_without_topology_is_used() -> None:
     async def main() -> None:
         async with stand() as s:
             s.decode.behaviour.topology = TCP

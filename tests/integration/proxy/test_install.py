@@ -1,4 +1,5 @@
-"""What the proxy needs: its libraries and, of this repository, conductor and request forms."""
+"""The proxy's dependencies: its libraries and, of this repository, conductor and request
+formats."""
 
 from __future__ import annotations
 
@@ -36,11 +37,11 @@ sys.exit(f"imported: {unwanted}" if unwanted else 0)
 
 
 @pytest.mark.parametrize("code", [IMPORT_ALL, WITHOUT_THE_CONDUCTOR], ids=["all", "default"])
-def test_importing_brings_no_torch_no_engine_and_numpy_only_where_it_is_used(code: str) -> None:
+def test_import_loads_no_torch_no_engine_and_numpy_only_if_used(code: str) -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30, cwd=PROXY)
 
 
-def test_it_depends_on_its_http_stack_the_conductor_and_the_forms_of_requests() -> None:
+def test_dependencies_are_http_stack_conductor_and_request_formats() -> None:
     text = (PROXY / "pyproject.toml").read_text("utf-8")
     wanted = text.split("\ndependencies = [")[1].split("]")[0]
     names = set(re.findall(r'"([a-z-]+)', wanted))

@@ -1,4 +1,5 @@
-"""API keys: who has none gets nothing read, and what is forwarded to instances."""
+"""API keys: request bodies without a valid key are not read, and keys are forwarded to
+instances."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ WITH_KEY = "authorization: Bearer secret\r\n"
 
 
 async def begin_post(s: Stand, path: str, headers: str = "", num_bytes: int = 30_000_000) -> bytes:
-    """The answer to a head that announces a large body of which little is sent."""
+    """The response to headers that announce a large body, of which only a little is sent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\n{headers}content-length: {num_bytes}\r\n\r\n"
     writer.write(head.encode() + b"{" * 10_000)
@@ -37,7 +38,7 @@ async def begin_post(s: Stand, path: str, headers: str = "", num_bytes: int = 30
         ("/nowhere", 413),
     ],
 )
-def test_bodies_of_strangers_are_not_read(path: str, status: int) -> None:
+def test_body_without_valid_key_is_not_read(path: str, status: int) -> None:
     async def main() -> None:
         async with stand(**KEYS) as s:
             said = await begin_post(s, path)
@@ -49,7 +50,7 @@ def test_bodies_of_strangers_are_not_read(path: str, status: int) -> None:
     uvloop.run(main())
 
 
-def test_a_client_with_a_key_may_send_its_body() -> None:
+def test_body_with_valid_key_is_read() -> None:
     async def main() -> None:
         async with stand(**KEYS) as s:
             body = json.dumps(BODY | {"user": "u" * 200_000}).encode()
@@ -72,7 +73,7 @@ async def get(s: Stand, path: str) -> bytes:
     return said
 
 
-def test_the_key_is_forwarded_when_models_are_listed() -> None:
+def test_key_is_forwarded_with_model_listing() -> None:
     async def main() -> None:
         async with stand(**KEYS) as s:
             assert (await get(s, "/v1/models")).startswith(b"HTTP/1.1 200 ")
@@ -83,7 +84,7 @@ def test_the_key_is_forwarded_when_models_are_listed() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/models/../../metrics", "/v1/models/a/%2e%2e/x"])
-def test_a_models_path_stays_below_models(path: str) -> None:
+def test_model_path_cannot_escape_models_prefix(path: str) -> None:
     async def main() -> None:
         async with stand(**KEYS) as s:
             assert (await get(s, path)).startswith(b"HTTP/1.1 404 ")
@@ -93,7 +94,7 @@ def test_a_models_path_stays_below_models(path: str) -> None:
 
 
 async def sent_to_instances(s: Stand, body: dict[str, object], key: str) -> list[dict[str, object]]:
-    """What P and D got of one request."""
+    """The bodies that P and D received for one request."""
     async with httpx.AsyncClient(base_url=s.url) as client:
         headers = {"authorization": f"Bearer {key}"}
         answer = await client.post("/v1/completions", json=body, headers=headers)
@@ -102,7 +103,7 @@ async def sent_to_instances(s: Stand, body: dict[str, object], key: str) -> list
 
 
 @pytest.mark.parametrize("flow", ["pull", "push"])
-def test_each_key_has_a_cache_of_its_own(flow: str) -> None:
+def test_each_key_has_its_own_cache_salt(flow: str) -> None:
     async def main() -> None:
         keys = frozenset({"one", "two"})
         async with stand(api_keys=keys, cache_salt_per_key=True, flow=flow) as s:
@@ -130,7 +131,7 @@ def test_priorities_are_clamped(asked: int | None, sent: int | None) -> None:
     uvloop.run(main())
 
 
-def test_a_plain_request_is_limited_too() -> None:
+def test_priority_of_plain_request_is_clamped() -> None:
     async def main() -> None:
         async with stand(num_prefills=0, num_decodes=0, num_both=1) as s:
             async with httpx.AsyncClient(base_url=s.url) as client:

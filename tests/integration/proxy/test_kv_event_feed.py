@@ -1,4 +1,4 @@
-"""The proxy's index against what instances hold, after a soak over real sockets."""
+"""The proxy's prefix index agrees with what instances hold after a soak over real sockets."""
 
 from __future__ import annotations
 
@@ -30,12 +30,13 @@ from mooncake_proxy.routing.conductor_fleet import ConductorFleet
 
 @pytest.fixture(autouse=True)
 def no_measured_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fakes take on a busy machine says nothing about instances."""
+    """Ignore measured times: on a busy machine those of fake instances say nothing about real
+    ones."""
     monkeypatch.setattr(ConductorFleet, "measure_prefill", lambda *args: None)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
-    """Wait for what threads and sockets bring about."""
+    """Wait until a condition that depends on threads and sockets holds."""
     for _ in range(int(seconds / 0.01)):
         if condition():
             return
@@ -44,7 +45,7 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
 
 
 def follow(s: Stand, url: str, *publishers: FaultyPublisher) -> ConductorFleet:
-    """Have the proxy follow those publishers as the instance's ranks, as its health would say."""
+    """Subscribe the proxy to these publishers as the instance's ranks, as after a health check."""
     pool, fleet = s.app.router.pool, conductor_of(s).pairs
     first, *others = (
         KVEventEndpoints(f"tcp://0.0.0.0:{each.port}", f"tcp://*:{each.replay_port}")
@@ -64,14 +65,14 @@ def follow(s: Stand, url: str, *publishers: FaultyPublisher) -> ConductorFleet:
 
 
 def claimed(fleet: ConductorFleet, url: str, keys: set[int]) -> set[int]:
-    """Those of these keys that the index says the instance holds."""
+    """The keys that the index attributes to the instance."""
     slot = next(slot for slot, name in fleet.conductor.fleet.names.items() if name == url)
     index = fleet.conductor.index
     return {key for key in keys if index.match([key], 0.0).local[slot]}
 
 
 async def serve(publisher: FaultyPublisher) -> set[int]:
-    """Prompts come and go; keys of all that was held in between."""
+    """Store and evict prompts; returns the keys of all that was ever held."""
     known: set[int] = set()
     for number in range(30):
         publisher.store([number % 4] * 200 + [number] * 100)
@@ -83,7 +84,7 @@ async def serve(publisher: FaultyPublisher) -> set[int]:
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_after_lost_repeated_and_reordered_events_the_index_is_the_truth(seed: int) -> None:
+def test_index_is_correct_after_lost_repeated_and_reordered_events(seed: int) -> None:
     async def soak(s: Stand, publisher: FaultyPublisher) -> None:
         url, rng = s.prefill.url, random.Random(seed)
         fleet = follow(s, url, publisher)
@@ -111,12 +112,12 @@ def test_after_lost_repeated_and_reordered_events_the_index_is_the_truth(seed: i
     uvloop.run(main())
 
 
-def test_without_a_replay_it_claims_nothing_that_is_gone() -> None:
+def test_index_without_replay_claims_no_evicted_blocks() -> None:
     async def main() -> None:
         with closing(FaultyPublisher(3, num_kept=0)) as publisher:
             async with stand(1, 1, **settings()) as s:
                 fleet = follow(s, s.prefill.url, publisher)
-                await asyncio.sleep(0.3)  # a subscription takes a moment
+                await asyncio.sleep(0.3)  # subscribing is asynchronous
                 known = await serve(publisher)
                 await until(lambda: claimed(fleet, s.prefill.url, known) <= publisher.keys())
 
@@ -124,10 +125,10 @@ def test_without_a_replay_it_claims_nothing_that_is_gone() -> None:
 
 
 @pytest.mark.parametrize("seed", [8, 9])
-def test_with_snapshots_it_is_the_truth_without_any_replay(seed: int) -> None:
+def test_index_is_correct_with_snapshots_and_no_replay(seed: int) -> None:
     async def main() -> None:
         with closing(FaultyPublisher(seed, num_kept=0, has_snapshots=True)) as publisher:
-            publisher.store([5] * 300)  # before anybody listens
+            publisher.store([5] * 300)  # before the proxy subscribes
             async with stand(1, 1, **settings()) as s:
                 known, fleet = publisher.keys(), follow(s, s.prefill.url, publisher)
                 known |= await serve(publisher)
@@ -137,8 +138,8 @@ def test_with_snapshots_it_is_the_truth_without_any_replay(seed: int) -> None:
     uvloop.run(main())
 
 
-def test_what_its_store_holds_is_the_instances_whatever_its_devices_forget(tmp_path: Path) -> None:
-    """A store publishes for itself; what devices hold goes on to be believed."""
+def test_chunks_of_store_stay_indexed_after_device_eviction(tmp_path: Path) -> None:
+    """A store publishes its own events, independently of those of the devices."""
     ids, path = list(range(2000, 2640)), f"ipc://{tmp_path}"
     events = KVEventsConfig(True, None, f"{path}/events", f"{path}/replay")
 
@@ -167,7 +168,7 @@ def test_what_its_store_holds_is_the_instances_whatever_its_devices_forget(tmp_p
 
 
 def follow_store(s: Stand, url: str, store: NodeStore) -> ConductorFleet:
-    """Have the proxy follow the store of that instance, as its health would say."""
+    """Subscribe the proxy to the instance's store, as after a health check."""
     pool, fleet = s.app.router.pool, conductor_of(s).pairs
     found = store.arena.kv_events
     assert found is not None
@@ -181,7 +182,7 @@ def follow_store(s: Stand, url: str, store: NodeStore) -> ConductorFleet:
 
 
 def put(store: NodeStore, ids: list[int]) -> None:
-    """Have a store hold a prompt, in chunks of 128 tokens."""
+    """Put a prompt into a store, in chunks of 128 tokens."""
     names = [b"chunk-%d" % at for at in range(0, len(ids), 128)]
     chunks = [
         Chunk(
@@ -199,12 +200,12 @@ def put(store: NodeStore, ids: list[int]) -> None:
     user.close()
 
 
-def test_a_prompt_goes_to_whom_published_it_though_another_proxy_sent_it_there() -> None:
+def test_prompt_cached_through_another_proxy_is_found() -> None:
     async def main() -> None:
         with closing(FaultyPublisher(4, loss=0.0)) as publisher:
             async with stand(3, 1, **settings()) as s:
                 ids = list(range(500, 500 + 640))
-                publisher.store(ids)  # before anybody listens: the replay has it
+                publisher.store(ids)  # before the proxy subscribes: the replay has it
                 url = s.prefills[2].url
                 fleet = follow(s, url, publisher)
                 await until(lambda: claimed(fleet, url, set(token_keys(ids))) == publisher.keys())
@@ -215,8 +216,8 @@ def test_a_prompt_goes_to_whom_published_it_though_another_proxy_sent_it_there()
     uvloop.run(main())
 
 
-def test_an_adapters_prompts_are_told_from_its_models() -> None:
-    """The same tokens: what one instance has of the adapter, another has of the model."""
+def test_prompts_of_adapter_and_model_are_distinct() -> None:
+    """The same tokens: one instance holds them for the adapter, another for the model."""
 
     async def main() -> None:
         with (
@@ -241,7 +242,7 @@ def test_an_adapters_prompts_are_told_from_its_models() -> None:
     uvloop.run(main())
 
 
-def test_where_nobody_publishes_another_name_may_be_an_adapter() -> None:
+def test_unpublished_model_names_have_separate_chain_roots() -> None:
     async def main() -> None:
         async with stand(1, 1, **settings()) as s:
             ids = list(range(640))
@@ -254,8 +255,9 @@ def test_where_nobody_publishes_another_name_may_be_an_adapter() -> None:
     uvloop.run(main())
 
 
-def test_a_prompt_goes_to_the_rank_that_published_it() -> None:
-    """Two ranks of one instance; what one of them gives up the other may still hold."""
+def test_prompt_goes_to_rank_that_published_it() -> None:
+    """Two ranks of one instance: the blocks that one of them evicts may still be held by the
+    other."""
 
     async def main() -> None:
         with (
@@ -284,7 +286,7 @@ def test_a_prompt_goes_to_the_rank_that_published_it() -> None:
     uvloop.run(main())
 
 
-def test_an_instance_that_leaves_is_not_followed_any_longer() -> None:
+def test_removed_instance_is_unsubscribed() -> None:
     async def main() -> None:
         with closing(FaultyPublisher(5, loss=0.0)) as publisher:
             async with stand(2, 1, **settings()) as s:
@@ -304,7 +306,7 @@ def test_an_instance_that_leaves_is_not_followed_any_longer() -> None:
     uvloop.run(main())
 
 
-def test_an_instance_that_is_away_for_a_moment_is_followed_meanwhile() -> None:
+def test_briefly_unreachable_instance_stays_subscribed() -> None:
     async def main() -> None:
         with closing(FaultyPublisher(5, loss=0.0)) as publisher:
             async with stand(2, 1, **settings()) as s:
@@ -320,7 +322,7 @@ def test_an_instance_that_is_away_for_a_moment_is_followed_meanwhile() -> None:
     uvloop.run(main())
 
 
-def test_ports_that_are_given_go_before_what_is_published() -> None:
+def test_configured_ports_override_published_ones() -> None:
     async def main() -> None:
         async with stand(1, 1) as s:
             instance = s.app.router.pool.get(s.prefill.url)
@@ -334,10 +336,10 @@ def test_ports_that_are_given_go_before_what_is_published() -> None:
     uvloop.run(main())
 
 
-def test_an_answer_that_comes_too_late_is_not_taken_for_another(
+def test_late_replay_answer_is_not_matched_to_next_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A snapshot under the number of the next batch is no replay of that batch."""
+    """A snapshot with the next batch's sequence number is no replay of that batch."""
     monkeypatch.setattr(kv_event_feed, "REPLAY_TIMEOUT_S", 0.1)
 
     async def main() -> None:
@@ -346,7 +348,7 @@ def test_an_answer_that_comes_too_late_is_not_taken_for_another(
             publisher.store([1] * 300)
             async with stand(1, 1, **settings()) as s:
                 fleet, url = follow(s, s.prefill.url, publisher), s.prefill.url
-                await asyncio.sleep(0.8)  # given up, and answered
+                await asyncio.sleep(0.8)  # timed out, and answered late
                 publisher.delay_s = 0.0
                 known = publisher.keys()
                 publisher.clear()

@@ -1,4 +1,5 @@
-"""What the proxy measures of streams: time between tokens, and who kept to the objectives."""
+"""The proxy's latency metrics of streams: time between tokens, and requests that met their
+objectives."""
 
 from __future__ import annotations
 
@@ -25,13 +26,13 @@ async def metric(s: Stand, name: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("flow", ["pull", "push"])
-def test_the_gaps_of_a_stream_are_observed(flow: str) -> None:
+def test_time_between_tokens_is_observed(flow: str) -> None:
     async def main() -> None:
         async with stand(flow=flow) as s:
             s.decode.behaviour.token_delay_s = 0.03
             await post(s, STREAM)
             gaps = await metric(s, "time_between_tokens_seconds_count")
-            # five tokens, one network chunk each: four gaps, and the end
+            # five tokens in one network chunk each: four gaps and the end
             assert 4 <= gaps[""] <= 6
             assert (await metric(s, "time_between_tokens_seconds_sum"))[""] >= 0.06
             await post(s, BODY)
@@ -40,10 +41,10 @@ def test_the_gaps_of_a_stream_are_observed(flow: str) -> None:
     uvloop.run(main())
 
 
-def test_streams_are_judged_by_class() -> None:
+def test_slo_results_are_counted_by_class() -> None:
     async def main() -> None:
         async with stand(slo_ttft_s=60.0, slo_tbt_s=1e-9) as s:
-            s.decode.behaviour.token_delay_s = 0.03  # else all tokens may come in one chunk
+            s.decode.behaviour.token_delay_s = 0.03  # otherwise all tokens may arrive in one chunk
             await post(s, STREAM)
             await post(s, {**STREAM, "priority": 1000})
             await post(s, BODY)
@@ -62,7 +63,7 @@ def test_streams_are_judged_by_class() -> None:
     uvloop.run(main())
 
 
-def test_without_objectives_nothing_is_judged() -> None:
+def test_no_slo_metrics_without_objectives() -> None:
     async def main() -> None:
         async with stand() as s:
             await post(s, STREAM)

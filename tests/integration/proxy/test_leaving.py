@@ -1,6 +1,7 @@
-"""Clients that leave: both sides are cancelled, wherever the request is, and nothing is left over.
+"""Client disconnects: the request is cancelled on both sides in every phase, and nothing is left
+over.
 
-How soon (100 ms) is judged by tests/benchmarks/proxy.
+tests/benchmarks/proxy measures how soon (100 ms).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def test_both_sides_are_cancelled(flow: str, stage: str, counted_as: str) -> Non
     uvloop.run(leave(flow, stage, counted_as))
 
 
-def test_who_leaves_the_queue_takes_no_place() -> None:
+def test_client_that_leaves_queue_uses_no_slot() -> None:
     async def main() -> None:
         async with stand(admission=AdmissionConfig(max_running=1)) as s:
             s.decode.behaviour.hangs = True
@@ -45,8 +46,8 @@ def test_who_leaves_the_queue_takes_no_place() -> None:
     uvloop.run(main())
 
 
-def test_who_leaves_just_as_the_connection_stands_leaves_it_to_the_next() -> None:
-    """The gap between a connection that stands and the one who waits for it."""
+def test_connection_of_cancelled_waiter_goes_to_next_waiter() -> None:
+    """The waiter is cancelled between the connection's completion and its own wake-up."""
 
     async def main() -> None:
         accepted, ended = [], asyncio.Event()

@@ -1,4 +1,4 @@
-"""What clients without a key can make the proxy and an instance keep in memory: little."""
+"""Clients without a key can make the proxy and an instance hold only little memory."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ def target(request: pytest.FixtureRequest, keys: Path) -> Iterator[Target]:
         argv += ["--port", "0", "--api-key-file", str(keys)]
         program = stack.enter_context(running(*argv))
         url = program.wait_for(words).split()[-1]
-        httpx.get(f"{url}/metrics")  # what is loaded at the first request is not the attack's
+        httpx.get(f"{url}/metrics")  # memory that the first request loads does not count
         yield Target(url, program)
 
 
 def send(connection: socket.socket, pieces: Iterable[bytes]) -> None:
-    """Until the end, or until no more is taken."""
+    """Send everything, or until the server stops reading."""
     with suppress(OSError):
         for piece in pieces:
             connection.sendall(piece)
@@ -70,7 +70,7 @@ def pieces_of(line: bytes, total: int = SENT) -> list[bytes]:
 
 
 def pipelined(target: Target, stack: ExitStack) -> None:
-    """Requests without an end whose answers nobody reads."""
+    """An endless series of requests whose responses the client does not read."""
     for _ in range(8):
         connection = stack.enter_context(target.connect())
         connection.settimeout(1.0)
@@ -78,7 +78,7 @@ def pipelined(target: Target, stack: ExitStack) -> None:
 
 
 def never_reading(target: Target, stack: ExitStack) -> None:
-    """Many who ask for much, and take none of it."""
+    """Many clients that request large responses and read none."""
     ask = b"GET /metrics HTTP/1.1\r\nHost: h\r\n\r\n"
     for _ in range(100):
         send(stack.enter_context(target.connect()), [ask])
@@ -96,7 +96,7 @@ def one_trailer(target: Target, stack: ExitStack) -> None:
 
 
 def bodies(target: Target, stack: ExitStack) -> None:
-    """Of those who have no key."""
+    """Request bodies of clients without a key."""
     for _ in range(4):
         connection = stack.enter_context(target.connect())
         connection.settimeout(2.0)
@@ -128,12 +128,12 @@ ATTACKS: dict[Callable[[Target, ExitStack], None], int] = {
     one_header: 16,
     chunk_sizes: 16,
 }
-"""With the MiB that each may cost; they send at least 32."""
+"""Attacks with the MiB that each may cost; they send at least 32 MiB."""
 
 
 @pytest.mark.timeout(180)
 @pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
-def test_what_is_sent_without_a_key_is_not_kept(
+def test_unauthenticated_data_uses_bounded_memory(
     target: Target, attack: Callable[[Target, ExitStack], None]
 ) -> None:
     memory = PeakMemory(target.program.process.pid)

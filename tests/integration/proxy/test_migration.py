@@ -1,4 +1,4 @@
-"""A stream whose D is lost or shuts down goes on elsewhere: the client sees one answer."""
+"""A stream whose D is lost or shuts down is migrated to another one: the client sees one answer."""
 
 from __future__ import annotations
 
@@ -18,21 +18,22 @@ MIGRATES: dict[str, Any] = {"num_decodes": 2, "migrates_streams": True}
 
 
 def let_fail(s: Stand, **behaviour: Any) -> None:
-    """Whichever D has a request first fails it so."""
+    """Make whichever D receives a request first fail it in this way."""
     for decode in s.decodes:
         emits = decode.behaviour.emits_first_token
         decode.behaviour = Behaviour(spares_retries=True, emits_first_token=emits, **behaviour)
 
 
 def asked_of(seen: Seen) -> list[int]:
-    """The token ids that a D was given as its prompt."""
+    """The token ids that a D received as its prompt."""
     params = seen.body["kv_transfer_params"]
     found: list[int] = params.get("prompt_token_ids") or seen.body["prompt"]
     return found
 
 
 def check_whole(events: list[Any], num_tokens: int = 5) -> None:
-    """One answer: one id, one kind of chunk, all tokens once, one usage and one end."""
+    """Check that events are one answer: one id, one chunk type, all tokens once, one usage and one
+    end."""
     assert streamed_text(events) == text_of(num_tokens)
     assert events[-1] == "[DONE]"
     usage = events[-2]["usage"]
@@ -49,7 +50,7 @@ def check_whole(events: list[Any], num_tokens: int = 5) -> None:
 @pytest.mark.parametrize("first_token", ["by the proxy", "by D", "as prompt"])
 @pytest.mark.parametrize(("cut", "die_after"), [("one", 2), ("split", 13)])
 @pytest.mark.parametrize("path", PATHS)
-def test_a_stream_whose_decoder_dies_goes_on_at_another(
+def test_stream_of_lost_decoder_is_migrated(
     path: str, cut: str, die_after: int, first_token: str, flow: str
 ) -> None:
     async def main() -> None:
@@ -78,7 +79,7 @@ def test_a_stream_whose_decoder_dies_goes_on_at_another(
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_an_instance_that_does_both_is_migrated_from_too(path: str) -> None:
+def test_stream_of_lost_both_role_instance_is_migrated(path: str) -> None:
     async def main() -> None:
         settings = {"num_prefills": 0, "num_decodes": 0, "num_both": 2, "migrates_streams": True}
         async with stand(**settings) as s:
@@ -89,7 +90,7 @@ def test_an_instance_that_does_both_is_migrated_from_too(path: str) -> None:
     uvloop.run(main())
 
 
-def test_a_decoder_that_hangs_is_left_and_not_asked_again() -> None:
+def test_hung_decoder_is_abandoned_and_not_retried() -> None:
     async def main() -> None:
         limits = ClientLimits(stall_timeout_s=0.3, first_byte_timeout_s=0.3)
         async with stand(client=limits, **MIGRATES) as s:
@@ -100,7 +101,7 @@ def test_a_decoder_that_hangs_is_left_and_not_asked_again() -> None:
     uvloop.run(main())
 
 
-def test_a_decoder_that_shuts_down_costs_no_retry_and_no_stream() -> None:
+def test_decoder_shutdown_uses_no_retry_and_loses_no_stream() -> None:
     async def main() -> None:
         async with stand(retry_ratio=0.0, retry_reserve=0, **MIGRATES) as s:
             let_fail(s, error_after=2, error_code="shutting_down", token_delay_s=0.01)
@@ -110,7 +111,7 @@ def test_a_decoder_that_shuts_down_costs_no_retry_and_no_stream() -> None:
     uvloop.run(main())
 
 
-def test_what_died_behind_its_last_token_only_lacks_its_end() -> None:
+def test_decoder_lost_after_last_token_needs_no_new_prefill() -> None:
     async def main() -> None:
         async with stand(emits_first_token=True, **MIGRATES) as s:
             let_fail(s, die_after=5)
@@ -122,9 +123,7 @@ def test_what_died_behind_its_last_token_only_lacks_its_end() -> None:
 
 @pytest.mark.parametrize("first_token", ["by the proxy", "by D"])
 @pytest.mark.parametrize("path", PATHS)
-def test_a_prefill_that_ends_the_answer_ends_the_stream_that_the_client_has(
-    path: str, first_token: str
-) -> None:
+def test_migrated_stream_ends_if_prefill_ends_it(path: str, first_token: str) -> None:
     async def main() -> None:
         async with stand(emits_first_token=first_token == "by D", **MIGRATES) as s:
             s.prefill.behaviour.stops_later_passes = True
@@ -141,7 +140,7 @@ def test_a_prefill_that_ends_the_answer_ends_the_stream_that_the_client_has(
     uvloop.run(main())
 
 
-def test_where_there_is_no_other_decoder_a_stream_ends_with_its_error() -> None:
+def test_stream_without_another_decoder_ends_with_error() -> None:
     async def main() -> None:
         async with stand(num_decodes=1, migrates_streams=True) as s:
             let_fail(s, drops=True)
@@ -163,7 +162,7 @@ def test_where_there_is_no_other_decoder_a_stream_ends_with_its_error() -> None:
     ],
     ids=lambda more: next(iter(more)),
 )
-def test_what_depends_on_more_than_tokens_ends_with_its_error(more: dict[str, Any]) -> None:
+def test_stream_with_state_beyond_tokens_ends_with_error(more: dict[str, Any]) -> None:
     async def main() -> None:
         async with stand(emits_first_token=True, **MIGRATES) as s:
             s.prefill.behaviour.continues_prompt = True
@@ -175,7 +174,7 @@ def test_what_depends_on_more_than_tokens_ends_with_its_error(more: dict[str, An
     uvloop.run(main())
 
 
-def test_a_request_that_two_decoders_die_of_is_stopped() -> None:
+def test_request_fails_after_two_lost_decoders() -> None:
     async def main() -> None:
         async with stand(num_decodes=3, migrates_streams=True) as s:
             for decode in s.decodes:
@@ -188,7 +187,7 @@ def test_a_request_that_two_decoders_die_of_is_stopped() -> None:
     uvloop.run(main())
 
 
-def test_a_prompt_that_was_cut_is_not_cut_again() -> None:
+def test_truncated_prompt_is_not_truncated_again() -> None:
     async def main() -> None:
         async with stand(emits_first_token=True, **MIGRATES) as s:
             let_fail(s, die_after=3)

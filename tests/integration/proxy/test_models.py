@@ -1,4 +1,5 @@
-"""Several models behind one proxy: requests go by `model`, unknown ones are refused."""
+"""Several models behind one proxy: requests are routed by `model`, and unknown models are
+rejected."""
 
 from __future__ import annotations
 
@@ -56,7 +57,7 @@ def test_requests_go_to_the_pool_of_their_model(conductor: dict[str, object]) ->
     uvloop.run(main())
 
 
-def test_an_unknown_model_is_refused_as_by_openai() -> None:
+def test_unknown_model_gets_openai_error() -> None:
     async def main() -> None:
         async with stand(2, 2) as s:
             name_the_models(s)
@@ -77,7 +78,7 @@ def test_an_unknown_model_is_refused_as_by_openai() -> None:
     uvloop.run(main())
 
 
-def test_an_instance_without_a_name_takes_every_other_model() -> None:
+def test_instance_without_model_name_serves_all_other_models() -> None:
     async def main() -> None:
         async with stand(3, 3) as s:
             name_the_models(s)
@@ -109,7 +110,7 @@ def test_all_models_are_listed() -> None:
     uvloop.run(main())
 
 
-def test_a_model_whose_instances_are_gone_is_unknown_and_the_other_goes_on() -> None:
+def test_model_without_instances_is_unknown_others_are_served() -> None:
     async def main() -> None:
         async with stand(2, 2) as s:
             name_the_models(s)

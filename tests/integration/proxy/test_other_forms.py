@@ -1,4 +1,5 @@
-"""Responses and Messages through the proxy: chat requests for P and D, their forms for clients."""
+"""Responses and Messages requests through the proxy: instances get chat requests, clients get the
+response format of their API."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def payloads(text: str) -> list[Json]:
 
 
 def said(found: list[Json]) -> str:
-    """The text that a stream adds up to."""
+    """The concatenated text of a stream."""
     deltas = [each["delta"] for each in found if "delta" in each]
     return "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas)
 
@@ -49,7 +50,7 @@ def whole_text(answer: Json) -> str:
 
 @pytest.mark.parametrize("flow", ["pull", "push"])
 @pytest.mark.parametrize("path", BODIES)
-def test_prefill_and_decode_serve_a_chat_request(path: str, flow: str) -> None:
+def test_instances_receive_chat_requests(path: str, flow: str) -> None:
     async def main() -> None:
         async with stand(flow=flow) as s:
             answer = await post(s, path)
@@ -69,7 +70,7 @@ def test_prefill_and_decode_serve_a_chat_request(path: str, flow: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_errors_have_the_form_of_the_request(path: str) -> None:
+def test_errors_have_the_format_of_the_api(path: str) -> None:
     async def main() -> None:
         async with stand(local_prefill=False) as s:
             refused = await post(s, path, n=2)
@@ -89,7 +90,7 @@ def test_errors_have_the_form_of_the_request(path: str) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
-def test_a_stream_that_breaks_off_ends_with_an_error(path: str) -> None:
+def test_broken_stream_ends_with_error(path: str) -> None:
     async def main() -> None:
         async with stand() as s:
             s.decode.behaviour.error_after = 2
@@ -99,7 +100,7 @@ def test_a_stream_that_breaks_off_ends_with_an_error(path: str) -> None:
     uvloop.run(main())
 
 
-def test_a_query_means_nothing_and_makes_no_metric() -> None:
+def test_query_string_is_ignored_and_adds_no_metric_label() -> None:
     async def main() -> None:
         async with stand() as s:
             answer = await post(s, "/v1/messages?beta=true")
@@ -109,7 +110,7 @@ def test_a_query_means_nothing_and_makes_no_metric() -> None:
     uvloop.run(main())
 
 
-def test_a_key_may_be_shown_as_anthropics_clients_do() -> None:
+def test_key_is_accepted_in_anthropic_header() -> None:
     async def main() -> None:
         async with stand(api_keys=frozenset({"good"})) as s:
             for headers in ({"x-api-key": "bad"}, {}):
@@ -124,7 +125,7 @@ def test_a_key_may_be_shown_as_anthropics_clients_do() -> None:
     uvloop.run(main())
 
 
-def test_keys_that_are_shown_differently_have_one_salt() -> None:
+def test_cache_salt_does_not_depend_on_key_header() -> None:
     salts = {
         tenant_salt({b"authorization": b"Bearer a"}, None),
         tenant_salt({b"x-api-key": b"a"}, None),
@@ -133,7 +134,7 @@ def test_keys_that_are_shown_differently_have_one_salt() -> None:
     assert tenant_salt({b"x-api-key": b"b"}, None) not in salts
 
 
-def test_leaving_ends_the_request_on_the_instances() -> None:
+def test_client_disconnect_aborts_request_on_instances() -> None:
     async def main() -> None:
         async with stand() as s:
             s.decode.behaviour.token_delay_s = 0.05

@@ -48,13 +48,13 @@ def test_the_page_shows_instances_and_figures(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_what_the_pool_had_is_seen_by_tier() -> None:
+def test_pool_hits_are_shown_by_tier() -> None:
     health = HealthConfig(interval_s=0.02)
 
     async def main() -> None:
         async with stand(health=health) as s, httpx.AsyncClient(base_url=s.url) as client:
             s.prefills[0].behaviour.kv_pool = {"saved": 9, "found": {"dram": 4, "ssd": 1}}
-            s.decodes[0].behaviour.kv_pool = {"saved": "many"}  # some other engine's
+            s.decodes[0].behaviour.kv_pool = {"saved": "many"}  # metrics of another engine
             for _ in range(200):
                 view = (await client.get("/view")).json()
                 found = {each["name"]: each["kv_pool"] for each in view["instances"]}
@@ -70,7 +70,7 @@ def test_what_the_pool_had_is_seen_by_tier() -> None:
     uvloop.run(main())
 
 
-def test_the_history_is_the_servers_and_a_page_asks_for_what_is_new() -> None:
+def test_history_is_kept_by_server_and_page_requests_new_samples() -> None:
     async def main() -> None:
         async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
             process = s.app.process
@@ -89,7 +89,7 @@ def test_the_history_is_the_servers_and_a_page_asks_for_what_is_new() -> None:
     uvloop.run(main())
 
 
-def test_kv_that_instances_have_received_is_named_by_pair() -> None:
+def test_received_kv_is_shown_by_pair() -> None:
     async def main() -> None:
         health = HealthConfig(interval_s=0.02)
         async with stand(health=health) as s, httpx.AsyncClient(base_url=s.url) as client:
@@ -111,7 +111,7 @@ def test_kv_that_instances_have_received_is_named_by_pair() -> None:
     uvloop.run(main())
 
 
-def test_prometheus_is_told_whom_to_scrape() -> None:
+def test_prometheus_targets_list_all_instances() -> None:
     async def main() -> None:
         async with stand(num_decodes=2) as s, httpx.AsyncClient(base_url=s.url) as client:
             answer = await client.get("/metrics/targets")
@@ -133,7 +133,7 @@ def test_prometheus_is_told_whom_to_scrape() -> None:
     uvloop.run(main())
 
 
-def test_what_was_refused_is_counted_by_reason() -> None:
+def test_rejections_are_counted_by_reason() -> None:
     async def main() -> None:
         async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
             s.app.process.router.metrics.requests.add("/v1/completions", "429")
@@ -152,7 +152,8 @@ def test_the_page_is_self_contained() -> None:
         async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
             page = await client.get("/")
             assert page.headers["content-type"] == "text/html; charset=utf-8"
-            loads_from = page.text.replace("http://www.w3.org/2000/svg", "")  # a name
+            # an XML namespace, which nothing fetches
+            loads_from = page.text.replace("http://www.w3.org/2000/svg", "")
             assert "http://" not in loads_from
             assert "https://" not in page.text
             view = (await client.get("/view")).json()

@@ -1,4 +1,4 @@
-"""Proxies on several hosts over the same instances tell each other what they have reserved."""
+"""Proxies on several hosts that share instances exchange their reservations."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ STREAM = BODY | {"prompt": list(range(640)), "stream": True}
 
 
 def peered(url: str) -> dict[str, object]:
-    """Of a proxy that tells another one."""
+    """Settings of a proxy that sends its reservations to a peer."""
     return settings("cost", peers=(url,), peer_secret=SECRET)
 
 
@@ -65,7 +65,8 @@ def secret(tmp_path: Path) -> Path:
 async def other_proxy(
     s: Stand, port: int, secret: Path
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A proxy process over the same instances, which tells the stand's and is told by it."""
+    """A proxy process over the same instances that exchanges reservations with the stand's
+    proxy."""
     flags = [part for fake in s.prefills for part in ("--prefill", fake.url)]
     flags += [part for fake in s.decodes for part in ("--decode", fake.url)]
     flags += ["--policy", "cost", "--peer-proxy", s.url, "--peer-secret-file", str(secret)]
@@ -84,7 +85,7 @@ async def other_proxy(
 
 
 @pytest.mark.timeout(120)
-def test_each_counts_what_the_other_has_placed_until_that_ends(
+def test_peer_reservations_count_until_they_end(
     secret: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_proxies, "EXPIRE_S", 2.0)
@@ -119,8 +120,8 @@ def test_each_counts_what_the_other_has_placed_until_that_ends(
 
 
 @pytest.mark.timeout(120)
-def test_what_is_told_late_is_told_whole(secret: Path) -> None:
-    """A peer that comes later gets all that is reserved."""
+def test_late_peer_receives_full_snapshot(secret: Path) -> None:
+    """A peer that joins later receives all current reservations."""
 
     async def main() -> None:
         port = free_range(1).first
@@ -143,14 +144,14 @@ def test_what_is_told_late_is_told_whole(secret: Path) -> None:
     uvloop.run(main())
 
 
-async def _told(s: Stand) -> ReservationReport:
-    """A message of another process that has reserved what this one has."""
+async def _peer_message(s: Stand) -> ReservationReport:
+    """A message as another process with this one's reservations would send it."""
     sharing = s.app.routers.share_reservations()
     assert sharing is not None
     [news] = sharing.snapshot()
     changes = bytes(news.changes).replace(OWNER.encode(), b"another")
-    told = type(news)("another", news.model, news.is_whole, msgspec.Raw(changes))
-    return ReservationReport("another", 0, news=[told])
+    model_news = type(news)("another", news.model, news.is_whole, msgspec.Raw(changes))
+    return ReservationReport("another", 0, news=[model_news])
 
 
 async def _send(
@@ -166,46 +167,46 @@ async def _send(
     return answer.status_code
 
 
-def test_strangers_changed_messages_and_old_ones_change_nothing() -> None:
+def test_unauthenticated_altered_and_replayed_messages_are_dropped() -> None:
     async def main() -> None:
         async with stand(1, 1, **peered(NOBODY)) as s:
             s.prefill.behaviour.hangs = True
             own = asyncio.ensure_future(post(s, STREAM))
             book = conductor_of(s).pairs.conductor.book
             await until(lambda: len(book) == 1)
-            told = await _told(s)
-            assert await _send(s, told, secret="another secret") == 403
-            assert await _send(s, told, body=msgspec.json.encode(told) + b" ") == 403
+            report = await _peer_message(s)
+            assert await _send(s, report, secret="another secret") == 403
+            assert await _send(s, report, body=msgspec.json.encode(report) + b" ") == 403
             async with httpx.AsyncClient(base_url=s.url) as client:
                 answer = await client.post("/conductor/reservations", json={})
                 assert answer.status_code == 403
                 assert "--peer-secret-file" in answer.json()["error"]["message"]
                 assert (await client.get("/conductor/reservations")).status_code == 405
             assert len(book) == 1
-            told.number = 5
-            assert await _send(s, told) == 200
+            report.number = 5
+            assert await _send(s, report) == 200
             assert len(book) == 2
             ended = ReservationReport("another", 6, begins_snapshot=True, ends_snapshot=True)
             assert await _send(s, ended) == 200
             assert len(book) == 1
-            assert await _send(s, told) == 200, "an old message is no error"
+            assert await _send(s, report) == 200, "an old message is no error"
             assert len(book) == 1
             own.cancel()
 
     uvloop.run(main())
 
 
-def test_a_snapshot_keeps_what_is_in_it_and_ends_the_rest() -> None:
+def test_snapshot_replaces_earlier_reservations() -> None:
     async def main() -> None:
         async with stand(1, 1, **peered(NOBODY)) as s:
             s.prefill.behaviour.hangs = True
             own = asyncio.ensure_future(post(s, STREAM))
             book = conductor_of(s).pairs.conductor.book
             await until(lambda: len(book) == 1)
-            told, peers = await _told(s), peers_of(s)
-            peers.take(msgspec.json.encode(told))
+            report, peers = await _peer_message(s), peers_of(s)
+            peers.take(msgspec.json.encode(report))
             [kept] = [made for made in book._live.values() if made.request.owner == "another"]
-            news = told.news[0]
+            news = report.news[0]
             more = bytes(news.changes).replace(b"another-", b"another-more-")
             second = type(news)("another", news.model, news.is_whole, msgspec.Raw(more))
             peers.take(msgspec.json.encode(ReservationReport("another", 1, news=[second])))
@@ -223,7 +224,7 @@ def test_a_snapshot_keeps_what_is_in_it_and_ends_the_rest() -> None:
     uvloop.run(main())
 
 
-def test_a_silent_peer_has_nothing_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reservations_of_silent_peer_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("EXPIRE_S", "HEARTBEAT_S"):
         monkeypatch.setattr(peer_proxies, name, 0.1)
 
@@ -233,7 +234,7 @@ def test_a_silent_peer_has_nothing_reserved(monkeypatch: pytest.MonkeyPatch) -> 
             own = asyncio.ensure_future(post(s, STREAM))
             book = conductor_of(s).pairs.conductor.book
             await until(lambda: len(book) == 1)
-            peers_of(s).take(msgspec.json.encode(await _told(s)))
+            peers_of(s).take(msgspec.json.encode(await _peer_message(s)))
             assert len(book) == 2
             await until(lambda: len(book) == 1)
             own.cancel()
@@ -256,7 +257,7 @@ def test_peers_need_a_conductor_and_a_secret(flags: list[str], problem: str) -> 
         config_from(build_parser().parse_args([*PAIR, *flags]))
 
 
-def test_an_empty_secret_is_none(tmp_path: Path) -> None:
+def test_empty_secret_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("\n")
     flags = ["--policy", "cost", "--peer-proxy", "http://b:8000"]
     flags += ["--peer-secret-file", str(tmp_path / "secret")]
@@ -264,7 +265,7 @@ def test_an_empty_secret_is_none(tmp_path: Path) -> None:
         config_from(build_parser().parse_args([*PAIR, *flags]))
 
 
-def test_workers_pass_on_what_one_of_them_was_told() -> None:
+def test_worker_relays_peer_reservations_to_other_workers() -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         ours.setblocking(False)
@@ -281,11 +282,11 @@ def test_workers_pass_on_what_one_of_them_was_told() -> None:
             own = asyncio.ensure_future(post(s, STREAM))
             book = conductor_of(s).pairs.conductor.book
             await until(lambda: len(book) == 1)
-            told = await _told(s)
-            with suppress(BlockingIOError):  # its own reservation, which workers tell each other
+            report = await _peer_message(s)
+            with suppress(BlockingIOError):  # its own reservation, which workers exchange
                 while ours.recv(1 << 20):
                     pass
-            assert await _send(s, told) == 200
+            assert await _send(s, report) == 200
             await until(lambda: len(book) == 2)
             passed_on = decode_message(ours.recv(1 << 20))
             assert isinstance(passed_on, PeerNews)

@@ -1,4 +1,4 @@
-"""Instances that come, go, drain and change their role while requests run."""
+"""Instances that are added, removed, drained and switched between roles while requests run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_an_instance_is_added_and_removed_at_run_time() -> None:
     uvloop.run(main())
 
 
-def test_bad_changes_are_explained() -> None:
+def test_invalid_change_returns_its_reason() -> None:
     async def main() -> None:
         async with stand(admin_keys=frozenset({"secret"})) as s:
             missing = await change(s, operation="drain", url="http://127.0.0.1:1")
@@ -73,7 +73,7 @@ def test_bad_changes_are_explained() -> None:
     uvloop.run(main())
 
 
-def test_a_drained_instance_finishes_what_it_has_and_gets_no_more_under_load() -> None:
+def test_drained_instance_completes_requests_and_gets_no_new_ones_under_load() -> None:
     async def main() -> None:
         async with stand(num_decodes=2, admin_keys=frozenset({"secret"})) as s:
             s.decodes[0].behaviour.token_delay_s = 0.02
@@ -117,7 +117,7 @@ def test_only_an_idle_instance_switches_its_role() -> None:
     uvloop.run(main())
 
 
-def test_a_pool_file_is_followed(tmp_path: Path) -> None:
+def test_pool_file_changes_are_applied(tmp_path: Path) -> None:
     async def main() -> None:
         async with stand(num_decodes=2) as s:
             for fake in s.decodes:
@@ -140,7 +140,7 @@ def test_a_pool_file_is_followed(tmp_path: Path) -> None:
     uvloop.run(main())
 
 
-def test_labelled_pods_are_followed() -> None:
+def test_labelled_pod_changes_are_applied() -> None:
     async def main() -> None:
         pods = [_pod("decode", 8101, ready=True), _pod("prefill", 8102, ready=False)]
         api = await asyncio.start_server(_api(pods), "127.0.0.1", 0)
@@ -154,7 +154,7 @@ def test_labelled_pods_are_followed() -> None:
     uvloop.run(main())
 
 
-def test_a_role_that_an_operator_has_given_a_pod_stays_until_its_label_changes() -> None:
+def test_operators_role_of_pod_stays_until_label_changes() -> None:
     async def main() -> None:
         pods = [_pod("decode", 8101, ready=True)]
         api = await asyncio.start_server(_api(pods), "127.0.0.1", 0)
@@ -178,7 +178,7 @@ def test_a_role_that_an_operator_has_given_a_pod_stays_until_its_label_changes()
 
 
 @pytest.mark.parametrize("port", ["²", "99999", "http"])
-def test_an_annotation_that_is_no_port_is_as_good_as_none(port: str) -> None:
+def test_invalid_port_annotation_is_ignored(port: str) -> None:
     pod = _pod("decode", 8101, ready=True)
     pod["metadata"]["annotations"] = {"mooncake-hal/port": port}
     [found] = specs_of_pods(msgspec.convert({"items": [pod]}, PodList))
@@ -209,7 +209,7 @@ def _api(pods: list[dict[str, Any]]) -> Any:
 
 
 @pytest.mark.parametrize("operation", ["resume", "add"])
-def test_without_checks_an_ejected_instance_stays_out_until_told_back(operation: str) -> None:
+def test_ejected_instance_without_health_checks_returns_by_operator_only(operation: str) -> None:
     async def main() -> None:
         settings: dict[str, Any] = {"eject_after": 2, "admin_keys": frozenset({"secret"})}
         async with stand(num_decodes=2, **settings) as s:
@@ -231,7 +231,7 @@ def test_without_checks_an_ejected_instance_stays_out_until_told_back(operation:
     uvloop.run(main())
 
 
-def test_a_busy_instance_is_drained_before_the_file_changes_its_role(tmp_path: Path) -> None:
+def test_busy_instance_is_drained_before_role_change_by_file(tmp_path: Path) -> None:
     async def main() -> None:
         async with stand(num_decodes=2) as s:
             pool = s.app.router.pool
@@ -258,7 +258,7 @@ def test_a_busy_instance_is_drained_before_the_file_changes_its_role(tmp_path: P
     uvloop.run(main())
 
 
-def test_a_silent_cluster_neither_hangs_the_start_nor_freezes_the_pool(
+def test_unresponsive_cluster_api_blocks_neither_start_nor_pool(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("mooncake_proxy.pool.kubernetes.TIMEOUT_S", 0.1)

@@ -1,4 +1,4 @@
-"""Where the conductor counts on a fetch, the prefill instance hears whose store has the prefix."""
+"""When the conductor plans a fetch, the prefill instance is told which store holds the prefix."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from mooncake_proxy.routing.conductor_fleet import ConductorFleet
 NUM_TOKENS = 64 * 256
 IDS = list(range(100, 100 + NUM_TOKENS))
 BUSY_S = 20.0
-"""What the holder of the prefix has to do already: another one fetches, or computes."""
+"""Load on the instance that holds the prefix, so that another instance fetches or computes it."""
 
 
 @pytest.fixture(autouse=True)
 def no_measured_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What fakes take on a busy machine says nothing about instances."""
+    """Ignore measured times: on a busy machine those of fake instances say nothing about real
+    ones."""
     monkeypatch.setattr(ConductorFleet, "measure_prefill", lambda *args: None)
 
 
@@ -34,8 +35,8 @@ def _use_pool(fake: FakeInstance, port: int, **store: Any) -> None:
 async def _second_turn(
     s: Stand, between: Callable[[], None] = lambda: None
 ) -> tuple[FakeInstance, dict[str, Any]]:
-    """Who holds a prompt's prefix, and is busy now; and the parameters that another instance gets
-    with the prompt. `between`: what happens before that."""
+    """The busy holder of a prompt's prefix, and the parameters that another instance receives with
+    the prompt. `between` runs before the second request."""
     await s.app.checker.check_all()
     assert (await post(s, BODY | {"prompt": IDS})).status_code == 200
     [home] = [fake for fake in s.prefills if fake.generated]
@@ -51,7 +52,7 @@ async def _second_turn(
 
 
 @pytest.mark.parametrize("flow", ["pull", "push"])
-def test_a_prefill_instance_is_told_what_it_is_to_fetch(flow: str) -> None:
+def test_prefill_instance_receives_fetch_source(flow: str) -> None:
     async def main() -> None:
         async with stand(2, 1, **settings(flow=flow)) as s:
             for number, fake in enumerate(s.prefills):
@@ -72,7 +73,7 @@ def test_a_prefill_instance_is_told_what_it_is_to_fetch(flow: str) -> None:
 
 
 @pytest.mark.parametrize("missing", ["pool", "store"])
-def test_nobody_fetches_from_who_can_t_send(missing: str) -> None:
+def test_holder_that_cannot_send_is_no_fetch_source(missing: str) -> None:
     async def main() -> None:
         async with stand(2, 1, **settings()) as s:
             if missing == "store":
@@ -86,7 +87,7 @@ def test_nobody_fetches_from_who_can_t_send(missing: str) -> None:
     uvloop.run(main())
 
 
-def test_a_restarted_store_is_named_by_its_new_epoch() -> None:
+def test_restarted_store_is_named_with_new_epoch() -> None:
     async def main() -> None:
         async with stand(2, 1, **settings()) as s:
             for number, fake in enumerate(s.prefills):
@@ -102,7 +103,7 @@ def test_a_restarted_store_is_named_by_its_new_epoch() -> None:
     uvloop.run(main())
 
 
-def test_the_engine_reads_what_the_proxy_writes() -> None:
+def test_engine_parses_fetch_source_of_proxy() -> None:
     async def main() -> None:
         async with stand(2, 1, **settings()) as s:
             for number, fake in enumerate(s.prefills):
@@ -117,7 +118,7 @@ def test_the_engine_reads_what_the_proxy_writes() -> None:
     uvloop.run(main())
 
 
-def test_an_instance_that_serves_whole_requests_is_told_too() -> None:
+def test_instance_of_both_roles_receives_fetch_source() -> None:
     async def main() -> None:
         async with stand(0, 0, 2, **settings()) as s:
             for number, fake in enumerate(s.decodes):

@@ -23,7 +23,7 @@ from support.proxy_fakes_client import BODY, make_certificate
 async def proxy(
     *flags: str, stderr: int | None = None
 ) -> AsyncIterator[tuple[str, asyncio.subprocess.Process]]:
-    """A proxy process and its URL, ended with SIGTERM."""
+    """A proxy process and its URL; stopped with SIGTERM."""
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -58,7 +58,7 @@ async def pair() -> AsyncIterator[tuple[FakeInstance, FakeInstance]]:
             await fake.kill()
 
 
-def test_it_starts_and_ends_on_sigterm() -> None:
+def test_proxy_starts_and_exits_on_sigterm() -> None:
     async def main() -> None:
         async with (
             pair() as (p, d),
@@ -71,7 +71,7 @@ def test_it_starts_and_ends_on_sigterm() -> None:
     asyncio.run(main())
 
 
-def test_a_running_stream_ends_before_the_process_does() -> None:
+def test_running_stream_completes_before_exit() -> None:
     async def main() -> None:
         async with pair() as (p, d):
             d.behaviour.token_delay_s = 0.05
@@ -88,7 +88,7 @@ def test_a_running_stream_ends_before_the_process_does() -> None:
     asyncio.run(main())
 
 
-def test_a_stop_that_reaches_the_workers_too_lets_streams_end() -> None:
+def test_sigterm_to_whole_process_group_lets_streams_complete() -> None:
     async def main() -> None:
         async with pair() as (p, d):
             d.behaviour.token_delay_s = 0.05
@@ -101,7 +101,7 @@ def test_a_stop_that_reaches_the_workers_too_lets_streams_end() -> None:
                     )
                     await d.wait_for(lambda: bool(d.generated))
                     for pid in (process.pid, *_children(process.pid)):  # as systemd does
-                        with suppress(ProcessLookupError):  # the idle worker may have ended
+                        with suppress(ProcessLookupError):  # the idle worker may have exited
                             os.kill(pid, signal.SIGTERM)
                     assert (await asked).text.endswith("data: [DONE]\n\n")
 
@@ -121,7 +121,7 @@ def test_workers_share_one_view(tmp_path: object) -> None:
                 headers = {"authorization": "Bearer secret"}
                 async with httpx.AsyncClient(base_url=url) as client:
                     assert (await client.post("/instances", json=body, headers=headers)).is_success
-                for _ in range(12):  # a connection each: both workers get some
+                for _ in range(12):  # one connection per request, so that both workers get some
                     async with httpx.AsyncClient(base_url=url) as client:
                         answer = await client.post("/v1/completions", json=BODY)
                         assert answer.status_code == 200, answer.text
@@ -143,7 +143,7 @@ def test_running_and_waiting_count_all_workers() -> None:
                     asyncio.ensure_future(client.post("/v1/completions", json=BODY))
                     for _ in range(12)
                 ]
-                for _ in range(8):  # a connection each: both workers are asked
+                for _ in range(8):  # one connection per request, so that both workers answer some
                     await _all_are_counted(url, len(asked))
                 for request in asked:
                     request.cancel()
@@ -167,14 +167,14 @@ async def _all_are_counted(url: str, count: int) -> None:
 
 
 async def _ready(url: str) -> None:
-    """Until both workers listen."""
+    """Wait until both workers listen."""
     async with httpx.AsyncClient(base_url=url) as client:
         assert (await client.get("/health")).is_success
     await asyncio.sleep(0.3)
 
 
 async def _metrics_say(url: str, line: str) -> None:
-    """Every worker's /metrics has the sum, as soon as counts went round."""
+    """Every worker's /metrics shows the sum as soon as the workers have exchanged counts."""
     said = []
     for _ in range(100):
         async with httpx.AsyncClient(base_url=url) as client:
@@ -209,7 +209,7 @@ def test_a_dead_worker_is_replaced() -> None:
     asyncio.run(main())
 
 
-def test_a_stop_while_a_worker_is_about_to_be_replaced_ends_all() -> None:
+def test_sigterm_during_worker_restart_stops_all_workers() -> None:
     async def main() -> None:
         async with pair() as (p, d):
             flags = ("--workers", "2", "--prefill", p.url, "--decode", d.url)
@@ -217,7 +217,7 @@ def test_a_stop_while_a_worker_is_about_to_be_replaced_ends_all() -> None:
                 await _ready(url)
                 for pid in _children(process.pid):
                     os.kill(pid, signal.SIGKILL)
-                for _ in range(1000):  # until the parent has noticed one
+                for _ in range(1000):  # until the parent has noticed the death of one
                     if len(_children(process.pid)) < 2:
                         break
                     await asyncio.sleep(0.01)
@@ -257,8 +257,8 @@ def test_bad_flags_are_explained() -> None:
 
 @pytest.mark.parametrize("kind", ["full", "blocked"])
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_standard_error_that_takes_nothing_stops_nothing(kind: str, workers: str) -> None:
-    """A full disk under it, and a pipe that nothing reads."""
+def test_blocked_or_full_stderr_does_not_block_proxy(kind: str, workers: str) -> None:
+    """Standard error on a full disk, and on a pipe that nothing reads."""
 
     async def main() -> None:
         reader, writer = (
@@ -300,19 +300,20 @@ def _listening_ports(pid: int) -> set[int]:
 
 
 def test_workers_of_the_pull_flow_share_one_port() -> None:
-    """But for the metaservers of early pulls, one per worker, where instances can do them."""
+    """Except for the metaservers of early pulls: one per worker, if instances support early
+    pulls."""
 
     async def main() -> None:
         options = ("--workers", "2", "--backend-url", "http://127.0.0.1:1")
         async with proxy(*options) as (url, process):
             await _ready(url)
-            await asyncio.sleep(1.0)  # several sweeps
+            await asyncio.sleep(1.0)  # several health-check sweeps
             assert _listening_ports(process.pid) == {int(url.rpartition(":")[2])}
 
     asyncio.run(main())
 
 
-def test_a_workers_own_port_serves_the_metaserver_only() -> None:
+def test_worker_port_serves_metaserver_only() -> None:
     async def main() -> None:
         flags = ("--workers", "2", "--flow", "push", "--backend-url", "http://127.0.0.1:1")
         async with proxy(*flags) as (url, process):
@@ -330,7 +331,7 @@ def test_a_workers_own_port_serves_the_metaserver_only() -> None:
     asyncio.run(main())
 
 
-def test_a_workers_own_port_speaks_tls(tmp_path: Path) -> None:
+def test_worker_port_uses_tls(tmp_path: Path) -> None:
     async def main() -> None:
         certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
         make_certificate(certificate, key)
@@ -349,7 +350,7 @@ def test_a_workers_own_port_speaks_tls(tmp_path: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_replaced_worker_knows_what_was_changed(tmp_path: Path) -> None:
+def test_restarted_worker_gets_current_pool(tmp_path: Path) -> None:
     async def main() -> None:
         keys = tmp_path / "keys"
         keys.write_text("secret\n")
@@ -369,12 +370,12 @@ def test_a_replaced_worker_knows_what_was_changed(tmp_path: Path) -> None:
                         assert (await client.post("/instances", json=body)).is_success
                 await asyncio.sleep(0.2)
                 before = _children(process.pid)
-                for pid in before:  # one after the other: the parent is what remembers
+                for pid in before:  # one after the other: the parent process keeps the state
                     os.kill(pid, signal.SIGKILL)
                 while len(now := _children(process.pid)) < 2 or set(now) & set(before):  # noqa: ASYNC110
                     await asyncio.sleep(0.1)
                 await _listening(url)
-                for _ in range(8):  # a connection each: both workers are asked
+                for _ in range(8):  # one connection per request, so that both workers answer some
                     async with httpx.AsyncClient(base_url=url, headers=headers) as client:
                         found = (await client.get("/instances")).json()["instances"]
                     states = {one["name"]: one["state"] for one in found}
@@ -384,7 +385,7 @@ def test_a_replaced_worker_knows_what_was_changed(tmp_path: Path) -> None:
 
 
 async def _listening(url: str) -> None:
-    """Until the workers that were started listen."""
+    """Wait until the started workers listen."""
     for _ in range(100):
         try:
             await _ready(url)
@@ -416,7 +417,7 @@ def test_workers_end_when_their_parent_is_killed() -> None:
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
-def test_a_taken_port_is_another_status_than_a_bad_flag(workers: str) -> None:
+def test_taken_port_and_bad_flag_have_different_exit_codes(workers: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         command = [sys.executable, "-m", "mooncake_proxy", "--backend-url", "http://127.0.0.1:1"]
@@ -428,7 +429,7 @@ def test_a_taken_port_is_another_status_than_a_bad_flag(workers: str) -> None:
 
 @pytest.mark.parametrize("workers", ["1", "2"])
 @pytest.mark.parametrize("flag", ["--upstream-ca", "--tls-cert", "--pool-file", "--admin-port"])
-def test_what_no_worker_can_serve_with_ends_the_proxy(
+def test_fatal_worker_config_error_exits_proxy_without_restarts(
     flag: str, workers: str, tmp_path: Path
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -444,7 +445,7 @@ def test_what_no_worker_can_serve_with_ends_the_proxy(
     assert b"Traceback" not in done.stderr
 
 
-def test_workers_share_what_they_know_of_deadly_requests() -> None:
+def test_workers_share_quarantined_requests() -> None:
     async def main() -> None:
         drops = FakeInstance(behaviour=Behaviour(drops=True))
         await drops.start()
@@ -454,7 +455,7 @@ def test_workers_share_what_they_know_of_deadly_requests() -> None:
         ):
             await _ready(url)
             statuses = []
-            for _ in range(10):  # a connection each: both workers are asked
+            for _ in range(10):  # one connection per request, so that both workers answer some
                 async with httpx.AsyncClient(base_url=url) as client:
                     statuses.append((await client.post("/v1/completions", json=BODY)).status_code)
                 await asyncio.sleep(0.05)

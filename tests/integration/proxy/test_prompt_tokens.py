@@ -1,4 +1,4 @@
-"""A proxy with a tokenizer sends token ids to instances that would make the same from the text."""
+"""A proxy with a tokenizer sends token ids to instances whose tokenizer produces the same ids."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def tokenizer() -> Tokenizer:
 
 
 async def agree(s: Stand) -> None:
-    """Ask once, and wait until all instances have answered."""
+    """Send one request, and wait until all instances have answered the tokenizer probe."""
     tokens = s.app.router.prompt_tokens
     assert tokens is not None
     for _ in range(200):
@@ -35,7 +35,7 @@ async def agree(s: Stand) -> None:
 
 
 @pytest.mark.parametrize("flow", ["pull", "push"])
-def test_both_instances_get_ids_in_place_of_the_text(flow: str, tokenizer: Tokenizer) -> None:
+def test_both_instances_receive_ids_instead_of_text(flow: str, tokenizer: Tokenizer) -> None:
     async def main() -> None:
         async with stand(**WITH_TOKENIZER, flow=flow) as s:
             for fake in (s.prefill, s.decode):
@@ -53,8 +53,9 @@ def test_both_instances_get_ids_in_place_of_the_text(flow: str, tokenizer: Token
     uvloop.run(main())
 
 
-def test_an_sglang_pair_gets_ids_too(tokenizer: Tokenizer) -> None:
-    """Its ``/v1/completions`` takes ids as a prompt, and its ``/tokenize`` answers as vLLM's."""
+def test_sglang_pair_receives_ids(tokenizer: Tokenizer) -> None:
+    """SGLang's ``/v1/completions`` accepts ids as a prompt, and its ``/tokenize`` responds as
+    vLLM's."""
 
     async def main() -> None:
         async with sglang_stand(**WITH_TOKENIZER) as s:
@@ -70,7 +71,7 @@ def test_an_sglang_pair_gets_ids_too(tokenizer: Tokenizer) -> None:
     uvloop.run(main())
 
 
-def test_an_instance_that_reads_otherwise_gets_text(tokenizer: Tokenizer) -> None:
+def test_instance_with_another_tokenizer_receives_text(tokenizer: Tokenizer) -> None:
     async def main() -> None:
         async with stand(**WITH_TOKENIZER) as s:
             s.prefill.behaviour.tokens = tokenizer.encode(PROBE, add_special_tokens=True)
@@ -84,7 +85,7 @@ def test_an_instance_that_reads_otherwise_gets_text(tokenizer: Tokenizer) -> Non
 
 
 @pytest.mark.parametrize("fields", [{"echo": True}, {"prompt": [5, 6, 7]}])
-def test_what_ids_do_not_say_is_sent_as_it_came(
+def test_prompt_that_ids_cannot_express_is_forwarded_unchanged(
     fields: dict[str, object], tokenizer: Tokenizer
 ) -> None:
     async def main() -> None:

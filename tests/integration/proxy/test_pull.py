@@ -1,4 +1,4 @@
-"""The pull flow over real sockets, in front of instances that behave."""
+"""The pull flow over real sockets, with healthy instances."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_stream_is_one_coherent_answer(cut: str, path: str) -> None:
     uvloop.run(main())
 
 
-def test_first_token_arrives_before_the_decoder_says_anything() -> None:
+def test_first_token_arrives_before_decoder_responds() -> None:
     async def main() -> None:
         async with stand() as s:
             s.decode.behaviour.hangs = True
@@ -76,7 +76,7 @@ def test_first_token_arrives_before_the_decoder_says_anything() -> None:
     uvloop.run(main())
 
 
-def test_a_decoder_that_repeats_the_first_token_is_not_doubled() -> None:
+def test_first_token_repeated_by_decoder_is_sent_once() -> None:
     async def main() -> None:
         async with stand(emits_first_token=True) as s:
             answer = await post(s, BODY | {"stream": True})
@@ -86,7 +86,7 @@ def test_a_decoder_that_repeats_the_first_token_is_not_doubled() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_that_ends_on_the_first_token_never_reaches_the_decoder(stream: bool) -> None:
+def test_request_ending_on_first_token_skips_decoder(stream: bool) -> None:
     async def main() -> None:
         async with stand() as s:
             s.prefill.behaviour.stops_at_first = True
@@ -108,7 +108,7 @@ def test_a_request_that_ends_on_the_first_token_never_reaches_the_decoder(stream
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("is_asked", [True, False])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_that_ends_on_the_first_token_has_the_token_ids_that_were_asked_for(
+def test_stream_ending_on_first_token_has_requested_token_ids(
     path: str, is_asked: bool, recomputes: bool
 ) -> None:
     async def main() -> None:
@@ -126,7 +126,7 @@ def test_a_stream_that_ends_on_the_first_token_has_the_token_ids_that_were_asked
     uvloop.run(main())
 
 
-def test_one_token_is_the_prefillers_own_answer() -> None:
+def test_max_tokens_of_one_is_answered_by_prefiller() -> None:
     async def main() -> None:
         async with stand() as s:
             answer = await post(s, BODY | {"max_tokens": 1})
@@ -137,7 +137,7 @@ def test_one_token_is_the_prefillers_own_answer() -> None:
     uvloop.run(main())
 
 
-def test_min_tokens_is_only_sent_when_the_client_sent_it() -> None:
+def test_min_tokens_is_sent_only_if_client_sent_it() -> None:
     async def main() -> None:
         async with stand() as s:
             await post(s, BODY)
@@ -166,7 +166,7 @@ def test_several_choices_stream_side_by_side() -> None:
     uvloop.run(main())
 
 
-def test_what_any_instance_knows_is_asked_of_one() -> None:
+def test_model_and_tokenize_requests_are_forwarded_to_one_instance() -> None:
     async def main() -> None:
         async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
             assert (await client.get("/v1/models/m")).json() == {"id": "m"}
@@ -196,7 +196,7 @@ def test_models_metrics_health() -> None:
 
 
 @pytest.mark.parametrize("flow", ["pull", "push"])
-def test_short_prompts_go_straight_to_a_decode_instance(flow: str) -> None:
+def test_short_prompts_bypass_prefill_instances(flow: str) -> None:
     async def main() -> None:
         async with stand(flow=flow, short_prompt_tokens=40) as s:
             answer = await post(s, BODY | {"prompt": [7] * 40})

@@ -1,4 +1,4 @@
-"""The pull flow in front of instances and clients that fail.
+"""The pull flow with failing instances and disconnecting clients.
 
 Named after the defects seen in the field's example proxies, each of which has a test here.
 """
@@ -30,14 +30,14 @@ from mooncake_proxy.pool.instances import InstanceSpec, Role
 
 
 def error_of(answer: httpx.Response) -> dict[str, Any]:
-    """The OpenAI error object, which must be whole."""
+    """The OpenAI error object, which must have all of its fields."""
     error: dict[str, Any] = answer.json()["error"]
     assert error.keys() == {"message", "type", "param", "code"}
     return error
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_no_live_decoder_is_503_and_costs_no_prefill(stream: bool) -> None:
+def test_no_live_decoder_returns_503_without_prefill(stream: bool) -> None:
     async def main() -> None:
         async with stand(num_decodes=0) as s:
             answer = await post(s, BODY | {"stream": stream})
@@ -48,7 +48,7 @@ def test_no_live_decoder_is_503_and_costs_no_prefill(stream: bool) -> None:
     uvloop.run(main())
 
 
-def test_dead_decoder_whole_answer_is_a_true_status_and_frees_the_prefiller() -> None:
+def test_dead_decoder_returns_error_status_and_releases_prefill_kv() -> None:
     async def main() -> None:
         async with stand() as s:
             await s.decode.kill()
@@ -60,7 +60,7 @@ def test_dead_decoder_whole_answer_is_a_true_status_and_frees_the_prefiller() ->
     uvloop.run(main())
 
 
-def test_dead_decoder_after_the_first_token_is_an_error_event() -> None:
+def test_dead_decoder_after_first_token_sends_error_event() -> None:
     async def main() -> None:
         async with stand() as s:
             await s.decode.kill()
@@ -74,7 +74,7 @@ def test_dead_decoder_after_the_first_token_is_an_error_event() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_another_decoder_takes_over_before_its_first_event(stream: bool) -> None:
+def test_decoder_failure_before_first_event_fails_over(stream: bool) -> None:
     async def main() -> None:
         async with stand(num_decodes=2, decode_policy="round-robin") as s:
             for fake in s.decodes:
@@ -96,7 +96,7 @@ def test_another_decoder_takes_over_before_its_first_event(stream: bool) -> None
     uvloop.run(main())
 
 
-def test_a_second_attempt_has_a_new_id() -> None:
+def test_second_attempt_has_new_request_id() -> None:
     async def main() -> None:
         async with stand(num_prefills=2, prefill_policy="round-robin") as s:
             for fake in s.prefills:
@@ -123,7 +123,7 @@ def test_dead_prefiller_fails_over_and_then_the_decoder_prefills() -> None:
     uvloop.run(main())
 
 
-def test_without_local_prefill_a_dead_prefiller_is_an_error() -> None:
+def test_dead_prefiller_without_local_prefill_returns_error() -> None:
     async def main() -> None:
         async with stand(local_prefill=False) as s:
             await s.prefill.kill()
@@ -146,7 +146,7 @@ def test_idle_decoders_share_the_requests() -> None:
 
 
 @pytest.mark.parametrize("cut", ["two", "split"])
-def test_an_error_event_reaches_the_client_however_it_is_cut(cut: str) -> None:
+def test_error_event_split_over_packets_reaches_client(cut: str) -> None:
     async def main() -> None:
         async with stand() as s:
             s.decode.behaviour.error_after = 2
@@ -162,7 +162,7 @@ def test_an_error_event_reaches_the_client_however_it_is_cut(cut: str) -> None:
     uvloop.run(main())
 
 
-def test_200_and_then_an_error_as_first_event_keeps_its_true_status() -> None:
+def test_error_as_first_event_after_200_sets_response_status() -> None:
     async def main() -> None:
         async with stand(num_prefills=0, num_decodes=0, num_both=1) as s:
             s.decode.behaviour.error_after = 0
@@ -173,7 +173,7 @@ def test_200_and_then_an_error_as_first_event_keeps_its_true_status() -> None:
     uvloop.run(main())
 
 
-def test_a_decoder_that_dies_in_mid_stream_leaves_no_torn_event() -> None:
+def test_decoder_lost_mid_stream_leaves_no_partial_event() -> None:
     async def main() -> None:
         async with stand() as s:
             s.decode.behaviour.cut = "split"
@@ -186,7 +186,7 @@ def test_a_decoder_that_dies_in_mid_stream_leaves_no_torn_event() -> None:
     uvloop.run(main())
 
 
-def test_a_silent_decoder_is_given_up() -> None:
+def test_silent_decoder_times_out() -> None:
     async def main() -> None:
         limits = ClientLimits(stall_timeout_s=0.3, first_byte_timeout_s=0.3)
         async with stand(client=limits) as s:
@@ -199,7 +199,7 @@ def test_a_silent_decoder_is_given_up() -> None:
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
-def test_the_clients_fault_is_not_retried(status: int) -> None:
+def test_client_error_is_not_retried(status: int) -> None:
     async def main() -> None:
         async with stand(num_prefills=2) as s:
             for fake in s.prefills:
@@ -212,7 +212,7 @@ def test_the_clients_fault_is_not_retried(status: int) -> None:
     uvloop.run(main())
 
 
-def test_a_busy_instance_is_retried_and_its_retry_after_kept() -> None:
+def test_busy_instance_is_retried_and_retry_after_forwarded() -> None:
     async def main() -> None:
         async with stand(num_prefills=2, local_prefill=False) as s:
             for fake in s.prefills:
@@ -226,7 +226,7 @@ def test_a_busy_instance_is_retried_and_its_retry_after_kept() -> None:
     uvloop.run(main())
 
 
-def test_missing_parameters_are_noticed_and_the_decoder_prefills() -> None:
+def test_missing_kv_transfer_params_fall_back_to_local_prefill() -> None:
     async def main() -> None:
         async with stand() as s:
             s.prefill.behaviour.has_params = False
@@ -249,7 +249,7 @@ def test_no_key_means_no_authorization_header() -> None:
     uvloop.run(main())
 
 
-def test_a_dead_instance_goes_down_and_comes_back() -> None:
+def test_dead_instance_is_marked_down_and_recovers() -> None:
     async def main() -> None:
         health = HealthConfig(interval_s=0.02, timeout_s=0.5, rise=2, fall=2)
         async with stand(num_decodes=2, health=health) as s:
@@ -263,7 +263,7 @@ def test_a_dead_instance_goes_down_and_comes_back() -> None:
     uvloop.run(main())
 
 
-def test_an_instance_that_keeps_failing_is_ejected_by_its_requests() -> None:
+def test_repeated_request_failures_eject_instance() -> None:
     async def main() -> None:
         async with stand(num_decodes=2, eject_after=2) as s:
             s.decodes[0].behaviour.drops = True
@@ -287,7 +287,7 @@ def test_retries_stay_within_their_budget() -> None:
     uvloop.run(main())
 
 
-def test_chat_without_a_live_prefiller_still_answers() -> None:
+def test_chat_without_live_prefiller_is_answered() -> None:
     async def main() -> None:
         async with stand(num_prefills=0) as s:
             answer = await post(s, CHAT | {"stream": True}, "/v1/chat/completions")
@@ -311,7 +311,7 @@ async def _until(condition: Any) -> None:
     await asyncio.wait_for(wait(), 5)
 
 
-def test_the_proxys_own_lack_of_descriptors_is_no_fault_of_instances() -> None:
+def test_proxy_out_of_descriptors_does_not_mark_instances_down() -> None:
     async def main() -> None:
         health = HealthConfig(interval_s=0.02, timeout_s=0.5, rise=2, fall=1)
         async with stand(num_prefills=2, health=health, eject_after=1) as s:
@@ -337,9 +337,9 @@ def test_the_proxys_own_lack_of_descriptors_is_no_fault_of_instances() -> None:
     uvloop.run(main())
 
 
-def test_a_stream_that_is_cut_behind_its_end_is_whole() -> None:
-    """The client has all of it: an error event behind [DONE] says nothing, and blames an instance
-    for what it did not do."""
+def test_connection_lost_after_done_counts_as_complete_stream() -> None:
+    """The client has the whole answer: an error event after [DONE] would tell it nothing, and would
+    blame an instance for a failure that it did not cause."""
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")

@@ -1,4 +1,4 @@
-"""The push flow: D first, the metaserver, P when D says where."""
+"""The push flow: D is asked first, posts to the metaserver, and only then is P asked."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.proxy_fakes_client import BODY, events_of, post, send_raw, streamed
 from mooncake_proxy.errors import MalformedAnswer
 
 
-def test_the_prefiller_gets_what_the_decoder_posted() -> None:
+def test_prefiller_receives_params_posted_by_decoder() -> None:
     async def main() -> None:
         async with stand(flow="push") as s:
             answer = await post(s, BODY | {"stream": True})
@@ -33,7 +33,7 @@ def test_the_prefiller_gets_what_the_decoder_posted() -> None:
     uvloop.run(main())
 
 
-def test_a_repeated_post_is_answered_and_not_prefilled_twice() -> None:
+def test_repeated_post_is_acknowledged_without_second_prefill() -> None:
     async def main() -> None:
         async with stand(flow="push") as s:
             s.decode.behaviour.num_posts = 2
@@ -44,8 +44,9 @@ def test_a_repeated_post_is_answered_and_not_prefilled_twice() -> None:
     uvloop.run(main())
 
 
-def test_a_post_is_answered_at_once_however_long_the_prefill_takes() -> None:
-    """The field's metaserver holds the post, and one of D's few threads, for the whole prefill."""
+def test_post_is_acknowledged_before_prefill_completes() -> None:
+    """The field's metaserver blocks the post, and with it one of D's few threads, for the whole
+    prefill."""
 
     async def main() -> None:
         async with stand(flow="push") as s:
@@ -64,7 +65,7 @@ async def _until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.002)
 
 
-def test_a_second_attempt_reaches_the_prefiller_again() -> None:
+def test_second_attempt_reaches_prefiller() -> None:
     """The field's proxy answers the second post with 200 and sends nothing to P."""
 
     async def main() -> None:
@@ -80,7 +81,7 @@ def test_a_second_attempt_reaches_the_prefiller_again() -> None:
     uvloop.run(main())
 
 
-def test_a_decoder_that_fails_after_its_post_is_replaced_with_a_new_meeting() -> None:
+def test_decoder_lost_after_post_is_replaced_with_new_session() -> None:
     async def main() -> None:
         async with stand(num_decodes=2, flow="push", decode_policy="round-robin") as s:
             for fake in s.decodes:
@@ -94,7 +95,7 @@ def test_a_decoder_that_fails_after_its_post_is_replaced_with_a_new_meeting() ->
     uvloop.run(main())
 
 
-def test_a_failed_prefill_ends_the_decoders_wait() -> None:
+def test_failed_prefill_ends_decoder_request() -> None:
     async def main() -> None:
         async with stand(flow="push", local_prefill=False) as s:
             s.prefill.behaviour.status = 500
@@ -105,7 +106,7 @@ def test_a_failed_prefill_ends_the_decoders_wait() -> None:
     uvloop.run(main())
 
 
-def test_a_failed_prefill_falls_back_to_the_decoder() -> None:
+def test_failed_prefill_falls_back_to_decoder() -> None:
     async def main() -> None:
         async with stand(flow="push") as s:
             await s.prefill.kill()
@@ -117,7 +118,7 @@ def test_a_failed_prefill_falls_back_to_the_decoder() -> None:
 
 
 @pytest.mark.parametrize("local_prefill", [True, False])
-def test_a_prefiller_that_leaves_while_the_decoder_waits_for_room_is_as_good_as_a_failed_one(
+def test_prefiller_removed_while_decoder_waits_for_blocks_counts_as_failed(
     local_prefill: bool,
 ) -> None:
     async def main() -> None:
@@ -139,7 +140,7 @@ def test_a_prefiller_that_leaves_while_the_decoder_waits_for_room_is_as_good_as_
     uvloop.run(main())
 
 
-def test_a_prefiller_that_fails_as_it_leaves_falls_back_to_the_decoder() -> None:
+def test_prefiller_failing_while_draining_falls_back_to_decoder() -> None:
     async def main() -> None:
         async with stand(flow="push") as s:
             s.prefill.behaviour.hangs = True
@@ -154,7 +155,7 @@ def test_a_prefiller_that_fails_as_it_leaves_falls_back_to_the_decoder() -> None
     uvloop.run(main())
 
 
-def test_another_prefiller_takes_the_same_parameters() -> None:
+def test_second_prefiller_gets_same_params() -> None:
     async def main() -> None:
         async with stand(num_prefills=2, flow="push") as s:
             s.prefills[0].behaviour.drops = True
@@ -165,7 +166,7 @@ def test_another_prefiller_takes_the_same_parameters() -> None:
     uvloop.run(main())
 
 
-def test_an_unknown_meeting_is_404() -> None:
+def test_unknown_session_returns_404() -> None:
     async def main() -> None:
         async with stand(flow="push") as s:
             assert await post_json(f"{s.url}/v1/metaserver/{'0' * 32}", {}) == 404

@@ -1,4 +1,5 @@
-"""A D that runs out of KV gives the request back; the client sees one answer all the same."""
+"""A D that runs out of KV blocks returns the request for recomputation; the client still receives
+one answer."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": Tru
 @pytest.mark.parametrize("flow", ["pull", "push"])
 @pytest.mark.parametrize("cut", ["one", "two", "split"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_stream_goes_on_with_token_ids(path: str, cut: str, flow: str) -> None:
+def test_recomputed_stream_continues_from_token_ids(path: str, cut: str, flow: str) -> None:
     async def main() -> None:
         async with stand(emits_first_token=True, recomputes=True, flow=flow) as s:
             s.decode.behaviour.recompute_after = 2
@@ -45,7 +46,7 @@ def test_a_stream_goes_on_with_token_ids(path: str, cut: str, flow: str) -> None
 
 @pytest.mark.parametrize("flow", ["pull", "push"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_whole_answer_is_put_together(path: str, flow: str) -> None:
+def test_recomputed_answer_is_joined_from_all_passes(path: str, flow: str) -> None:
     async def main() -> None:
         async with stand(emits_first_token=True, recomputes=True, flow=flow) as s:
             s.decode.behaviour.recompute_after = 2
@@ -63,7 +64,7 @@ def test_a_whole_answer_is_put_together(path: str, flow: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_prefill_that_ends_the_answer_is_not_taken_for_all_of_it(path: str) -> None:
+def test_answer_ending_in_second_prefill_keeps_earlier_tokens(path: str) -> None:
     async def main() -> None:
         async with stand(emits_first_token=True, recomputes=True) as s:
             s.decode.behaviour.recompute_after = 2
@@ -81,8 +82,9 @@ def test_a_prefill_that_ends_the_answer_is_not_taken_for_all_of_it(path: str) ->
     uvloop.run(main())
 
 
-def test_an_instance_that_may_give_back_sends_its_whole_stream() -> None:
-    """Told or not: nothing of P's may stand before what is decoded anew."""
+def test_first_token_is_not_sent_twice_after_recomputation() -> None:
+    """Whether or not D emits P's first token itself, no token of P may precede the tokens that are
+    decoded again."""
 
     async def main() -> None:
         async with stand(recomputes=True) as s:
@@ -95,7 +97,7 @@ def test_an_instance_that_may_give_back_sends_its_whole_stream() -> None:
 
 
 @pytest.mark.parametrize("flow", ["pull", "push"])
-def test_what_was_given_back_before_its_first_token_starts_anew(flow: str) -> None:
+def test_recompute_before_first_token_restarts_request(flow: str) -> None:
     async def main() -> None:
         async with stand(emits_first_token=True, recomputes=True, flow=flow) as s:
             s.decode.behaviour.recompute_after = 0
@@ -108,7 +110,7 @@ def test_what_was_given_back_before_its_first_token_starts_anew(flow: str) -> No
 
 
 @pytest.mark.parametrize("flow", ["pull", "push"])
-def test_what_cannot_go_on_is_an_error_and_not_a_short_answer(flow: str) -> None:
+def test_unresumable_recompute_is_an_error_not_a_short_answer(flow: str) -> None:
     async def main() -> None:
         async with stand(emits_first_token=True, flow=flow) as s:
             s.decode.behaviour.recompute_after = 2
@@ -119,7 +121,7 @@ def test_what_cannot_go_on_is_an_error_and_not_a_short_answer(flow: str) -> None
     uvloop.run(main())
 
 
-def test_the_limit_counts_over_passes_of_which_the_first_made_nothing() -> None:
+def test_token_limit_spans_passes_when_first_is_empty() -> None:
     async def main() -> None:
         async with stand(emits_first_token=True, recomputes=True) as s:
             s.decode.behaviour.recompute_after = 0

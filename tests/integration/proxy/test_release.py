@@ -1,4 +1,4 @@
-"""KV that nobody comes for is released under every id that P holds it by, one per choice."""
+"""KV that no D will fetch is released under every id that P holds it by, one per choice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ async def all_released(s: Stand) -> None:
 
 
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["whole", "stream"])
-def test_no_decode_instance_reached(body: dict[str, Any]) -> None:
+def test_unreachable_decode_instances_release_kv(body: dict[str, Any]) -> None:
     async def main() -> None:
         async with stand() as s:
             s.publish_topologies(splits_choices=True)
@@ -31,7 +31,7 @@ def test_no_decode_instance_reached(body: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("stage", ["gap", "decode"])
-def test_a_client_that_leaves(stage: str) -> None:
+def test_client_disconnect_releases_kv(stage: str) -> None:
     async def main() -> None:
         async with stand() as s:
             s.publish_topologies(splits_choices=True)
@@ -48,7 +48,7 @@ def test_a_client_that_leaves(stage: str) -> None:
     uvloop.run(main())
 
 
-def test_whole_answers_release_nothing() -> None:
+def test_completed_answers_release_nothing() -> None:
     async def main() -> None:
         async with stand() as s:
             s.publish_topologies(splits_choices=True)
@@ -61,10 +61,10 @@ def test_whole_answers_release_nothing() -> None:
 
 
 @pytest.mark.parametrize("status", [404, 405, 500])
-def test_an_instance_without_abort_is_named_once(
+def test_instance_without_abort_is_logged_once(
     status: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """vLLM has none; each request whose KV nobody fetches would say so."""
+    """vLLM has no abort endpoint, so every request whose KV is never fetched would log it."""
 
     async def main() -> None:
         async with stand() as s:
@@ -92,7 +92,7 @@ def facts(text: bytes) -> KVTransferParams:
     return found
 
 
-def test_which_ids_are_held() -> None:
+def test_held_ids_include_every_choice() -> None:
     one = b'{"do_remote_prefill": true, "remote_request_id": "a"%b}'
     ended = b'{"do_remote_prefill": false, "finished_update": {}}'
     other = b'{"do_remote_prefill": true, "remote_request_id": "b"}'

@@ -1,4 +1,4 @@
-"""Worker processes that share instances tell each other what they have reserved."""
+"""Worker processes that share instances exchange their reservations."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mooncake_proxy.ops.worker_link import (
 
 
 async def received(link: socket.socket, s: Stand) -> list[ReservationMessage]:
-    """What the worker sends of its reservations, until it has nothing more to say."""
+    """The reservation messages of the worker, until it has nothing more to send."""
     found: list[ReservationMessage] = []
     while True:
         await asyncio.sleep(0.02)
@@ -39,12 +39,12 @@ async def received(link: socket.socket, s: Stand) -> list[ReservationMessage]:
 
 
 def as_other(message: ReservationMessage) -> bytes:
-    """The same as if another process had sent it."""
+    """The same message as if another process had sent it."""
     told = bytes(message.report).replace(message.owner.encode(), b"another")
     return encode_message(ReservationMessage(7, "another", type(message.report)(told)))
 
 
-def test_reservations_reach_the_others_and_theirs_count_here() -> None:
+def test_reservations_are_exchanged_and_counted() -> None:
     async def main() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         ours.setblocking(False)
@@ -74,8 +74,8 @@ def test_reservations_reach_the_others_and_theirs_count_here() -> None:
     uvloop.run(main())
 
 
-def test_loads_and_reservations_are_told_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was lost on the way, as a worker did not read in time, is known soon."""
+def test_loads_and_reservations_are_sent_repeatedly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Datagrams that a slow worker missed are made up for soon."""
     monkeypatch.setattr(worker_link, "COUNTS_EVERY", 2)
     monkeypatch.setattr(worker_link, "SNAPSHOT_EVERY", 3)
 

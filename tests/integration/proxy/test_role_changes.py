@@ -1,4 +1,5 @@
-"""Loads of both sides as metrics, and instances that change sides where one is short."""
+"""Load metrics of prefill and decode, and instances that change their role when one side is
+overloaded."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def hurry(s: Stand, mode: str) -> None:
 
 
 def overload_prefill(s: Stand) -> None:
-    """Hours of queue on every P."""
+    """Give every P a queue of several hours."""
     conductor_of(s).pairs.follow_pool(s.app.router.now())
     fleet = conductor_of(s).pairs.conductor.fleet
     for slot in fleet.prefill_slots:
@@ -68,7 +69,7 @@ def test_an_idle_decode_instance_becomes_a_prefill_instance() -> None:
     uvloop.run(main())
 
 
-def test_proposals_are_logged_and_change_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_proposed_role_changes_are_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with stand(1, 3, **configured("propose")) as s:
             hurry(s, "propose")
@@ -84,7 +85,7 @@ def test_proposals_are_logged_and_change_nothing(caplog: pytest.LogCaptureFixtur
     uvloop.run(main())
 
 
-def test_autoscalers_see_the_load_of_both_sides() -> None:
+def test_autoscaler_metrics_show_load_of_both_sides() -> None:
     async def main() -> None:
         async with stand(2, 2, **configured("off")) as s:
             before = await gauges(s)
@@ -98,6 +99,6 @@ def test_autoscalers_see_the_load_of_both_sides() -> None:
     uvloop.run(main())
 
 
-def test_a_load_without_an_objective_can_not_be_measured() -> None:
+def test_load_metric_without_objective_is_rejected() -> None:
     with pytest.raises(ConfigError, match="wanted --slo-ttft in milliseconds"):
         ProxyConfig(**(configured("allow") | {"slo_ttft_s": None}))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Several answers to one prompt where P makes one lease of it: D begins all of them from that."""
+"""Requests with `n` > 1 where P makes one lease of the prompt: D starts every choice from it."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SEVERAL: Json = {"n": 3}
 
 
 def continue_prompts(s: Stand) -> None:
-    """P's are vLLM with our connector."""
+    """Make every P behave as vLLM with our connector."""
     for fake in s.prefills:
         fake.behaviour.continues_prompt = True
         fake.behaviour.last_token_id = token_id(0)
 
 
 def texts(answer: Any, *, is_streamed: bool) -> list[str]:
-    """What each of the three answers says."""
+    """The text of each of the three choices."""
     said = [""] * SEVERAL["n"]
     parts = events_of(answer.text)[:-1] if is_streamed else [answer.json()]
     for choice in [choice for part in parts for choice in part["choices"]]:
@@ -38,7 +38,7 @@ def texts(answer: Any, *, is_streamed: bool) -> list[str]:
 @pytest.mark.parametrize("is_streamed", [False, True])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("emits_first_token", [False, True], ids=["our D", "vLLM's D"])
-def test_vllms_prefill_is_asked_for_the_kv_alone(
+def test_vllm_prefill_computes_one_choice(
     path: str, *, emits_first_token: bool, is_streamed: bool
 ) -> None:
     async def main() -> None:
@@ -65,7 +65,7 @@ def test_vllms_prefill_is_asked_for_the_kv_alone(
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_an_instance_that_leases_every_answer_is_asked_for_all(*, is_streamed: bool) -> None:
+def test_prefill_that_leases_every_choice_gets_full_n(*, is_streamed: bool) -> None:
     async def main() -> None:
         async with stand() as s:
             s.publish_topologies(splits_choices=True)
@@ -79,8 +79,8 @@ def test_an_instance_that_leases_every_answer_is_asked_for_all(*, is_streamed: b
     uvloop.run(main())
 
 
-def test_vllms_decode_instance_gets_one_lease_of_our_prefill() -> None:
-    """It would fetch one of several, and the others would run out."""
+def test_vllm_decode_gets_one_lease_from_our_prefill() -> None:
+    """vLLM would fetch one of several leases, and the others would expire."""
 
     async def main() -> None:
         async with stand(emits_first_token=True) as s:
@@ -96,7 +96,7 @@ def test_vllms_decode_instance_gets_one_lease_of_our_prefill() -> None:
     uvloop.run(main())
 
 
-def test_a_prefill_that_has_ended_all_the_same_answers_for_nobody() -> None:
+def test_prefill_stopped_on_first_token_falls_back_to_decode() -> None:
     async def main() -> None:
         async with stand(emits_first_token=True) as s:
             continue_prompts(s)
@@ -109,9 +109,9 @@ def test_a_prefill_that_has_ended_all_the_same_answers_for_nobody() -> None:
     uvloop.run(main())
 
 
-def test_a_foreign_lease_is_for_one_answer() -> None:
-    """NIXL's P frees the KV when the first answer has fetched it, and the others would get what is
-    there then."""
+def test_nixl_lease_serves_one_choice() -> None:
+    """NIXL's P frees the KV once the first choice has fetched it; the other choices would read
+    whatever the blocks contain by then."""
 
     async def main() -> None:
         async with stand(emits_first_token=True) as s:
@@ -124,7 +124,7 @@ def test_a_foreign_lease_is_for_one_answer() -> None:
     uvloop.run(main())
 
 
-def test_a_transfer_that_the_proxy_names_is_for_one_answer() -> None:
+def test_transfer_named_by_proxy_serves_one_choice() -> None:
     async def main() -> None:
         async with stand(emits_first_token=True) as s:
             origin = Origin.parse(s.prefill.url)
@@ -140,7 +140,7 @@ def test_a_transfer_that_the_proxy_names_is_for_one_answer() -> None:
     uvloop.run(main())
 
 
-def test_of_a_push_one_answer_alone_is_prefilled() -> None:
+def test_push_prefill_computes_one_choice() -> None:
     async def main() -> None:
         async with stand(flow="push") as s:
             s.publish_topologies(splits_choices=True)

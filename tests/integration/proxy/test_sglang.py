@@ -1,4 +1,4 @@
-"""SGLang pairs behind the proxy: both halves get one body, and meet in one room."""
+"""SGLang pairs behind the proxy: both halves receive one body and share a bootstrap room."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ TYPES = {"str": str, "int": int}
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-def test_both_halves_meet(path: str, stream: bool) -> None:
+def test_both_halves_get_same_bootstrap_room(path: str, stream: bool) -> None:
     async def main() -> None:
         async with sglang_stand() as s:
             body = {**(CHAT if "chat" in path else BODY), "stream": stream}
@@ -48,7 +48,7 @@ def test_both_halves_meet(path: str, stream: bool) -> None:
     uvloop.run(main())
 
 
-def test_every_request_has_a_room_of_its_own() -> None:
+def test_every_request_has_its_own_bootstrap_room() -> None:
     async def main() -> None:
         async with sglang_stand() as s:
             for _ in range(20):
@@ -60,14 +60,14 @@ def test_every_request_has_a_room_of_its_own() -> None:
 
 
 @pytest.mark.parametrize("request_body", [BODY, STREAM])
-def test_a_prefiller_that_fails_is_replaced_and_its_decoder_let_go(
+def test_failed_prefiller_is_replaced_and_its_decoder_released(
     request_body: dict[str, object],
 ) -> None:
     async def main() -> None:
         async with sglang_stand(num_prefills=2, prefill_policy="round-robin") as s:
             bad, good = s.prefills
             bad.behaviour.status = 500
-            for _ in range(2):  # one of the two begins with the bad one
+            for _ in range(2):  # one of the two chooses the failing one first
                 answer = await post(s, request_body)
                 assert answer.status_code == 200
                 assert text_of(5).split()[-1] in answer.text
@@ -80,7 +80,7 @@ def test_a_prefiller_that_fails_is_replaced_and_its_decoder_let_go(
     uvloop.run(main())
 
 
-def test_a_decoder_that_fails_is_replaced() -> None:
+def test_failed_decoder_is_replaced() -> None:
     async def main() -> None:
         async with sglang_stand(num_decodes=2) as s:
             s.decodes[0].behaviour.drops = True
@@ -92,7 +92,7 @@ def test_a_decoder_that_fails_is_replaced() -> None:
     uvloop.run(main())
 
 
-def test_what_a_pair_can_not_serve_is_refused() -> None:
+def test_unsupported_requests_are_rejected() -> None:
     async def main() -> None:
         async with sglang_stand() as s:
             for more, words in (
@@ -113,7 +113,7 @@ def test_what_a_pair_can_not_serve_is_refused() -> None:
     uvloop.run(main())
 
 
-def test_a_client_that_leaves_ends_both_halves() -> None:
+def test_client_disconnect_aborts_both_halves() -> None:
     async def main() -> None:
         async with sglang_stand() as s:
             s.decode.behaviour.hang_after = 2

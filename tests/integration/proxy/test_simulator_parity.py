@@ -1,5 +1,8 @@
-"""In virtual time the simulator, and the proxy over instances that behave as its nodes, place every
-request on the same instances, from the same prefixes, with the same time to first token."""
+"""The proxy places requests as the simulator does.
+
+In virtual time, the simulator, and the proxy over instances that behave as its nodes, place every
+request on the same instances, with the same reused prefixes and the same time to first token.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ from mooncake_proxy.routing.conductor_fleet import ConductorFleet
 COSTS = "llama-3-8b:A100:1"
 SHAPE = find(MODELS, "llama-3-8b", "model")
 KV_TOKENS = 64 * 600
-"""Of an instance: some of the prompts are pushed out again."""
+"""KV capacity of an instance in tokens: small enough that some prompts are evicted."""
 LINK_GB_S = 12.5
 SEED = 7
 CLUSTER = Cluster(
@@ -48,8 +51,8 @@ CLUSTER = Cluster(
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request: when it comes, its prompt, and how many tokens it wants."""
+class PlannedRequest:
+    """A request: arrival time, prompt, and number of output tokens."""
 
     at_s: float
     prompt: list[int]
@@ -57,8 +60,8 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Placed:
-    """Where a request went, what of its prompt was there, and seconds to its first token."""
+class PlacedRequest:
+    """The instances of a request, its reused prefix, and seconds to its first token."""
 
     prefill: str
     decode: str
@@ -67,17 +70,17 @@ class Placed:
     ttft: float
 
 
-class Wanted:
-    """In place of a quantile of past answers: answers are as long as requests say, in both."""
+class RequestedLength:
+    """Replaces the quantile of past output lengths: here both sides know every request's length."""
 
     value = 1e9
 
     def report(self, value: float) -> None:
-        """Nothing is learnt."""
+        """Learn nothing."""
 
 
-def _requests(count: int = 50, per_s: float = 16.0) -> list[Asked]:
-    """Conversations over four system prompts, several of them at a time."""
+def _requests(count: int = 50, per_s: float = 16.0) -> list[PlannedRequest]:
+    """Several concurrent conversations over four system prompts."""
     dice, at_s, asked = random.Random(3), 0.0, []
     systems = [[1000 + n] * 64 * dice.randrange(4, 20) for n in range(4)]
     histories: list[list[int]] = []
@@ -87,11 +90,11 @@ def _requests(count: int = 50, per_s: float = 16.0) -> list[Asked]:
             histories.append(list(dice.choice(systems)))
         history = dice.choice(histories)
         history += [10_000 + number] * dice.randrange(30, 900)
-        asked.append(Asked(at_s, list(history), dice.randrange(2, 120)))
+        asked.append(PlannedRequest(at_s, list(history), dice.randrange(2, 120)))
     return asked
 
 
-def _simulated(asked: list[Asked], policy: str) -> list[Placed]:
+def _simulated(asked: list[PlannedRequest], policy: str) -> list[PlacedRequest]:
     trace = [
         TraceRequest(each.at_s, len(each.prompt), each.num_output, token_keys(each.prompt))
         for each in asked
@@ -99,11 +102,12 @@ def _simulated(asked: list[Asked], policy: str) -> list[Placed]:
     chosen = ConductorSettings(policy=policy, binds_late=True)
     result = Simulation(CLUSTER, chosen, seed=SEED).run(trace)
     return [
-        Placed(r.prefill, r.decode, r.plan, r.num_reused, r.ttft or 0.0) for r in result.records
+        PlacedRequest(r.prefill, r.decode, r.plan, r.num_reused, r.ttft or 0.0)
+        for r in result.records
     ]
 
 
-async def _ask(s: Stand, number: int, each: Asked) -> None:
+async def _ask(s: Stand, number: int, each: PlannedRequest) -> None:
     loop = asyncio.get_running_loop()
     await asyncio.sleep(each.at_s - loop.time())
     body = {"model": "m", "prompt": each.prompt, "max_tokens": each.num_output, "stream": True}
@@ -118,7 +122,7 @@ async def _ask(s: Stand, number: int, each: Asked) -> None:
     writer.close()
 
 
-def _served(asked: list[Asked], policy: str) -> list[Placed]:
+def _served(asked: list[PlannedRequest], policy: str) -> list[PlacedRequest]:
     placed = []
 
     async def main() -> None:
@@ -133,7 +137,7 @@ def _served(asked: list[Asked], policy: str) -> list[Placed]:
                 routed = routing._records[str(number)]
                 decision, outcome = routed.decision.prefill, routed.outcome
                 placed.append(
-                    Placed(
+                    PlacedRequest(
                         names[routed.names[decision.slot]],
                         names[routed.names[routed.decode_slot]],
                         decision.plan.value,
@@ -151,8 +155,8 @@ def _served(asked: list[Asked], policy: str) -> list[Placed]:
 def test_the_proxy_places_as_the_simulator_does(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conductor_fleet, "RunningQuantile", lambda *args: Wanted())
-    # The simulator's steps take what the model says.
+    monkeypatch.setattr(conductor_fleet, "RunningQuantile", lambda *args: RequestedLength())
+    # The simulator's steps take the time that the model predicts.
     monkeypatch.setattr(ConductorFleet, "_measure_step", lambda *args: None)
     asked = _requests()
     simulated, served = _simulated(asked, policy), _served(asked, policy)
@@ -164,7 +168,7 @@ def test_the_proxy_places_as_the_simulator_does(
     ]
     assert not differing, differing[:3]
     assert [p.ttft for p in served] == pytest.approx([p.ttft for p in simulated], abs=1e-6)
-    # The load is one that leaves something to choose.
+    # The load must leave the policy something to choose.
     assert len({p.prefill for p in served}) == CLUSTER.num_prefill
     assert len({p.decode for p in served}) == CLUSTER.num_decode
     assert max(p.ttft for p in served) > 2 * min(p.ttft for p in served)

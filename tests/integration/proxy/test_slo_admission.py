@@ -1,4 +1,5 @@
-"""Admission over real sockets: who is refused, with which code, and what clients make of it."""
+"""Admission control over real sockets: which requests are rejected, with which code, and how
+clients handle it."""
 
 from __future__ import annotations
 
@@ -31,13 +32,14 @@ def admitting(ttft: str = "inf", tbt: str = "inf", mode: str = "predictive", **m
 
 
 @pytest.mark.parametrize("mode", ["predictive", "early"])
-def test_at_ten_times_the_load_who_is_admitted_is_served_in_time(mode: str) -> None:
+def test_admitted_requests_meet_slo_at_ten_times_the_load(mode: str) -> None:
     reports = []
 
     async def main() -> None:
         reports.append(await overload(6.0, 10, mode))
 
-    run_virtually(main())  # on a busy machine the wall clock's stalls would be the proxy's fault
+    # in wall-clock time, stalls of a busy machine would count against the proxy
+    run_virtually(main())
     [report] = reports
     assert len(report.ttft) > 40
     assert report.attainment >= 0.95
@@ -51,7 +53,7 @@ def test_at_ten_times_the_load_who_is_admitted_is_served_in_time(mode: str) -> N
     ("limits", "code"),
     [(("0.001", "inf"), "slo_ttft"), (("inf", "0.001"), "slo_tbt"), (("0.01x", "inf"), "slo_ttft")],
 )
-def test_a_refusal_is_openai_s_429_and_reaches_no_instance(limits: Any, code: str) -> None:
+def test_rejection_is_openai_429_and_reaches_no_instance(limits: Any, code: str) -> None:
     async def main() -> None:
         async with stand(1, 1, **admitting(*limits)) as s:
             answer = await post(s, STREAM)
@@ -68,7 +70,7 @@ def test_a_refusal_is_openai_s_429_and_reaches_no_instance(limits: Any, code: st
     uvloop.run(main())
 
 
-def test_baseline_refuses_after_the_prefill_before_any_byte_and_frees_the_kv() -> None:
+def test_baseline_rejects_after_prefill_before_any_byte_and_releases_kv() -> None:
     async def main() -> None:
         async with stand(1, 1, **admitting("inf", "0.001", "baseline")) as s:
             answer = await post(s, STREAM)
@@ -82,7 +84,7 @@ def test_baseline_refuses_after_the_prefill_before_any_byte_and_frees_the_kv() -
     uvloop.run(main())
 
 
-def test_headers_wait_for_the_decode_instance() -> None:
+def test_headers_are_sent_after_decode_admission() -> None:
     async def main() -> None:
         async with stand(1, 2, max_attempts=1, **admitting()) as s:
             for fake in s.decodes:
@@ -98,7 +100,7 @@ def test_headers_wait_for_the_decode_instance() -> None:
     uvloop.run(main())
 
 
-def test_classes_have_objectives_of_their_own() -> None:
+def test_classes_have_separate_objectives() -> None:
     async def main() -> None:
         classes = (RequestClass("strict", "0.001"), RequestClass("spare", is_best_effort=True))
         async with (
@@ -115,7 +117,7 @@ def test_classes_have_objectives_of_their_own() -> None:
     uvloop.run(main())
 
 
-def test_the_openai_client_waits_as_it_is_told_and_no_stream_is_cut() -> None:
+def test_openai_client_honours_retry_after_and_no_stream_is_cut() -> None:
     latency = LatencyModel(0.6, 0.0, 0.0, 0.01, 0.0, 0.0)
 
     async def ask(client: openai.AsyncOpenAI, prompt: list[int]) -> str:
@@ -130,7 +132,7 @@ def test_the_openai_client_waits_as_it_is_told_and_no_stream_is_cut() -> None:
     async def main() -> None:
         async with modelled_stand(1, 1, latency, **admitting("2000")) as s:
             client = openai.AsyncOpenAI(base_url=f"{s.url}/v1", api_key="k")
-            for number in range(4):  # the prefill's costs are learnt
+            for number in range(4):  # the proxy learns the cost of a prefill
                 await ask(client, [number] * 64)
             began = time.monotonic()
             count = s.count("requests", "/v1/completions", "429")
@@ -138,7 +140,8 @@ def test_the_openai_client_waits_as_it_is_told_and_no_stream_is_cut() -> None:
             refusals = s.count("requests", "/v1/completions", "429") - count
             assert set(answers) <= {text_of(4), "slo_ttft"}
             assert text_of(4) in answers
-            # Each of the eight asked three times at most, and a second or more after a refusal.
+            # Each of the eight sent at most three requests, and waited a second or more after a
+            # rejection.
             assert 0 < refusals <= 3 * 8
             assert time.monotonic() - began > 1.0
             await client.close()
@@ -170,6 +173,6 @@ def test_objectives_are_read_from_options() -> None:
         (("--admission", "early", "--policy", "prefix"), "does not go together"),
     ],
 )
-def test_what_can_t_be_admitted_by_is_refused(arguments: tuple[str, ...], said: str) -> None:
+def test_invalid_admission_options_are_rejected(arguments: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         config(*arguments)

@@ -1,4 +1,4 @@
-"""A proxy or an instance that was told to stop."""
+"""Graceful shutdown of a proxy and of an instance."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENDING: Json = {"error": {"message": "it ends", "type": "server_error", "code": 
 
 
 def leave(s: Stand, name: str) -> None:
-    """The instance takes no new requests any more."""
+    """Have the instance refuse new requests from now on."""
     [fake] = [fake for fake in (*s.prefills, *s.decodes) if fake.name == name]
     fake.behaviour.status = fake.behaviour.health = 503
     fake.behaviour.error = ENDING
@@ -25,8 +25,8 @@ def leave(s: Stand, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["p0", "d0"])
 @pytest.mark.parametrize("flow", ["pull", "push"])
-def test_an_instance_that_ends_is_asked_once(flow: str, name: str) -> None:
-    """What it refuses another one takes, and no retry of the budget is spent."""
+def test_draining_instance_gets_one_request_only(flow: str, name: str) -> None:
+    """Another instance takes the refused request, and the retry budget stays untouched."""
 
     async def main() -> None:
         settings: Json = {"retry_ratio": 0.0, "retry_reserve": 0, "max_attempts": 1}
@@ -45,11 +45,12 @@ def test_an_instance_that_ends_is_asked_once(flow: str, name: str) -> None:
     uvloop.run(main())
 
 
-def test_what_runs_there_goes_on() -> None:
+def test_running_requests_of_draining_instance_complete() -> None:
     async def main() -> None:
         async with stand(num_decodes=2) as s:
             s.decodes[0].behaviour.token_delay_s = 0.05
-            s.decodes[1].behaviour.status = 500  # so that the first one gets it
+            # the draining one is the only one until its stream has started
+            s.decodes[1].behaviour.status = 500
             running = asyncio.ensure_future(post(s, STREAM))
             await s.decodes[0].wait_for(lambda: bool(s.decodes[0].generated))
             s.decodes[1].behaviour.status = 200
@@ -61,7 +62,7 @@ def test_what_runs_there_goes_on() -> None:
     uvloop.run(main())
 
 
-def test_one_check_is_enough_where_the_instance_says_itself_that_it_ends() -> None:
+def test_one_health_check_detects_announced_shutdown() -> None:
     async def main() -> None:
         health = HealthConfig(interval_s=0, fall=3, rise=1)
         async with stand(num_decodes=2, health=health) as s:
@@ -73,14 +74,14 @@ def test_one_check_is_enough_where_the_instance_says_itself_that_it_ends() -> No
             assert states[s.decodes[0].url] == "down"
             assert states[s.decodes[1].url] == "up"
             assert "shutting_down" in s.app.router.pool.get(s.decodes[0].url).error
-            s.decodes[0].behaviour.health = 200  # started again
+            s.decodes[0].behaviour.health = 200  # restarted
             await s.app.checker.check_all()
             assert s.app.router.pool.get(s.decodes[0].url).is_up
 
     uvloop.run(main())
 
 
-def test_a_proxy_that_ends_finishes_what_runs_and_tells_who_comes() -> None:
+def test_stopping_proxy_completes_running_and_rejects_new_requests() -> None:
     async def main() -> None:
         async with stand(shutdown_timeout_s=60.0) as s:
             s.decode.behaviour.token_delay_s = 0.05
@@ -104,8 +105,8 @@ def test_a_proxy_that_ends_finishes_what_runs_and_tells_who_comes() -> None:
 
 
 @pytest.mark.parametrize("is_forced", [False, True])
-def test_what_outlasts_the_time_is_cut_off_with_an_error(*, is_forced: bool) -> None:
-    """On both sides: the instance is told, too, by its connection's end."""
+def test_requests_beyond_shutdown_timeout_are_aborted_with_error(*, is_forced: bool) -> None:
+    """On both sides: closing the connection aborts the request on the instance as well."""
 
     async def main() -> None:
         async with stand(shutdown_timeout_s=60.0 if is_forced else 0.1) as s:
@@ -128,10 +129,10 @@ def test_what_outlasts_the_time_is_cut_off_with_an_error(*, is_forced: bool) -> 
     uvloop.run(main())
 
 
-def test_signals_at_once_are_one_stop() -> None:
+def test_simultaneous_signals_count_as_one_stop() -> None:
     stop = ShutdownSignals()
     assert not stop.requested.is_set()
-    for now in (10.0, 10.2, 10.9):  # a worker gets the terminal's and its parent's
+    for now in (10.0, 10.2, 10.9):  # a worker receives the terminal's signal and its parent's
         stop.signal(now)
     assert stop.requested.is_set()
     assert not stop.is_forced

@@ -1,7 +1,7 @@
-"""2,000 streams, one in twenty broken off by its client, instances killed all the while.
+"""2,000 streams, of which clients break off one in twenty, while instances are killed all the time.
 
-Nothing may be wrong in what clients get, nobody may go unanswered, and at the end nothing is held:
-no request counted on an instance, no KV on a prefiller that nobody came for or gave back.
+No client may receive a wrong answer or none, and at the end nothing is held: no request is counted
+on an instance, and no P holds KV that was neither fetched nor released.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SEED = 20
 
 @dataclass
 class Outcome:
-    """What became of all streams."""
+    """The results of all streams."""
 
     counts: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
@@ -71,7 +71,7 @@ async def _storm(s: Stand) -> Outcome:
 
 
 async def _kill_now_and_then(s: Stand, rng: Random) -> None:
-    """One instance at a time dies and comes back under its old address."""
+    """Kill one instance at a time and restart it at its old address."""
     while True:
         await asyncio.sleep(0.15)
         victim = rng.choice([*s.prefills, *s.decodes])
@@ -83,7 +83,7 @@ async def _kill_now_and_then(s: Stand, rng: Random) -> None:
 
 
 async def _one(s: Stand, number: int, outcome: Outcome, leave_after: int | None) -> None:
-    """One stream; the client leaves after so many events, if it leaves."""
+    """Run one stream; the client disconnects after `leave_after` events, if given."""
     reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
     body = {"model": "m", "prompt": f"storm {number}", "max_tokens": NUM_TOKENS, "stream": True}
     data = json.dumps(body).encode()
@@ -105,7 +105,7 @@ async def _one(s: Stand, number: int, outcome: Outcome, leave_after: int | None)
 
 
 def _verdict(number: int, answer: bytes, outcome: Outcome) -> str:
-    """What kind of answer it is; what is wrong with it goes to the outcome."""
+    """The kind of the answer; anything wrong with it is recorded in the outcome."""
     head, _, rest = answer.partition(b"\r\n\r\n")
     status = head[9:12].decode()
     if status != "200":
@@ -130,7 +130,8 @@ def _verdict(number: int, answer: bytes, outcome: Outcome) -> str:
 
 
 def _is_retry_id(ids: set[str], number: int) -> bool:
-    """One id, of a later attempt whose stream was the first that the client saw."""
+    """Whether there is one id, that of a later attempt whose stream was the first the client
+    saw."""
     return len(ids) == 1 and next(iter(ids)).startswith(f"cmpl-s{number}-")
 
 
@@ -148,7 +149,7 @@ def _unchunked(data: bytes) -> bytes:
 
 
 async def _settle(s: Stand) -> None:
-    """Releases and cancellations that are still on their way."""
+    """Wait for releases and cancellations that are still in flight."""
 
     async def quiet() -> None:
         while s.app.admission.num_running:  # noqa: ASYNC110  # nobody tells
@@ -174,7 +175,7 @@ def _judge(s: Stand, outcome: Outcome) -> None:
 
 
 def _never_fetched(fake: FakeInstance, decodes: list[FakeInstance]) -> list[str]:
-    """KV that this P still holds: not fetched by a D, not released, and P has not died since."""
+    """KV that this P still holds: not fetched by a D and not released, and P has not died since."""
     fetched = {
         seen.body["kv_transfer_params"]["remote_request_id"]
         for decode in decodes

@@ -1,4 +1,4 @@
-"""Requests after which instances die or hang up: stopped after the second, then refused."""
+"""Requests that crash instances: failed after the second lost instance, then quarantined."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mooncake_proxy.http1.upstream_connection import ClientLimits
 
 
 def num_reached(s: Stand) -> tuple[int, int]:
-    """How many requests the prefill and the decode instances got."""
+    """The number of requests that prefill and decode instances received."""
     return (
         sum(len(fake.generated) for fake in s.prefills),
         sum(len(fake.generated) for fake in s.decodes),
@@ -20,7 +20,7 @@ def num_reached(s: Stand) -> tuple[int, int]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fault", ["drops", "hangs"])
-def test_it_is_stopped_after_the_second_instance(fault: str, stream: bool) -> None:
+def test_request_fails_after_second_lost_instance(fault: str, stream: bool) -> None:
     async def main() -> None:
         limits = ClientLimits(first_byte_timeout_s=0.1)
         async with stand(num_prefills=4, num_decodes=4, client=limits) as s:
@@ -34,7 +34,7 @@ def test_it_is_stopped_after_the_second_instance(fault: str, stream: bool) -> No
     uvloop.run(main())
 
 
-def test_it_is_never_carried_to_decode_instances() -> None:
+def test_request_that_kills_prefillers_never_reaches_decoders() -> None:
     async def main() -> None:
         async with stand() as s:
             s.prefill.behaviour.drops = True
@@ -55,7 +55,7 @@ def test_decode_instances_count_too() -> None:
     uvloop.run(main())
 
 
-def test_the_same_body_is_refused_for_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_same_body_is_rejected_for_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with stand(num_prefills=2) as s:
             for fake in s.prefills:
@@ -76,8 +76,8 @@ def test_the_same_body_is_refused_for_a_minute(caplog: pytest.LogCaptureFixture)
     assert "quarantined" in caplog.text
 
 
-def test_a_restarted_instance_does_not_meet_it_again() -> None:
-    """One P: the first loss fails the request, the second time quarantines it."""
+def test_quarantined_body_never_reaches_restarted_instance() -> None:
+    """With one P, the first loss fails the request and the second quarantines it."""
 
     async def main() -> None:
         async with stand() as s:

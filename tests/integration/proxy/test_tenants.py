@@ -1,4 +1,4 @@
-"""Limits, models and classes of API keys, as clients see them."""
+"""Rate limits, models and classes per API key, as clients see them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ async def ask(s: Stand, key: str, **fields: object) -> httpx.Response:
         return await client.post("/v1/completions", json=BODY | fields, headers=headers)
 
 
-def test_a_key_that_used_up_its_requests_is_refused_in_openais_form() -> None:
+def test_exhausted_request_limit_returns_openai_error() -> None:
     team = ApiKey("k", "team", requests_per_minute=2)
 
     async def main() -> None:
@@ -59,7 +59,7 @@ def test_a_key_that_used_up_its_requests_is_refused_in_openais_form() -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_tokens_are_charged_by_what_was_asked_for_and_settled_by_what_was_used(
+def test_requested_tokens_are_charged_and_settled_by_usage(
     stream: bool,
 ) -> None:
     team = ApiKey("k", "team", tokens_per_minute=1000)
@@ -83,7 +83,7 @@ def test_tokens_are_charged_by_what_was_asked_for_and_settled_by_what_was_used(
     uvloop.run(main())
 
 
-def test_openais_client_waits_and_comes_back() -> None:
+def test_openai_client_retries_after_rate_limit() -> None:
     team = ApiKey("k", "team", requests_per_minute=60)
 
     async def main() -> None:
@@ -133,7 +133,7 @@ def test_a_key_has_its_class() -> None:
     uvloop.run(main())
 
 
-def test_one_file_has_keys_and_classes(tmp_path: Path) -> None:
+def test_keys_and_classes_share_one_file(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     team = {"key": "k", "name": "team", "classes": ["strict"], "requests_per_minute": 5}
     content = {"keys": [team], "classes": {"strict": {"ttft": 500, "best_effort": True}}}

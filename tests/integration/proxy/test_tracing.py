@@ -1,4 +1,4 @@
-"""Spans of requests, through the real exporter to a collector on loopback."""
+"""Request spans, sent by the real exporter to a collector on loopback."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_a_request_is_one_trace_from_the_client_to_both_instances(flow: str) -> 
     uvloop.run(main())
 
 
-def test_every_attempt_leaves_a_span_that_says_what_became_of_it() -> None:
+def test_every_attempt_has_a_span_with_its_outcome() -> None:
     async def main() -> None:
         with collector() as collected:
             async with stand(
@@ -77,7 +77,7 @@ def test_every_attempt_leaves_a_span_that_says_what_became_of_it() -> None:
     uvloop.run(main())
 
 
-def test_waiting_for_a_place_and_leaving_early_show() -> None:
+def test_spans_show_queue_time_and_client_disconnect() -> None:
     async def main() -> None:
         with collector() as collected:
             async with stand(
@@ -101,7 +101,7 @@ def test_waiting_for_a_place_and_leaving_early_show() -> None:
     uvloop.run(main())
 
 
-def test_without_tracing_the_clients_trace_passes_through() -> None:
+def test_client_trace_is_forwarded_without_tracing() -> None:
     async def main() -> None:
         async with stand() as s:
             async with httpx.AsyncClient(base_url=s.url) as client:
@@ -115,7 +115,7 @@ def test_without_tracing_the_clients_trace_passes_through() -> None:
     uvloop.run(main())
 
 
-def test_a_collector_that_is_away_costs_no_request() -> None:
+def test_unreachable_collector_fails_no_request() -> None:
     async def main() -> None:
         async with stand(otlp_endpoint="http://127.0.0.1:9") as s:
             assert (await post(s, BODY)).json()["choices"][0]["text"] == text_of(5)
@@ -123,7 +123,7 @@ def test_a_collector_that_is_away_costs_no_request() -> None:
     uvloop.run(main())
 
 
-def test_without_opentelemetry_the_flag_says_what_to_install(
+def test_missing_opentelemetry_error_names_package(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
