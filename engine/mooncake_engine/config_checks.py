@@ -62,7 +62,7 @@ def check_kv_event_ports(config: EngineConfig) -> None:
     """Check that the configured address has a port for each publisher of KV events."""
     has_store = config.kv_pool is not None and config.kv_pool.dram_bytes > 0
     num_publishers = config.dp_size + has_store
-    if config.kv_events is not None and (why := config.kv_events.why_crowded(num_publishers)):
+    if config.kv_events is not None and (why := config.kv_events.port_conflict(num_publishers)):
         raise ConfigError(why)
 
 

@@ -72,7 +72,7 @@ class KVEventsConfig:
             replay_endpoint=None if replay is None else _of_dp_rank(replay, dp_rank),
         )
 
-    def why_crowded(self, num_publishers: int) -> str | None:
+    def port_conflict(self, num_publishers: int) -> str | None:
         """The error message if two of ``num_publishers`` publishers would use the same port;
         otherwise None."""
         first, second = _port(self.endpoint), _port(self.replay_endpoint or "")

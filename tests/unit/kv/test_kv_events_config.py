@@ -44,9 +44,9 @@ def test_each_data_parallel_rank_has_an_address_of_its_own(endpoint: str, of_sec
 
 def test_ports_that_ranks_would_share_are_refused() -> None:
     config = KVEventsConfig(True, endpoint="tcp://*:5557", replay_endpoint="tcp://*:5559")
-    assert config.why_crowded(2) is None
-    assert "keep them 3 apart" in (config.why_crowded(3) or "")
-    assert KVEventsConfig(True, replay_endpoint="tcp://127.0.0.1:*").why_crowded(9) is None
+    assert config.port_conflict(2) is None
+    assert "keep them 3 apart" in (config.port_conflict(3) or "")
+    assert KVEventsConfig(True, replay_endpoint="tcp://127.0.0.1:*").port_conflict(9) is None
 
 
 @pytest.mark.parametrize(
