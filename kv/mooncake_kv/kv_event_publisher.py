@@ -32,7 +32,7 @@ from mooncake_kv.published_state import PublishedState
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOT_QUESTION = b"snapshot"
+SNAPSHOT_REQUEST = b"snapshot"
 
 _POLL_S = 0.05
 _BATCH_BYTES = 128
@@ -201,7 +201,7 @@ class KVEventPublisher:
             logger.warning("malformed request for KV events: %d frames", len(frames))
             return
         client, wanted = frames[0], frames[2]
-        if wanted == SNAPSHOT_QUESTION:
+        if wanted == SNAPSHOT_REQUEST:
             found = self._snapshot()
         else:
             found = self._buffer.since(int.from_bytes(wanted, "big"))

@@ -18,7 +18,7 @@ def ask_events(endpoint: str | None, *questions: bytes) -> list[tuple[int, Event
 
     Args:
         endpoint: the publisher's address for replay requests.
-        questions: requests: the first wanted sequence number in 8 bytes, or ``SNAPSHOT_QUESTION``.
+        questions: requests: the first wanted sequence number in 8 bytes, or ``SNAPSHOT_REQUEST``.
             Of several requests, the publisher must ignore all but one.
     """
     found = []

@@ -20,7 +20,7 @@ from vllm.distributed.kv_events import (
     KVEventBatch,
 )
 
-from mooncake_kv.kv_event_publisher import SNAPSHOT_QUESTION
+from mooncake_kv.kv_event_publisher import SNAPSHOT_REQUEST
 from mooncake_kv.kv_events import event_key
 from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.store.chunk_keys import KVIdentity, chunk_keys
@@ -203,7 +203,7 @@ def test_what_was_missed_is_replayed_and_what_is_held_is_told_at_once(
     last = max(subscriber.received)
     assert subscriber.ask(last.to_bytes(8, "big")) == [(last, subscriber.received[last])]
 
-    snapshot = subscriber.ask(SNAPSHOT_QUESTION)
+    snapshot = subscriber.ask(SNAPSHOT_REQUEST)
     assert {number for number, _ in snapshot} == {last + 1}
     first, *events = [e for _, raw in snapshot for e in subscriber.decoder.decode(raw).events]
     assert isinstance(first, AllBlocksCleared)

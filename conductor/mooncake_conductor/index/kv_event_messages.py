@@ -20,7 +20,7 @@ from mooncake_conductor.index.holder_sets import Tier
 KEY_MASK = (1 << 64) - 1
 REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 """The sequence number that ends a replay, and a snapshot."""
-SNAPSHOT_QUESTION = b"snapshot"
+SNAPSHOT_REQUEST = b"snapshot"
 """Requests a snapshot of all that a publisher holds (vLLM's pull request 50134). A publisher that
 does not support it reads a sequence number that no batch has, and sends an empty answer."""
 

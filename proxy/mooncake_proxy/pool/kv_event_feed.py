@@ -22,7 +22,7 @@ import zmq
 from mooncake_conductor.errors import MalformedEvent
 from mooncake_conductor.index.kv_event_messages import (
     REPLAY_END,
-    SNAPSHOT_QUESTION,
+    SNAPSHOT_REQUEST,
     EventBatch,
     decode_batch,
     decode_sequence,
@@ -126,7 +126,7 @@ class KVEventFeed:
 
     def snapshot(self, name: str) -> None:
         """Request a snapshot of everything that a publisher holds."""
-        self._commands.put(lambda: self._ask(name, _Request.SNAPSHOT, SNAPSHOT_QUESTION))
+        self._commands.put(lambda: self._ask(name, _Request.SNAPSHOT, SNAPSHOT_REQUEST))
 
     def poll(self) -> None:
         """Re-raise the exception that ended the thread, so that a stale index is noticed."""
@@ -193,7 +193,7 @@ class KVEventFeed:
             return
         self._subscriptions[name] = _Subscription(name, live, replay, where)
         if replay is not None:
-            self._ask(name, _Request.SNAPSHOT, SNAPSHOT_QUESTION)
+            self._ask(name, _Request.SNAPSHOT, SNAPSHOT_REQUEST)
 
     def _open_replay(self, endpoint: str) -> zmq.Socket[bytes]:
         replay: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)

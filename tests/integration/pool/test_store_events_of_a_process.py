@@ -19,7 +19,7 @@ from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.kv_event_messages import (
-    SNAPSHOT_QUESTION,
+    SNAPSHOT_REQUEST,
 )
 from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, chain_root, token_keys
 from mooncake_conductor.index.published_blocks import PublishedBlocks
@@ -34,7 +34,7 @@ def snapshot(endpoint: str, namespace: str) -> ChunkIndex:
     """What a router that comes late knows of the store."""
     index = ChunkIndex(1)
     stream = EventStream(index, 0, PublishedBlocks(), asks_snapshots=True, namespace=namespace)
-    found = ask_events(endpoint, SNAPSHOT_QUESTION)
+    found = ask_events(endpoint, SNAPSHOT_REQUEST)
     apply_all(stream.apply_snapshot(found[0][0], [batch for _, batch in found]))
     return index
 

@@ -16,7 +16,7 @@ from support.portions import apply_all
 from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream, ReplayRequest
 from mooncake_conductor.index.kv_event_messages import (
-    SNAPSHOT_QUESTION,
+    SNAPSHOT_REQUEST,
     AllCleared,
     BlocksRemoved,
     BlocksStored,
@@ -141,7 +141,7 @@ def test_the_bound_is_on_the_memory_of_batches() -> None:
 
 
 def ask_for_snapshot(publisher: KVEventPublisher) -> list:
-    return ask_events(publisher.endpoints.replay_endpoint, SNAPSHOT_QUESTION)
+    return ask_events(publisher.endpoints.replay_endpoint, SNAPSHOT_REQUEST)
 
 
 def test_a_late_subscriber_gets_a_snapshot_when_no_replay_reaches_back() -> None:

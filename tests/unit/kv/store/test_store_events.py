@@ -14,7 +14,7 @@ from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream
 from mooncake_conductor.index.holder_sets import Tier as IndexTier
 from mooncake_conductor.index.kv_event_messages import (
-    SNAPSHOT_QUESTION,
+    SNAPSHOT_REQUEST,
 )
 from mooncake_conductor.index.prompt_keys import chain_root, token_keys
 from mooncake_conductor.index.published_blocks import PublishedBlocks
@@ -75,7 +75,7 @@ class Reader:
         )
 
     def snapshot(self) -> None:
-        found = ask_events(self._endpoint, SNAPSHOT_QUESTION)
+        found = ask_events(self._endpoint, SNAPSHOT_REQUEST)
         assert (
             apply_all(self.stream.apply_snapshot(found[0][0], [batch for _, batch in found]))
             is None
