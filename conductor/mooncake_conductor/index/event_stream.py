@@ -101,7 +101,7 @@ class EventStream:
         index: receives what the publisher holds.
         slot: slot of the publishing instance.
         blocks: converts block hashes to chunk keys; None if the hashes are the index's own keys.
-        asks_snapshots: the publisher may support snapshots, and one has been requested already.
+        supports_snapshots: the publisher may support snapshots, and one has been requested already.
         namespace: only blocks in this namespace belong to the instance; empty: all do.
     """
 
@@ -111,7 +111,7 @@ class EventStream:
         slot: int,
         blocks: PublishedBlocks | None = None,
         *,
-        asks_snapshots: bool = False,
+        supports_snapshots: bool = False,
         namespace: str = "",
     ) -> None:
         self.state = StreamState.HEALTHY
@@ -124,8 +124,8 @@ class EventStream:
         self._namespace = namespace
         self._expected = 0
         self._replay_start = -1
-        self._num_requested = int(asks_snapshots)
-        self._asks_snapshots = self._awaits_snapshot = asks_snapshots
+        self._num_requested = int(supports_snapshots)
+        self._supports_snapshots = self._awaits_snapshot = supports_snapshots
         # Those of `_num_requested` sent in an earlier epoch. Their answers may bring batches
         # of that epoch after batches of the current one.
         self._num_outdated_requests = 0
@@ -184,7 +184,7 @@ class EventStream:
             return None
         if self._expected > self._replay_start:
             return self._request_replay()
-        if self._asks_snapshots:
+        if self._supports_snapshots:
             return self.request_snapshot()
         return self._skip_gap()
 

@@ -195,7 +195,7 @@ class FleetHoldings:
             holdings,
             slot,
             blocks,
-            asks_snapshots=endpoints.replay_endpoint is not None,
+            supports_snapshots=endpoints.replay_endpoint is not None,
             namespace=endpoints.namespace or "",
         )
         self._publishers[name] = slot

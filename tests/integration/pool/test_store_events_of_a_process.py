@@ -33,7 +33,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
 def snapshot(endpoint: str, namespace: str) -> ChunkIndex:
     """What a router that comes late knows of the store."""
     index = ChunkIndex(1)
-    stream = EventStream(index, 0, PublishedBlocks(), asks_snapshots=True, namespace=namespace)
+    stream = EventStream(index, 0, PublishedBlocks(), supports_snapshots=True, namespace=namespace)
     found = ask_events(endpoint, SNAPSHOT_REQUEST)
     apply_all(stream.apply_snapshot(found[0][0], [batch for _, batch in found]))
     return index

@@ -197,7 +197,7 @@ def test_late_responses_restore_nothing_of_an_ended_epoch(
     done, asks: bool, has: bool, kept: int
 ) -> None:
     index = ChunkIndex(1)
-    line = Line(EventStream(index, 0, asks_snapshots=asks), has, kept)
+    line = Line(EventStream(index, 0, supports_snapshots=asks), has, kept)
     line.asked += [SnapshotRequest()] * asks
     for step in done:
         match step:
@@ -254,7 +254,7 @@ def test_batches_queued_behind_a_gap_are_bounded(monkeypatch) -> None:
 @settings(deadline=None, max_examples=300)
 def test_snapshots_keep_the_index_exact_with_short_replays(done, kept) -> None:
     index = ChunkIndex(1)
-    stream, publisher = EventStream(index, 0, asks_snapshots=True), Publisher()
+    stream, publisher = EventStream(index, 0, supports_snapshots=True), Publisher()
     apply_all(stream.apply_snapshot(*publisher.snapshot()))
     publisher = deliver_with_fates(done, stream, publisher, kept)
     for _ in range(2):
@@ -282,7 +282,7 @@ def test_snapshot_replaces_the_known_chunks() -> None:
 
 def test_empty_snapshot_falls_back_to_a_replay() -> None:
     index = ChunkIndex(1)
-    stream, publisher = EventStream(index, 0, asks_snapshots=True), Publisher()
+    stream, publisher = EventStream(index, 0, supports_snapshots=True), Publisher()
     for number in range(3):
         publisher.change({number}, set(), False)
     assert stream.receive(*publisher.sent[2]) is None, "the snapshot is pending"
@@ -295,7 +295,7 @@ def test_empty_snapshot_falls_back_to_a_replay() -> None:
 
 def test_gap_requests_a_replay_while_a_snapshot_of_the_previous_epoch_is_pending() -> None:
     index = ChunkIndex(1)
-    stream = EventStream(index, 0, asks_snapshots=True)
+    stream = EventStream(index, 0, supports_snapshots=True)
     old, new = Publisher(), Publisher(clock=100.0)
     for number in range(3):
         old.change({number}, set(), False)
@@ -397,7 +397,7 @@ def test_batch_lost_during_a_replay_is_requested_next() -> None:
 @pytest.mark.parametrize("has_snapshots", [False, True])
 def test_clock_set_back_causes_one_reset(has_snapshots: bool) -> None:
     index, publisher = ChunkIndex(1), Publisher(clock=1000.0)
-    stream = EventStream(index, 0, asks_snapshots=has_snapshots)
+    stream = EventStream(index, 0, supports_snapshots=has_snapshots)
     if has_snapshots:
         apply_all(stream.apply_snapshot(0, [EventBatch(1000.0, ())]))
     for number in range(3):

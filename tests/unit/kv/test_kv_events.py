@@ -147,7 +147,7 @@ def ask_for_snapshot(publisher: KVEventPublisher) -> list:
 def test_a_late_subscriber_gets_a_snapshot_when_no_replay_reaches_back() -> None:
     with published(buffer_steps=1) as (publisher, subscriber):
         index = ChunkIndex(1)
-        stream = EventStream(index, 0, asks_snapshots=True)
+        stream = EventStream(index, 0, supports_snapshots=True)
         log = KVEventLog(publisher.publish, 2)
         for digest in DIGESTS:
             log.stored([digest], None, [1, 2])

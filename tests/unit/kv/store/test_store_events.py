@@ -71,7 +71,7 @@ class Reader:
         self.index = ChunkIndex(1)
         blocks = PublishedBlocks()
         self.stream = EventStream(
-            self.index, 0, blocks, asks_snapshots=True, namespace=NAMESPACE.hex()
+            self.index, 0, blocks, supports_snapshots=True, namespace=NAMESPACE.hex()
         )
 
     def snapshot(self) -> None:
