@@ -71,7 +71,7 @@ class MyChipPinnedMemory:
 
 
 class MyChipHostCopier:
-    """Copies synchronously. A real backend enqueues copies on its own stream, and packs small pieces
+    """Copies synchronously. A real backend enqueues copies on its own stream, and packs small spans
     with a kernel: one copy command per token would take longer than the transfer."""
 
     def __init__(self, memory: MyChipMemory) -> None:
