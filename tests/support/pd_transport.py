@@ -220,7 +220,7 @@ class GatedTransfer:
 
 
 def spoil(spans: Spans) -> None:
-    """Flip the sign of roughly every 16th float: an error that no rounding could explain."""
+    """Flip the sign bit of one float per 64 bytes: an error that no rounding could explain."""
     for address, nbytes in zip(spans.local.tolist(), spans.nbytes.tolist(), strict=True):
         memory = (ctypes.c_uint8 * nbytes).from_address(address)
         for index in range(3, nbytes, 64):

@@ -1,7 +1,7 @@
-"""Fake prefill and decode instances that speak the contract, and fail on demand.
+"""Fake prefill and decode instances that speak the proxy's protocol and inject faults.
 
-They generate the words ` t0 t1 t2 ...`: token k of any answer is ` t{k}`, so a missing, doubled or
-foreign token shows in the text.
+They generate the words ` t0 t1 t2 ...`: token k of any answer is ` t{k}`, so that a missing,
+duplicated or foreign token shows in the text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def token_id(position: int) -> int:
 
 
 def num_generated_before(body: Json) -> int:
-    """Where an answer goes on whose prompt already holds generated tokens."""
+    """How many generated tokens the prompt already holds; the answer continues after them."""
     prompt = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") or body.get("prompt")
     return sum(i >= 1000 for i in prompt) if isinstance(prompt, list) else 0
 
@@ -47,13 +47,13 @@ def word(position: int) -> str:
 
 
 def text_of(num_tokens: int, first: int = 0) -> str:
-    """What an answer of that many tokens says."""
+    """The text of an answer with that many tokens."""
     return "".join(word(position) for position in range(first, num_tokens))
 
 
 @dataclass
 class Seen:
-    """A request that an instance got."""
+    """A request that an instance received."""
 
     method: str
     path: str
@@ -63,9 +63,9 @@ class Seen:
 
 @dataclass
 class Behaviour:
-    """What an instance does wrong, if anything. Changing it acts on the next request."""
+    """The faults that an instance injects. Changes apply to the next request."""
 
-    # Status and body instead of an answer.
+    # Status and body in place of an answer.
     status: int = 200
     error: Json = field(default_factory=lambda: {"error": {"message": "made to fail", "code": 1}})
     headers: dict[str, str] = field(default_factory=dict)
@@ -73,63 +73,65 @@ class Behaviour:
     hangs: bool = False
     # Close the connection without an answer.
     drops: bool = False
-    # The same, and listen no more.
+    # The same, and stop listening.
     dies: bool = False
     delay_s: float = 0.0
     token_delay_s: float = 0.0
-    # What /tokenize answers; None: a token per byte.
+    # The answer of /tokenize; None: one token per byte.
     tokens: list[int] | None = None
     # How events are cut into network chunks: "one", "two" (two events per chunk), "split".
     cut: str = "one"
-    # After so many events: die (close without [DONE]), stop talking, or send an error event.
+    # After that many events: die (close without [DONE]), hang, or send an error event.
     die_after: int | None = None
     hang_after: int | None = None
     error_after: int | None = None
     recompute_after: int | None = None
-    # And the same for the time after that.
+    # The same for the next time.
     recompute_again_after: int | None = None
-    # Not the first three of these where a request is sent a second time.
+    # Retried requests are spared the first three of these.
     spares_retries: bool = False
     error_code: int | str = 500
-    # P: leave kv_transfer_params out, or finish on the first token.
+    # P: omit kv_transfer_params, or finish with the first token.
     has_params: bool = True
     stops_at_first: bool = False
-    # The same where the prompt holds generated tokens already: of a later pass.
+    # The same if the prompt already holds generated tokens, that is, in a later pass.
     stops_later_passes: bool = False
     first_text: str | None = None
-    # None: of the token that it says.
+    # None: the id of the generated token.
     last_token_id: int | None = 100
-    # D: a vLLM that knows nothing of first_token_delivered.
+    # D: a vLLM that does not know first_token_delivered.
     emits_first_token: bool = False
-    # What /abort answers; vLLM has no such path.
+    # Status of /abort; vLLM has no such path.
     abort_status: int = 200
-    # P: its D may be asked for the prompt and the first token.
+    # P: its D may be sent the prompt with the first token appended, to continue from there.
     continues_prompt: bool = False
     health: int = 200
-    # What its health says of its data-parallel ranks: running and waiting requests of each; None:
-    # not even how many there are.
+    # Its health reports these numbers of running and waiting requests per data-parallel rank; None:
+    # it does not even report how many ranks there are.
     dp_ranks: list[tuple[int, int]] | None = None
-    # What its health says of the KVCache pool.
+    # Its health reports this of the KVCache pool.
     kv_pool: Json | None = None
-    # And of whom it has KV from.
+    # And these bytes received, by peer.
     bytes_received: Json | None = None
-    # Names of instances that it can't exchange KV with; None says nothing, as foreign ones do.
+    # Names of instances that it can't exchange KV with; None: not reported, as by other engines.
     refuses: tuple[str, ...] | None = ()
-    # What /kv/topology says beside the engine id; None: there is no such path.
+    # What /kv/topology reports besides the engine id; None: there is no such path.
     topology: Json | None = None
-    # D, push flow: how often it posts to the metaserver, and once it has room for the blocks.
+    # D, push flow: how often it posts to the metaserver, and the event of free blocks before that.
     num_posts: int = 1
     has_room: asyncio.Event | None = None
 
     def take_recomputation(self) -> int | None:
-        """After how many events this request is given back; the next one may be after others."""
+        """After how many events this request is recomputed; the next request may have another
+        value."""
         found = self.recompute_after
         self.recompute_after, self.recompute_again_after = self.recompute_again_after, None
         return found
 
 
 class FakeInstance:
-    """One P or D on loopback. `seen` has its requests, `cut_off` those whose client went away."""
+    """One P or D on loopback. `seen` records its requests, `cut_off` those whose client
+    disconnected."""
 
     def __init__(self, name: str = "fake", behaviour: Behaviour | None = None) -> None:
         self.name = name
@@ -137,9 +139,9 @@ class FakeInstance:
         self.seen: list[Seen] = []
         self.cut_off: list[str] = []
         self.released: list[str] = []
-        # Ids of the KV that this instance has kept for a D since it last started.
+        # Ids of the KV that this instance has held for a D since its last start.
         self.holding: list[str] = []
-        # Push flow: D's that P can write to, what P wrote, and which requests' KV has arrived.
+        # Push flow: the D's that P can write to, what P wrote, and events of KV that has arrived.
         self.peers: dict[str, FakeInstance] = {}
         self.written_to: list[Json] = []
         self.arrived: dict[str, asyncio.Event] = {}
@@ -155,16 +157,16 @@ class FakeInstance:
 
     @property
     def generated(self) -> list[Seen]:
-        """Requests for text, without health checks and aborts."""
+        """Generation requests, without health checks and aborts."""
         return [seen for seen in self.seen if seen.path.startswith("/v1/") and seen.body]
 
     async def start(self) -> None:
-        """Listen; a second start takes the same port again."""
+        """Start listening; a second start takes the same port again."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self._port)
         self._port = self._server.sockets[0].getsockname()[1]
 
     async def kill(self) -> None:
-        """Die: connections are reset, nobody listens any more."""
+        """Die: reset all connections and stop listening."""
         self.holding.clear()
         if self._server is not None:
             self._server.close()
@@ -174,7 +176,7 @@ class FakeInstance:
             self._server = None
 
     async def wait_for(self, condition: Callable[[], bool], timeout: float = 5.0) -> None:
-        """Until the condition holds; checked whenever something happens here."""
+        """Wait for a condition, which is checked whenever something happens at this instance."""
 
         async def wait() -> None:
             while not condition():
@@ -202,14 +204,14 @@ class FakeInstance:
     async def _answer_watched(
         self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """Answer, unless the proxy closes the connection first: that aborts the request."""
+        """Answer; if the proxy closes the connection first, the request is aborted."""
         answer = asyncio.ensure_future(self._answer(seen, writer))
         gone = asyncio.ensure_future(_closed(reader))
         await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not answer.done():
             answer.cancel()
             for held in self._held_ids(seen):
-                if held in self.holding:  # an aborted request holds nothing, answered or not
+                if held in self.holding:  # an aborted request holds no KV, answered or not
                     self.holding.remove(held)
             self.cut_off.append(seen.headers.get("x-request-id", ""))
         gone.cancel()
@@ -234,7 +236,7 @@ class FakeInstance:
         return health | {name: value for name, value in said.items() if value is not None}
 
     def _facts(self, seen: Seen) -> tuple[int, Json] | None:
-        """What it says of itself, with the status."""
+        """Answers of the status endpoints: status and body."""
         behaviour = self.behaviour
         if seen.path == "/health":
             is_good = behaviour.health == 200
@@ -296,7 +298,7 @@ class FakeInstance:
             await asyncio.sleep(behaviour.delay_s)
 
     async def _decode(self, seen: Seen, metaserver: str) -> None:
-        """D of the push flow: say where the blocks are, then wait until they are written."""
+        """D in the push flow: report where the blocks are, then wait until they are written."""
         request_id = f"cmpl-{seen.headers['x-request-id']}-0"
         body = {
             "token_ids": [],
@@ -364,13 +366,13 @@ class FakeInstance:
         return answer
 
     def _held_ids(self, seen: Seen) -> list[str]:
-        """Under which ids the KV of a prefill is held, one per choice."""
+        """The ids under which a prefill's KV is held, one per choice."""
         held = f"{self.name}:{seen.headers.get('x-request-id', '')}"
         count = seen.body.get("n") or 1
         return [held] if count == 1 else [f"{held}/{index}" for index in range(count)]
 
     def _with_ids(self, seen: Seen, choice: Json, positions: range) -> Json:
-        """The choice with its token ids, if they were asked for."""
+        """The choice with its token ids, if the request wants them."""
         if seen.body.get("return_token_ids"):
             prompt = seen.body.get("prompt")
             choice["prompt_token_ids"] = prompt if isinstance(prompt, list) else PROMPT_IDS
@@ -488,7 +490,7 @@ class FakeInstance:
 
 
 class _Broken(Exception):
-    """The fake broke the connection on purpose, or the proxy did."""
+    """The connection was broken, by the fake on purpose or by the proxy."""
 
 
 def _check_open(writer: asyncio.StreamWriter) -> None:
@@ -507,7 +509,7 @@ def _usage(num_tokens: int, num_more: int = 0) -> Json:
 
 
 def _cut(events: list[bytes], how: str) -> list[bytes]:
-    """Network chunks: one event each, two at a time, or cut at awkward places."""
+    """Network chunks: one event each, two events each, or cut at awkward places."""
     if how == "two":
         return [b"".join(events[i : i + 2]) for i in range(0, len(events), 2)]
     if how == "split":
@@ -517,7 +519,7 @@ def _cut(events: list[bytes], how: str) -> list[bytes]:
 
 
 async def post_json(url: str, body: Json) -> int:
-    """A POST as D's HTTP client does it; returns the status."""
+    """A POST request as D's HTTP client sends it; returns the status."""
     address, _, path = url.removeprefix("http://").partition("/")
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -549,13 +551,13 @@ async def _read_request(reader: asyncio.StreamReader) -> Seen | None:
 
 
 async def _closed(reader: asyncio.StreamReader) -> None:
-    """Until the other side closes. Nothing else may come while an answer is due."""
+    """Wait until the other side closes. It must send nothing while an answer is due."""
     while not reader.at_eof():  # noqa: ASYNC110  # a StreamReader has no such event
         await asyncio.sleep(0.002)
 
 
 def _known_to_all(seen: Seen, tokens: list[int] | None) -> tuple[int, Json] | None:
-    """Status and body of what any instance would answer alike."""
+    """Status and body that every instance would answer alike."""
     if seen.path == "/v1/models":
         return 200, {"object": "list", "data": [{"id": "m", "object": "model"}]}
     if seen.path.startswith("/v1/models/"):
@@ -604,7 +606,7 @@ class Stand:
         return self.decodes[0]
 
     def publish_topologies(self, **facts: Any) -> None:
-        """All instances say these of themselves (`/kv/topology`), as ours do and vLLM's don't."""
+        """Have all instances report these facts at `/kv/topology`, as ours do and vLLM's don't."""
         pool = self.app.router.pool
         for instance in pool:
             pool.note_topology(instance, PairTopology(f"engine of {instance.name}", **facts))
@@ -619,7 +621,7 @@ class Stand:
 async def stand(
     num_prefills: int = 1, num_decodes: int = 1, num_both: int = 0, **config: Any
 ) -> AsyncIterator[Stand]:
-    """Start fakes and a proxy in front of them; health checks only where the test asks."""
+    """Start fakes and a proxy in front of them; health checks only if the test configures them."""
     prefills = [FakeInstance(f"p{i}") for i in range(num_prefills)]
     decodes = [FakeInstance(f"d{i}") for i in range(num_decodes + num_both)]
     for prefill in prefills:
@@ -638,7 +640,7 @@ async def stand_of(
     recomputes: bool = False,
     **config: Any,
 ) -> AsyncIterator[Stand]:
-    """Start these fakes, of whose decodes the last ``num_both`` prefill, too, and a proxy."""
+    """Start these fakes, the last ``num_both`` decodes of which also prefill, and a proxy."""
     specs = []
     for position, fake in enumerate((*prefills, *decodes)):
         fake.behaviour.emits_first_token = emits_first_token

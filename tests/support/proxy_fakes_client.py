@@ -1,4 +1,4 @@
-"""What a client of the proxy does in tests: ask, and put a stream together."""
+"""The client's side of the proxy's tests: sends requests and reassembles streams."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import httpx
 from support.proxy_fakes import Stand
 
 Json = dict[str, Any]
-# Without the authorities that a client loads by default, which takes longer than most tests here.
+# Without the default CA certificates, whose loading takes longer than most tests here.
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 BODY: Json = {"model": "m", "prompt": "once upon a time", "max_tokens": 5}
 STREAM: Json = BODY | {"stream": True}
@@ -31,7 +31,7 @@ def events_of(text: str) -> list[Any]:
 
 
 def streamed_text(events: list[Any]) -> str:
-    """What a client puts together from the events of choice 0."""
+    """The text that a client assembles from the events of choice 0."""
     pieces = []
     for event in events:
         for choice in event.get("choices", []) if isinstance(event, dict) else []:
@@ -47,7 +47,8 @@ async def post(s: Stand, body: Json, path: str = "/v1/completions") -> httpx.Res
 
 
 async def send_raw(s: Stand, body: Json) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """A completion on a connection of its own, which the test may cut at any moment."""
+    """Send a completion request on a connection of its own, which the test may cut at any
+    moment."""
     reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
     data = json.dumps(body).encode()
     head = (
@@ -59,7 +60,7 @@ async def send_raw(s: Stand, body: Json) -> tuple[asyncio.StreamReader, asyncio.
 
 
 def make_certificate(certificate: Path, key: Path) -> None:
-    """A self-signed one for loopback."""
+    """Create a self-signed certificate for loopback."""
     command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
     command += ["-nodes", "-days", "2", "-subj", "/CN=localhost"]
     command += [

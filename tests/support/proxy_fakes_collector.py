@@ -1,4 +1,4 @@
-"""A collector of OpenTelemetry spans on loopback: real OTLP over HTTP, kept in memory."""
+"""An OpenTelemetry collector on loopback: real OTLP over HTTP, kept in memory."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 
 class Collector:
-    """What was exported so far."""
+    """The spans exported so far."""
 
     def __init__(self) -> None:
         self.paths: list[str] = []
-        # OTLP spans, and the attributes of who sent them.
+        # OTLP spans, and the resource attributes of their senders.
         self.spans: list[Any] = []
         self.resource: dict[str, Any] = {}
         self.url = ""
@@ -35,7 +35,7 @@ class Collector:
         return sorted(found, key=lambda span: span.start_time_unix_nano)
 
     def children(self, parent: Any) -> list[str]:
-        """The names of the spans right under this one, sorted."""
+        """The names of this span's direct children, sorted."""
         return sorted(s.name for s in self.spans if s.parent_span_id == parent.span_id)
 
 
@@ -48,7 +48,7 @@ def attributes_of(span: Any) -> dict[str, Any]:
 
 @contextmanager
 def collector() -> Iterator[Collector]:
-    """One that listens until the block ends."""
+    """A collector that listens until the end of the block."""
     kept = Collector()
 
     class Handler(BaseHTTPRequestHandler):
@@ -62,7 +62,7 @@ def collector() -> Iterator[Collector]:
             self.end_headers()
 
         def log_message(self, format: str, *args: Any) -> None:
-            """Nothing: tests read `spans`."""
+            """Log nothing: tests read `spans`."""
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     kept.url = f"http://127.0.0.1:{server.server_address[1]}"

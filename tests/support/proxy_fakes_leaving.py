@@ -1,4 +1,4 @@
-"""A client that leaves while its request is at a certain stage, and how soon both sides know."""
+"""A client that disconnects at a given stage of its request, and how soon both instances notice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ STAGES = [
 
 
 async def leave(flow: str, stage: str, counted_as: str) -> float:
-    """Seconds from the client's leaving until every instance that works for it has been told."""
+    """Seconds from the disconnect until every instance that works on the request has been
+    notified."""
     async with stand(flow=flow) as s:
         waiting_at = s.prefill if stage in {"prefill", "meeting"} else s.decode
         if stage == "decode":

@@ -1,4 +1,4 @@
-"""Requests that are pushed: D first, P sent after it by a metaserver in the test's process."""
+"""Pushed requests: D first, then P, which a metaserver in the test's process sends the prefill."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _keys = itertools.count()
 
 @dataclass(frozen=True)
 class Sent:
-    """What the metaserver has to send to P."""
+    """A prefill that the metaserver has to send to P."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -33,13 +33,13 @@ class Sent:
 
 @dataclass
 class PushPair:
-    """Two instances and what stands between them.
+    """Two instances and the metaserver between them.
 
     Args:
         instances: P and D.
         metaserver: where D posts.
-        waiting: what to send to P, by key.
-        prefills: what P answered, by key.
+        waiting: prefills to send to P, by key.
+        prefills: P's answers, by key.
     """
 
     instances: Pair
@@ -64,13 +64,13 @@ class PushPair:
         self.prefills[key] = await ask(self.prefill, sent.prompt, sampling, params)
 
     async def check_clean(self, within_s: float = 15.0) -> None:
-        """Everything is given back on both sides."""
+        """Check that both sides have released everything."""
         await self.instances.check_clean(within_s)
 
 
 @asynccontextmanager
 async def push_pair(model: Path, **options: Any) -> AsyncIterator[PushPair]:
-    """A pair for the length of a block; options as in ``pair``, and those of the metaserver."""
+    """A pair for the duration of a block; takes the options of ``pair`` and of the metaserver."""
     names = ("status", "is_silent")
     meta = {name: options.pop(name) for name in names if name in options}
     async with pair(model, **{"connector": LAYERWISE, **options}) as instances:
@@ -87,7 +87,7 @@ async def ask_pushed(
     *,
     group: str | None = None,
 ) -> Answer:
-    """Ask D, which asks for the prefill."""
+    """Send a request to D, which asks for the prefill."""
     key = f"key-{next(_keys)}"
     of.waiting[key] = Sent(tuple(prompt), sampling)
     params = {
@@ -100,7 +100,7 @@ async def ask_pushed(
 
 
 def early_pull_pair(model: Path, **options: Any) -> AbstractAsyncContextManager[PushPair]:
-    """A pair whose D reads each chunk of a prompt while P computes the next."""
+    """A pair whose D reads each chunk of a prompt while P computes the next one."""
     return push_pair(model, connector=PULLING, **options)
 
 
@@ -109,7 +109,7 @@ WAYS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "pulled early": (early_pull_pair, ask_pushed),
     "pushed": (push_pair, ask_pushed),
 }
-"""How KV comes to D: what makes such a pair, and what asks it."""
+"""By how KV gets to D: the function that makes such a pair, and the one that asks it."""
 
 
 def run_beside_one(
@@ -118,12 +118,12 @@ def run_beside_one(
     scenario: Callable[[Instance, Any], Coroutine[Any, Any, None]],
     **options: Any,
 ) -> None:
-    """Run a scenario on a single instance and a pair; afterwards every block is back.
+    """Run a scenario on a single instance and a pair; check afterwards that every block is free.
 
     Args:
         make_both: ``pair`` or ``push_pair``.
-        model: of all three.
-        scenario: asks them.
+        model: of all three instances.
+        scenario: sends the requests.
         options: of the pair.
     """
 

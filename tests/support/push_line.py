@@ -1,7 +1,7 @@
-"""Both halves of pushing, talking over a line that loses what they say; nothing else is real.
+"""Both halves of the push connector, connected by a lossy line; everything else is simulated.
 
-Runs in virtual time (``support.virtual_time``). The ranks are the least that keeps their promise:
-one report per push, and no byte written after it.
+Runs in virtual time (``support.virtual_time``). The simulated ranks keep only their contract: one
+report per push, and no byte written after it.
 """
 
 from __future__ import annotations
@@ -56,38 +56,39 @@ TRY_S = 2.0
 TRIES = 3
 DRAIN_S = 1.0
 LOAD_S = 300.0
-"""How long a rank of ``p`` takes to end a write, at most."""
+"""Upper limit of the time that a rank of ``p`` takes to end a write."""
 P_ADDRESS = ("p", 1)
 D_ADDRESS = ("d", 2)
 
 Fate = Callable[[str], float | None]
-"""From a message's kind to how long it takes; None loses it."""
+"""Maps a message's kind to its delay in seconds; None loses the message."""
 
 
 def metadata_of(engine_id: str) -> InstanceMetadata:
-    """An instance of one rank."""
+    """Metadata of an instance with one rank."""
     shard = shard_of(GEOMETRY, 1, 0)
     rank = RankMetadata(shard, make_layout("BHLPT", GEOMETRY, shard, 8, 16), {})
     return InstanceMetadata(engine_id, "m", "t", GEOMETRY, 16, Hardware("cpu", "x86"), (rank,))
 
 
 async def turn_nothing(order: TurnRope) -> None:
-    """Both sides keep latents alike."""
+    """Never called: both sides keep latents in the same layout."""
     raise AssertionError(order)
 
 
 def deliver(kind: str) -> float | None:
-    """Everything, at once."""
+    """Deliver every message at once."""
     return 0.0
 
 
 def losing(*kinds: str) -> Fate:
-    """Everything but these."""
+    """Lose the messages of these kinds and deliver all others at once."""
     return lambda kind: None if kind in kinds else 0.0
 
 
 def unreliable(seed: int) -> Fate:
-    """Two of three are lost, the rest late; but hands are shaken, or nothing would ever begin."""
+    """Lose two of three messages and delay the rest, except for handshakes, without which nothing
+    would start."""
     numbers = random.Random(seed)
 
     def fate(kind: str) -> float | None:
@@ -99,7 +100,7 @@ def unreliable(seed: int) -> Fate:
 
 @dataclass
 class Line:
-    """What stands for the side channel. ``is_cut`` answers as a dead host does."""
+    """A simulated side channel. With ``is_cut`` it behaves like a host that is down."""
 
     fate: Fate = deliver
     is_cut: bool = False
@@ -111,7 +112,8 @@ class Line:
         tries: int = TRIES,
         try_timeout_s: float | None = None,
     ) -> AnyMessage:
-        """As ``SideChannelClient.ask``: repeated until answered; late answers count."""
+        """As ``SideChannelClient.ask``: repeats the question until it is answered; late answers
+        count."""
         answer: asyncio.Future[AnyMessage] = asyncio.get_running_loop().create_future()
         for _ in range(tries):
             self._send(make(1), lambda question: self._answer(handle, question, answer))
@@ -139,7 +141,7 @@ class Line:
 
 
 class RankOfOne:
-    """A prefill instance's only rank: writes when it may and should, then reports once."""
+    """A prefill instance's only rank: writes while it may, then reports once."""
 
     def __init__(self, numbers: random.Random) -> None:
         self.writing: set[str] = set()
@@ -149,7 +151,7 @@ class RankOfOne:
         self._reported: set[str] = set()
 
     def send(self, rank: int, message: bytes) -> None:
-        """A message of the core's side."""
+        """Handle a message from the core."""
         order = decode_to_rank(message)
         assert isinstance(order, StartPush | StopPush | EndPush)
         name = order.request_id
@@ -176,15 +178,16 @@ class RankOfOne:
 
 @dataclass
 class Talk:
-    """A prefill instance ``p``, a decode instance ``d``, and what their cores were told.
+    """A prefill instance ``p``, a decode instance ``d``, and the events that their cores received.
 
     Args:
-        numbers: for all that is random.
-        lease_s: of each.
+        numbers: source of all random choices.
+        lease_s: of ``p`` and ``d``.
 
     Attributes:
-        is_p_dead: and the host that both are on knows it.
-        is_p_hidden: the way to it leads to somebody who refuses, whether it is dead or not.
+        is_p_dead: ``p`` is dead, and the host that both run on knows it.
+        is_p_hidden: connections to ``p`` reach another instance, which rejects them, whether ``p``
+            is dead or not.
     """
 
     numbers: random.Random
@@ -199,7 +202,7 @@ class Talk:
     _tasks_of_p: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Begin to live; on the loop."""
+        """Start both halves; call it on the loop."""
         loop = asyncio.get_running_loop()
         self.rank = RankOfOne(self.numbers)
         p = ConnectorContext(
@@ -221,28 +224,28 @@ class Talk:
         self.tasks.spawn(self.d.sweep())
 
     def kill_p(self) -> None:
-        """End it as SIGKILL does."""
+        """End ``p`` as SIGKILL does."""
         self.is_p_dead = True
         self.rank.writing.clear()
         for task in self._tasks_of_p:
             task.cancel()
 
     def load(self, name: str) -> None:
-        """A request comes to ``d``."""
+        """A request arrives at ``d``."""
         params = {"num_prompt_tokens": 10, "remote_cached_tokens": 0}
         self.d.load(name, (0,), Metaserver("http://proxy"), params)
 
     def begin(self, name: str) -> None:
-        """Its prefill comes to ``p``."""
+        """The request's prefill arrives at ``p``."""
         remote = RemoteKV("d", name, *D_ADDRESS, (0,), NUM_TOKENS, lease_s=self.lease_s[1])
         self.p.begin(f"p-{name}", PushTarget(remote, 0))
 
     def complete(self, name: str) -> None:
-        """Its prefill is complete."""
+        """The request's prefill is complete."""
         self.p.complete(EndPush(f"p-{name}", True, (0,), NUM_TOKENS), TOKEN)
 
     def handle_d(self, message: AnyMessage) -> AnyMessage:
-        """``d`` is asked something."""
+        """Pass a message from ``p`` to ``d``."""
         self.asked.append(type(message).__name__)
         return self.d.handle(message)
 
@@ -264,7 +267,7 @@ class Talk:
         return answer
 
     async def _post(self, metaserver: Metaserver, params: KVTransferDict) -> None:
-        """Somebody else brings the prefill to ``p``, or nobody."""
+        """Nothing to post: the test brings the prefill to ``p``, or doesn't."""
 
     def _p_hears(self, event: Event) -> None:
         assert isinstance(event, LeaseEnded)
@@ -286,34 +289,34 @@ class Talk:
 
 @dataclass
 class Book:
-    """``p``'s book of peers: there is one."""
+    """``p``'s peers, of which there is only ``d``."""
 
     talk: Talk
     is_known: bool = False
 
     def get(self, remote: RemoteKV) -> Book:
-        """That one."""
+        """The only peer."""
         return self
 
     @property
     def client(self) -> Book:
-        """Asks it."""
+        """The peer's client, which is this object."""
         return self
 
     def forget(self, remote: RemoteKV, reason: str) -> None:
-        """The line stays."""
+        """Nothing to do: the line stays."""
 
     def hold(self, remote: RemoteKV) -> None:
-        """Kept anyway."""
+        """Nothing to do: the peer is always kept."""
 
     def release(self, remote: RemoteKV) -> None:
-        """Kept anyway."""
+        """Nothing to do: the peer is always kept."""
 
     def forget_predecessors(self, remote: RemoteKV) -> None:
-        """There are none."""
+        """Nothing to do: there are none."""
 
     def check_claims(self, remote: RemoteKV) -> None:
-        """It fits."""
+        """Nothing to check: the claims are always valid."""
 
     async def ask(
         self,
@@ -331,13 +334,13 @@ class Book:
         return answer
 
     async def shake_hands(self) -> None:
-        """Hello, once."""
+        """Send Hello once."""
         if not self.is_known:
             await self.say_hello()
             self.is_known = True
 
     async def say_hello(self) -> None:
-        """Hello."""
+        """Send Hello."""
         await self.ask(lambda ticket: Hello(ticket, PROTOCOL_VERSION, metadata_of("p")), object)
 
     async def renew(self, names: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:

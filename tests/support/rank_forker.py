@@ -1,8 +1,8 @@
-"""One process that has imported what ranks need, and forks those of all engines of a test process.
+"""One process with all of the ranks' imports that forks the ranks of all engines of a test process.
 
 An engine starts a child that imports torch and forks its ranks, which takes two to three seconds of
-a core. A suite makes hundreds of engines in one process: here the child stays, and forks what that
-child would have been.
+a core. A suite creates hundreds of engines in one process; this child stays alive and forks
+processes that are equivalent to such a child.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _MAX_BYTES = 1 << 20
 
 
 class RankForker:
-    """Stands in for ``rank_launcher.start_forker``. Any thread."""
+    """Replaces ``rank_launcher.start_forker``. May be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -31,7 +31,7 @@ class RankForker:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __call__(self, descriptors: Sequence[int]) -> _Forked:
-        """Fork the child that has these; it forks the ranks, and ends."""
+        """Fork a child with these descriptors; it forks the ranks and exits."""
         with self._lock:
             ours = self._ours or self._start()
             where = {"env": dict(os.environ), "cwd": os.getcwd(), "path": sys.path}
@@ -39,7 +39,7 @@ class RankForker:
             return _Forked(int(ours.recv(16)))
 
     def close(self) -> None:
-        """End it. Idempotent."""
+        """Stop the forking process. Idempotent."""
         if self._ours is not None and self._process is not None:
             self._ours.close()
             self._process.wait()
@@ -59,22 +59,22 @@ class RankForker:
 
 
 class _Forked:
-    """What ``start_rank_processes`` needs of a child; it has ended.
+    """The handle that ``start_rank_processes`` expects of a child that has already exited.
 
     Args:
-        status: its own.
+        status: its exit status.
     """
 
     def __init__(self, status: int) -> None:
         self._status = status
 
     def wait(self) -> int:
-        """Its exit status."""
+        """The child's exit status."""
         return self._status
 
 
 def main(descriptor: int) -> int:
-    """Fork children until nobody is left to ask for one."""
+    """Fork children until the requesting process closes its end."""
     from mooncake_engine.execution import rank_process
 
     with socket.socket(fileno=descriptor) as asked:
@@ -93,7 +93,8 @@ def main(descriptor: int) -> int:
 
 
 def _be_where(place: dict[str, Any], streams: Sequence[int]) -> None:
-    """Be as a child of the one who asked: its environment, folder, imports and output."""
+    """Take on the requesting process' environment, working directory, import path and output
+    streams."""
     os.environ.clear()
     os.environ.update(place["env"])
     os.chdir(place["cwd"])

@@ -1,4 +1,4 @@
-"""Ranks as processes that run at once, each a function of a module with its arguments."""
+"""Runs ranks as concurrent processes, each a module's function with its arguments."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Result = TypeVar("Result")
 
 
 def at_once(ranks: Sequence[Callable[[], Result]], timeout_s: float = 120.0) -> list[Result]:
-    """What each of them returns; their errors are raised here."""
+    """Each rank's result; raises a rank's error here."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(len(ranks), spawn) as processes:
         running = [processes.submit(rank) for rank in ranks]

@@ -1,4 +1,4 @@
-"""Messages that no peer sends: an rdma endpoint refuses them, and goes on serving."""
+"""Malformed messages to an rdma endpoint, which must reject them and continue serving."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOISE_BYTES = (1, 4, 5, 100, 4000, 60000)
 
 
 class RdmaFuzz(TransportKit):
-    """Against an endpoint that has a peer already."""
+    """The cases, against an endpoint that already has a peer."""
 
     loader = "mooncake_hal.transports.rdma.rdma_plugin:load"
     timeout = 60.0
@@ -79,7 +79,7 @@ class RdmaFuzz(TransportKit):
 
     @contextmanager
     def session(self, pair: Pair) -> Iterator[Session]:
-        """A session of a member."""
+        """An authenticated session."""
         session = Session(self.member(pair), refuse_requests)
         session.start("fuzz")
         try:
@@ -99,7 +99,7 @@ class RdmaFuzz(TransportKit):
         return dial(open_socket, str(where), credentials, address.epoch, 10.0)
 
     def check_serves(self, pair: Pair) -> None:
-        """The old peer and a new one move bytes as ever."""
+        """Check that the existing peer and a new one still transfer bytes."""
         pieces = random_pieces(self.rng, np.full(8, 1024, np.int64), MIB)
         self.check_moves(pair, pieces)
         pair.peer = pair.near.connect(pair.far.address, timeout=self.timeout)

@@ -1,4 +1,4 @@
-"""A worker extension that answers what it is told, for tests of the seam that carries it."""
+"""A worker extension that replies to messages, for tests of the seam that carries them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from mooncake_engine.scheduling.step_plan import StepPlan
 
 
 class RecordingExtension:
-    """Echoes messages with its rank and pool, counts layers, dies in a thread when told to."""
+    """Echoes messages with its rank and pool, counts layers, and fails in a thread on request."""
 
     def __init__(self, context: ExtensionContext) -> None:
         self._context = context
         self._layers: list[int] = []
 
     def receive(self, message: bytes) -> None:
-        """``report`` answers with facts, ``die`` ends a helper thread, ``raise`` raises here."""
+        """``report`` replies with facts, ``die`` raises in a helper thread, ``raise`` raises
+        here."""
         if message == b"report":
             context = self._context
             facts = (context.rank, context.num_ranks, context.pool.num_blocks, self._layers)
@@ -27,11 +28,11 @@ class RecordingExtension:
             raise ValueError(f"unknown message {message!r}")
 
     def begin_step(self, plan: StepPlan) -> LayerDone | None:
-        """Listen to the layers of steps that run something."""
+        """Count the layers of steps that have sequences."""
         return self._layers.append if plan.sequences else None
 
     def close(self) -> None:
-        """Tell that it was closed."""
+        """Report that it was closed."""
         self._context.emit(b"closed")
 
     def _die(self) -> None:

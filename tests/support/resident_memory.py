@@ -1,4 +1,4 @@
-"""How much memory a process takes at its worst while something is done to it."""
+"""Peak memory of a process during an operation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 class PeakMemory:
-    """Begins to measure a process; Linux keeps its peak, which starts anew here."""
+    """Measures a process' peak; resets the peak that Linux keeps when it is created."""
 
     def __init__(self, pid: int) -> None:
         self._status = Path(f"/proc/{pid}/status")
@@ -15,7 +15,7 @@ class PeakMemory:
 
     @property
     def growth_mib(self) -> float:
-        """From then to its peak since."""
+        """MiB from the start of the measurement to the peak since."""
         return self._mib("VmHWM") - self._before
 
     def _mib(self, field: str) -> float:

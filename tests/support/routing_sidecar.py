@@ -1,6 +1,6 @@
-"""llm-d's routing sidecar (v0.9, connector ``nixlv2``), as far as instances see it.
+"""llm-d's routing sidecar (v0.9, connector ``nixlv2``), as far as instances observe it.
 
-What it writes into bodies and headers, and what it does with answers, is read off its sources
+The fields that it writes into bodies and headers, and its handling of answers, follow its sources
 (``pkg/sidecar/proxy/connector_nixlv2.go``, ``chat_completions.go`` of llm-d/llm-d-router).
 """
 
@@ -25,7 +25,7 @@ _OF_THE_CONNECTION = {"host", "content-length", "transfer-encoding", "connection
 
 
 class RoutingSidecar:
-    """In front of one decode instance."""
+    """The sidecar in front of one decode instance."""
 
     def __init__(self, decoder_url: str) -> None:
         self._decoder_url = decoder_url
@@ -37,7 +37,7 @@ class RoutingSidecar:
             yield
 
     def app(self) -> Starlette:
-        """What serves its port."""
+        """The application that serves its port."""
         handed_over = [Route(path, self._hand_over, methods=["POST"]) for path in DISAGGREGATED]
         passed_on = Route("/{rest:path}", self._pass_on, methods=["GET", "POST"])
         return Starlette(routes=[*handed_over, passed_on], lifespan=self._running)
@@ -73,7 +73,7 @@ class RoutingSidecar:
 
 
 def prefill_body(body: dict[str, Any], path: str) -> dict[str, Any]:
-    """What the prefill instance is asked."""
+    """The request that it sends to the prefill instance."""
     asked = {name: value for name, value in body.items() if name != "stream_options"}
     asked["kv_transfer_params"] = {
         "do_remote_decode": True,

@@ -13,12 +13,12 @@ from mooncake_engine.process.child_processes import die_with_parent
 
 @contextmanager
 def running(module: str, *arguments: str, log: Path) -> Iterator[str]:
-    """Run ``python -m module arguments`` until it says where it serves; yields that URL.
+    """Run ``python -m module arguments``; yields the URL once the program has printed it.
 
     Args:
         module: ``mooncake_engine`` or ``mooncake_proxy``.
         arguments: of its command line.
-        log: takes what it writes.
+        log: gets its output.
     """
     with log.open("w") as out:
         process = subprocess.Popen(

@@ -1,4 +1,5 @@
-"""A scheduler under test: requests, a peer, and workers whose KV says what it was computed from."""
+"""A scheduler under test: requests, a peer, and workers whose KV records what it was computed
+from."""
 
 from __future__ import annotations
 
@@ -22,30 +23,30 @@ from mooncake_kv.params import FirstToken, KVTransferParams, PrefixSource, PushT
 
 EOS = 2
 WRONG = -1
-"""A draft that is not accepted."""
+"""A draft token that is not accepted."""
 
 
 def token_of(request_id: str, position: int) -> int:
-    """What the made-up model samples: it depends on the request and the position alone."""
+    """The simulated model's next token: a function of the request and the position only."""
     draw = hash((len(request_id), *request_id.encode(), position)) % 40
     return EOS if draw == 0 else 50 + draw
 
 
 class Worker:
-    """Blocks that remember, per slot, which tokens they were computed from.
+    """Blocks that record, per slot, which tokens they were computed from.
 
-    Every step is checked: what a sequence attends to must be its own tokens' KV, wherever its
-    blocks have been copied, shared or swapped to.
+    Every step is checked: a sequence may attend only to its own tokens' KV, wherever its blocks
+    have been copied, shared or swapped to.
 
     Args:
-        num_blocks, num_host_blocks, block_size: the pools.
-        token: sample this one always, instead of ``token_of``.
+        num_blocks, num_host_blocks, block_size: of the pools.
+        token: always sample this token instead of ``token_of``.
 
     Attributes:
-        num_accepted: drafts that are right in the next step, as far as a sequence may have any; of
-            those after the first sequence, fewer and more in turn.
-        copies_late: copies to and from the host are made when they have to be, and no sooner.
-        is_turning: what peers write is no use before its block is turned, once: a negative number.
+        num_accepted: number of draft tokens of the first sequence that the next step accepts; it
+            increases by one per sequence, modulo the number of its draft tokens plus one.
+        copies_late: copies to and from the host are delayed until they are required.
+        is_turning: KV that peers write is unusable (negative) until its block is turned once.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class Worker:
         self.num_computed = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Carry a plan out as the real workers do."""
+        """Execute a plan as the real workers do."""
         for name in plan.removed:
             del self._tables[name], self._tokens[name]
         self._copy_late(plan.touched_blocks())
@@ -100,7 +101,7 @@ class Worker:
             self._slots[target] = list(self._slots[source])
 
     def _copy_late(self, touched: set[int]) -> None:
-        """Make the copies of these blocks, and all before them."""
+        """Make the pending copies of these blocks and all copies before them."""
         while touched & {block for _, block, _ in self._late}:
             way, block, host = self._late.popleft()
             if way == "out":
@@ -109,12 +110,12 @@ class Worker:
                 self._slots[block] = list(self._host[host])
 
     def load(self, block_ids: Sequence[int], tokens: Sequence[int], start: int) -> None:
-        """A peer's KV comes in, from token ``start`` on. What lies before is here, or comes with a
-        step in flight: whoever reads it checks it."""
+        """Receive a peer's KV, from token ``start`` on. The KV before it is present or will be
+        written by a step in flight; the step that reads it checks it."""
         self._write(block_ids, tokens, start, is_foreign=self.is_turning)
 
     def check(self, block_ids: Sequence[int], tokens: Sequence[int]) -> None:
-        """Prove that the leading slots of a table hold these tokens' KV."""
+        """Check that the leading slots of a block table hold these tokens' KV."""
         found = [
             self._slots[block_ids[i // self._block_size]][i % self._block_size]
             for i in range(len(tokens))
@@ -136,7 +137,7 @@ class Worker:
             assert self._tokens[sibling] == tokens, "siblings that differ share no logits"
 
     def _start(self, sequence: ScheduledSequence) -> int:
-        """Where it begins: behind drafts, wherever those that were accepted have left off."""
+        """The first token to compute: after the accepted draft tokens."""
         if not sequence.num_unverified_drafts:
             return sequence.start
         start = len(self._tokens[sequence.request_id]) - sequence.count
@@ -144,10 +145,10 @@ class Worker:
         return start
 
     def _draft(self, sequence: ScheduledSequence, num_right: int) -> tuple[SampledToken, ...]:
-        """Run drafts behind the token just sampled, the first ``num_right`` of them right; returns
-        what is sampled behind those."""
+        """Verify draft tokens after the token just sampled, of which the first ``num_right`` are
+        right; returns the tokens sampled after those."""
         name = sequence.request_id
-        stop = len(self._tokens[name]) - 1  # the last one was sampled behind what has run
+        stop = len(self._tokens[name]) - 1  # the last token was sampled after those that have run
         sampled = tuple([self._sample(name) for _ in range(num_right)])
         right = self._tokens[name][: stop + num_right]
         wrong = [WRONG] * (sequence.num_draft_tokens - num_right)
@@ -172,7 +173,7 @@ class Worker:
 
 
 def _fingerprints(tokens: Sequence[int]) -> list[int]:
-    """Per position, a positive number that stands for all tokens up to it."""
+    """Per position, a positive number that identifies all tokens up to it."""
     result: list[int] = []
     last = 0
     for token in tokens:
@@ -185,10 +186,10 @@ OnLoad = Callable[[list[int], tuple[int, ...], int], None]
 
 
 class RecordingConnector:
-    """Remembers what the scheduler asked for; the test plays the peer.
+    """Records the scheduler's calls; the test plays the peer.
 
     Args:
-        on_load: told of a load's table, prompt and first token at once.
+        on_load: called at the start of a load with its block table, prompt and first token.
     """
 
     def __init__(self, on_load: OnLoad | None = None) -> None:
@@ -235,12 +236,12 @@ class Bench:
 
     Args:
         num_blocks: size of the pool.
-        num_host_blocks: room to swap to.
+        num_host_blocks: size of the swap space.
         block_size: tokens per block.
         token: see ``Worker``.
-        depth: steps that may be in flight. Each runs as late as can be: when it has to be over.
+        depth: number of steps that may be in flight. Each step runs as late as possible.
         pool: the KVCache pool, if there is one.
-        limits: fields of ``SchedulerLimits`` that differ.
+        limits: non-default fields of ``SchedulerLimits``.
     """
 
     def __init__(
@@ -274,17 +275,18 @@ class Bench:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody owns."""
+        """Number of free blocks."""
         return self.scheduler.blocks.pool.num_free
 
     def add(self, name: str, prompt: Sequence[int], **options: Any) -> Request:
-        """Take a request in; see ``make_request``."""
+        """Add a request; see ``make_request``."""
         request = make_request(name, prompt, **options)
         self.scheduler.add(request)
         return request
 
     def step(self) -> tuple[StepPlan, list[TokenUpdate]]:
-        """Plan one step, let the oldest one run if there are enough, and audit the books."""
+        """Schedule one step, run the oldest one if ``depth`` steps are in flight, and audit the
+        block accounting."""
         plan = self.submit()
         is_full = len(self.in_flight) >= self.depth or plan.is_empty
         updates = self.land() if self.in_flight and is_full else self.scheduler.take_updates()
@@ -292,19 +294,19 @@ class Bench:
         return plan, updates
 
     def submit(self) -> StepPlan:
-        """Plan one step; as with a core, one that is empty is never run."""
+        """Schedule one step; as in a core, an empty step is not run."""
         plan = self.scheduler.schedule()
         if not plan.is_empty:
             self.in_flight.append(plan)
         return plan
 
     def land(self) -> list[TokenUpdate]:
-        """Run the oldest step in flight, and take in what comes of it."""
+        """Run the oldest step in flight and process its result."""
         plan = self.in_flight.popleft()
         return self.scheduler.update(plan, self.worker.execute(plan))
 
     def run(self, max_steps: int = 500) -> dict[str, list[int]]:
-        """Step until nothing is left; every request's tokens."""
+        """Step until all requests have finished; returns every request's tokens."""
         answers: dict[str, list[int]] = {}
         for _ in range(max_steps):
             for update in self.step()[1]:
@@ -314,11 +316,12 @@ class Bench:
         raise AssertionError(f"not done after {max_steps} steps: {answers}")
 
     def _begin_load(self, table: list[int], prompt: tuple[int, ...], start: int) -> None:
-        """A peer may write at once, before steps that are planned or in flight have run."""
+        """Write half of the load at once: a peer may write before steps that are planned or in
+        flight run."""
         self.worker.load(table, prompt[: (start + len(prompt)) // 2], start)
 
     def end_load(self, name: str, error: str | None, first_token: FirstToken | None = None) -> None:
-        """The peer's KV is there, or won't come."""
+        """The peer's KV has arrived, or the load has failed."""
         start = self.connector.loading.pop(name)
         block_ids, prompt = self.connector.tables.pop(name)
         if error is None:
@@ -339,13 +342,13 @@ def make_request(
     prefix_sources: tuple[PrefixSource, ...] = (),
     **kind: bool,
 ) -> Request:
-    """A request.
+    """Create a request.
 
     Args:
         name, prompt, arrival, max_tokens, group, priority, prefix_sources: as its fields.
-        first_token: of a peer that holds the prompt's KV.
-        kind: ``keeps_kv``, ``sends_kv`` (implies it), ``receives_kv``, or ``pulls_kv`` of a peer
-            whose first token is not taken.
+        first_token: sampled by a peer that holds the prompt's KV.
+        kind: ``keeps_kv``, ``sends_kv`` (implies it), ``receives_kv``, or ``pulls_kv`` from a peer
+            whose first token is not used.
     """
     sampling = SamplingParams(max_tokens=max_tokens)
     remote = RemoteKV("peer", name, "127.0.0.1", 1, (), len(prompt))

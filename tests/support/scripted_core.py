@@ -1,4 +1,5 @@
-"""A real core and scheduler over an executor without a model: it says what it is told to say."""
+"""A real core and scheduler over an executor that returns scripted tokens instead of running a
+model."""
 
 from __future__ import annotations
 
@@ -23,11 +24,11 @@ FACTS = EngineInfo(256, 258, (EOS,), 64, 16, "scripted")
 
 @dataclass
 class ScriptedExecutor:
-    """Says ``script(request)``, one token per step.
+    """Returns ``script(request)``, one token per step.
 
     Args:
         script: token ids of the answer, EOS included.
-        die_at: the step in which it breaks.
+        die_at: the step in which it fails.
     """
 
     script: Script = upper_case
@@ -41,10 +42,10 @@ class ScriptedExecutor:
     is_closed: bool = False
 
     def warm_up(self) -> None:
-        """Nothing to warm."""
+        """Nothing to warm up."""
 
     def submit(self, plan: StepPlan) -> CompletedStep:
-        """A token for everybody who samples."""
+        """A token for every sequence that samples."""
         if plan.step == self.die_at:
             raise EngineDead("rank 0 failed: out of luck")
         for request_id in plan.removed:
@@ -67,13 +68,13 @@ class ScriptedExecutor:
         return SampledToken(token_id, TokenLogprobs(token_id, -0.5) if asked else None)
 
     def send(self, message: bytes, rank: int | None = None) -> None:
-        """Nobody listens."""
+        """Ignored."""
 
     def check(self) -> None:
-        """All is well."""
+        """Never fails."""
 
     def abandon(self, reason: str) -> EngineDead:
-        """Its steps return."""
+        """Let its steps return."""
         return EngineDead(reason)
 
     def close(self) -> None:
@@ -84,7 +85,7 @@ class ScriptedExecutor:
 def scripted_engine(
     executor: ScriptedExecutor, *, max_num_seqs: int = 8, **core_options: Any
 ) -> RunningEngine:
-    """A core over it, as ``build_engine`` makes them; ``core_options`` are ``EngineCore``'s."""
+    """An engine over the executor, as ``build_engine`` makes it, with options of ``EngineCore``."""
     limits = SchedulerLimits(max_num_seqs, 64, FACTS.max_model_len, frozenset({EOS}))
     blocks = BlockManager(FACTS.num_kv_blocks, FACTS.block_size, prefix_caching=True)
     core = EngineCore(Scheduler(limits, blocks), executor, **core_options)  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
-"""Instances that serve a random model over HTTP, and what their streams see.
+"""Instances that serve a random model over HTTP, and measurements of their streams.
 
-Prompts are random token ids, and no two of them are alike: nothing of them is cached.
+Prompts are random token ids and all different, so that none is in the prefix cache.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from mooncake_hal.backend import Backend
 from mooncake_hal.testing.backends import load_backend
 
 STREAMS: Mapping[int, tuple[int, int]] = {1: (512, 256), 32: (512, 512), 128: (256, 512)}
-"""Tokens of each prompt and of each answer, by streams at once."""
+"""(prompt tokens, output tokens) by number of concurrent streams."""
 SAMPLINGS: Mapping[str, Mapping[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "sampled": {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
 }
 READY_SECONDS = 300.0
-"""A first start compiles kernels and captures graphs."""
+"""Timeout of the start; a first start compiles kernels and captures graphs."""
 NUM_FIRST_TOKENS = 20
-"""Of requests, one after the other."""
+"""Number of sequential requests that time to first token is measured with."""
 SHARE_OF_LIMIT = 0.9
-"""Of the tokens that reading weights and KV allows."""
+"""Required share of the tokens per second that reading weights and KV permits."""
 _seeds = random.Random(1)
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model that is served.
+    """A model to serve.
 
     Args:
-        shape: of it.
+        shape: of the model.
         directory: of its checkpoint.
         backend: name.
     """
@@ -55,18 +55,18 @@ class Served:
 
     @classmethod
     def make(cls, shape: SpeedShape, backend: Backend) -> Served:
-        """Write its checkpoint, unless it is there."""
+        """Write the model's checkpoint unless it exists."""
         return cls(shape, written_checkpoint(shape, backend.name), backend.name)
 
     @property
     def kv_bytes(self) -> int:
-        """Of all streams' prompts and answers, and a tenth."""
+        """Bytes of KV of all streams' prompts and outputs, plus a tenth."""
         tokens = max(n * (sum(map(self.shape.length, of))) for n, of in STREAMS.items())
         return int(1.1 * tokens * self.shape.token_bytes)
 
     @contextmanager
     def instance(self, *more: str) -> Iterator[int]:
-        """An instance on the first device: its port."""
+        """An instance on the first device; yields its port."""
         argv = ["serve", "--model", str(self.directory), "--port", "0", "--backend", self.backend]
         argv += ["--kv-cache-bytes", str(self.kv_bytes), "--max-num-seqs", str(max(STREAMS))]
         command = ["mooncake_engine.cli", *argv, "--swap-space", "0", *more]
@@ -76,7 +76,8 @@ class Served:
 
     @contextmanager
     def pair(self, flow: str) -> Iterator[int]:
-        """A prefill and a decode instance on the first device, and a proxy: its port."""
+        """A prefill instance, a decode instance (both on the first device) and a proxy; yields its
+        port."""
         connectors = {"pull": "MooncakeConnector", "push": "MooncakeLayerwiseConnector"}
         options = ("--kv-connector", connectors[flow], "--async-scheduling")
         with (
@@ -88,7 +89,7 @@ class Served:
             yield port
 
     def limit(self, num_streams: int) -> float:
-        """Tokens per second that the first device's bandwidth allows."""
+        """Tokens per second that the first device's bandwidth permits."""
         prompt, answer = map(self.shape.length, STREAMS[num_streams])
         rate = bandwidth(self.backend, self.shape.copy_bytes)
         return num_streams / self.shape.step_seconds(rate, num_streams, prompt + answer // 2)
@@ -102,13 +103,14 @@ def bandwidth(backend: str, nbytes: int) -> float:
 
 @dataclass(frozen=True)
 class StreamTimes:
-    """What streams that ran at once saw.
+    """Measurements of concurrent streams.
 
     Args:
-        rate: tokens per second while all of them ran; where they never all did, of the whole time.
-        overlapped: whether they all ran at once.
-        first_ms: until the first token, of each stream.
-        gaps_ms: between two tokens, of all streams.
+        rate: tokens per second while all streams were running; if they never all were, over the
+            whole time.
+        overlapped: whether all streams ever ran at once.
+        first_ms: time to first token of each stream.
+        gaps_ms: time between two tokens, of all streams.
     """
 
     rate: float
@@ -133,7 +135,7 @@ class StreamTimes:
         return f"{apart}TTFT p50 / p99 {first} ms, ITL {gaps} ms"
 
     def figure(self, name: str, wanted: float | None, context: str = "") -> Figure:
-        """Its tokens per second; the times are told beside them."""
+        """The tokens per second as a figure, with the times as context."""
         shown = f"{self}; {context}" if context else str(self)
         return Figure(name, self.rate, wanted, "tokens/s", context=shown)
 
@@ -145,14 +147,14 @@ def _at(values: tuple[float, ...], percent: int) -> float:
 
 
 def run_streams(port: int, shape: SpeedShape, num_streams: int, sampling: str) -> StreamTimes:
-    """So many streams at once."""
+    """Run that many concurrent streams."""
     prompt, answer = map(shape.length, STREAMS[num_streams])
     requests = [request_of(shape, prompt, answer, sampling) for _ in range(num_streams)]
     return StreamTimes.of(uvloop.run(stream_each(port, requests)))
 
 
 def first_token_ms(port: int, shape: SpeedShape) -> float:
-    """Until the first token of a lone request: the median of some, one after the other."""
+    """Time to first token of a single request: the median of sequential ones."""
     times = []
     for _ in range(NUM_FIRST_TOKENS):
         request = request_of(shape, shape.length(STREAMS[1][0]), 2, "greedy")
@@ -162,13 +164,13 @@ def first_token_ms(port: int, shape: SpeedShape) -> float:
 
 
 def warm(port: int, shape: SpeedShape) -> None:
-    """A few requests of either kind, so that what is measured is no first one."""
+    """Send a few requests of each kind, so that first-time costs are not measured."""
     requests = [request_of(shape, shape.length(64), 8, how) for how in SAMPLINGS for _ in range(2)]
     uvloop.run(stream_each(port, requests))
 
 
 def request_of(shape: SpeedShape, prompt: int, answer: int, sampling: str) -> dict[str, Any]:
-    """A request of these lengths; its prompt is a new one."""
+    """A request with these lengths and a new prompt."""
     ids = _seeds.choices(range(300, shape.fields["vocab_size"]), k=prompt)
     fields = {"prompt": ids, "max_tokens": answer, "ignore_eos": True, "seed": len(ids)}
     return fields | dict(SAMPLINGS[sampling])

@@ -1,4 +1,4 @@
-"""A stand-in for SGLang's prefill and decode servers: they meet in rooms, or answer 400."""
+"""Stand-ins for SGLang's prefill and decode servers: they rendezvous in rooms, or answer 400."""
 
 from __future__ import annotations
 
@@ -21,14 +21,16 @@ BOOTSTRAP_PORT = 9123
 
 @dataclass
 class Room:
-    """Where two halves of a request meet: P's KV waits for D, and D for P's KV."""
+    """The rendezvous of a request's two halves: P waits until D has reserved memory, D for P's
+    KV."""
 
     prefilled: asyncio.Event = field(default_factory=asyncio.Event)
     claimed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class SGLangInstance(FakeInstance):
-    """One half. `rooms` are all pairs' together: (bootstrap host, port, room) -> what is in it."""
+    """A prefill or decode server. `rooms` are shared by all pairs, by (bootstrap host, port,
+    room)."""
 
     def __init__(self, name: str, role: Role, rooms: dict[tuple[str, int, int], Room]) -> None:
         super().__init__(name)
@@ -41,7 +43,8 @@ class SGLangInstance(FakeInstance):
         await super()._answer(seen, writer)
 
     async def _meet(self, body: Json) -> None:
-        """As the two schedulers do: D reserves memory, P computes and sends, D continues."""
+        """Rendezvous as the two schedulers do: D reserves memory, P computes and sends, D
+        continues."""
         if self.behaviour.hangs or self.behaviour.drops:
             return
         key = (body["bootstrap_host"], body["bootstrap_port"], body["bootstrap_room"])
@@ -58,7 +61,7 @@ class SGLangInstance(FakeInstance):
 async def sglang_stand(
     num_prefills: int = 1, num_decodes: int = 1, **config: Any
 ) -> AsyncIterator[Stand]:
-    """Pairs and a proxy in front of them."""
+    """Pairs with a proxy in front of them."""
     rooms: dict[tuple[str, int, int], Room] = {}
     prefills = [SGLangInstance(f"p{i}", Role.PREFILL, rooms) for i in range(num_prefills)]
     decodes = [SGLangInstance(f"d{i}", Role.DECODE, rooms) for i in range(num_decodes)]

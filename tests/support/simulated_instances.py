@@ -1,5 +1,5 @@
-"""Instances that behave as the simulator's nodes, behind sockets: a proxy in front of them serves
-what ``mooncake-conductor simulate`` models."""
+"""Instances that behave like the simulator's nodes, behind sockets: a proxy in front of them serves
+the cluster that ``mooncake-conductor simulate`` models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from mooncake_conductor.simulator.simulation import Cluster
 
 
 class _SimulatedInstance(FakeInstance):
-    """Its clients stay: whether they have left is not looked for, a thousand times a second."""
+    """Does not watch for disconnects, which would cost too much at a thousand requests per
+    second."""
 
     async def _answer_watched(
         self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -41,7 +42,7 @@ class _SimulatedInstance(FakeInstance):
 
 
 class SimulatedPrefill(_SimulatedInstance):
-    """A P that computes as a ``PrefillNode`` does."""
+    """A P that computes like a ``PrefillNode``."""
 
     def __init__(self, name: str, cluster: Cluster) -> None:
         super().__init__(name, Behaviour())
@@ -86,8 +87,8 @@ class SimulatedPrefill(_SimulatedInstance):
 
 
 class SimulatedDecode(_SimulatedInstance):
-    """A D that pulls KV over the cluster's links, and steps as a ``DecodeNode`` does. Its first
-    event comes when the KV is there, its tokens when it has all of them."""
+    """A D that pulls KV over the cluster's links and steps like a ``DecodeNode``. It sends its
+    first event once the KV has arrived, and its tokens once it has all of them."""
 
     def __init__(self, name: str, slot: int, cluster: Cluster, links: LinkCalendar) -> None:
         super().__init__(name, Behaviour())
@@ -132,7 +133,8 @@ class SimulatedDecode(_SimulatedInstance):
         await arrived
 
     def _wake(self) -> None:
-        """As the simulation wakes a node: step until now, come again when the batch changes."""
+        """Wake the node as the simulation does: step until now, and again when the batch
+        changes."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         for decoded in self._node.advance(now):

@@ -1,6 +1,6 @@
-"""Random models whose speed is measured, made where they are going to run: nothing is fetched.
+"""Random models for speed measurements, created where they run: nothing is downloaded.
 
-Speed does not depend on what weights say. A checkpoint is written once, and stays for later runs.
+Speed does not depend on the weights' values. A checkpoint is written once and kept for later runs.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ COPY_ROUNDS, COPIES = 5, 16
 
 @dataclass(frozen=True)
 class SpeedShape:
-    """A random Llama in bfloat16, and how much is asked of it.
+    """A random Llama in bfloat16, and the size of the load.
 
     Args:
         name: of the shape, and of its folder.
         fields: of the config.
-        length_divisor: lengths of prompts and answers are shorter by it.
-        copy_bytes: of the copy that is the measure of the device's bandwidth.
+        length_divisor: divides the lengths of prompts and outputs.
+        copy_bytes: size of the copy that the device's bandwidth is measured with.
     """
 
     name: str
@@ -45,14 +45,15 @@ class SpeedShape:
 
     @property
     def token_bytes(self) -> int:
-        """Of a token's keys and values in all layers."""
+        """Bytes of a token's keys and values in all layers."""
         shape = self.fields
         head_dim = shape["hidden_size"] // shape["num_attention_heads"]
         return 4 * int(shape["num_hidden_layers"] * shape["num_key_value_heads"] * head_dim)
 
     @property
     def weight_bytes(self) -> int:
-        """That a decode step reads: everything but the embeddings, of which it looks up rows."""
+        """Bytes of weights that a decode step reads: all but the embeddings, of which it looks up
+        rows."""
         shape = self.fields
         hidden, kv_heads = shape["hidden_size"], shape["num_key_value_heads"]
         keys_values = 2 * kv_heads * (hidden // shape["num_attention_heads"])
@@ -60,11 +61,11 @@ class SpeedShape:
         return 2 * int(hidden * (shape["num_hidden_layers"] * a_layer + shape["vocab_size"]))
 
     def length(self, tokens: int) -> int:
-        """Of a prompt or an answer."""
+        """Scaled length of a prompt or an output."""
         return max(4, tokens // self.length_divisor)
 
     def step_seconds(self, bytes_per_s: float, rows: int, context: int) -> float:
-        """What reading weights and KV takes of a decode step, at the least."""
+        """Lower bound of a decode step's time: reading weights and KV."""
         return (self.weight_bytes + rows * context * self.token_bytes) / bytes_per_s
 
 
@@ -94,12 +95,12 @@ TINY = SpeedShape(
     length_divisor=8,
     copy_bytes=1 << 20,
 )
-"""To try the code on a CPU; its figures say nothing."""
+"""To try the code on a CPU; its figures mean nothing."""
 SHAPES = {shape.name: shape for shape in (LLAMA_8B, TINY)}
 
 
 def chosen_shape() -> SpeedShape:
-    """The one that the environment names, or else 8 B.
+    """The shape that the environment names; by default 8 B.
 
     Raises:
         ValueError: there is no such shape.
@@ -111,7 +112,7 @@ def chosen_shape() -> SpeedShape:
 
 
 def random_llama(shape: SpeedShape, device: torch.device) -> PreTrainedModel:
-    """Random weights, made on the device."""
+    """A model with random weights, created on the device."""
     with torch.device(device):
         config = LlamaConfig(**shape.fields)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -119,9 +120,10 @@ def random_llama(shape: SpeedShape, device: torch.device) -> PreTrainedModel:
 
 
 def written_checkpoint(shape: SpeedShape, backend: str, folder: Path = FOLDER) -> Path:
-    """A random checkpoint with a tokenizer, made unless it is there: its directory.
+    """A random checkpoint with a tokenizer, created unless it exists; returns its directory.
 
-    A process of its own makes it on the backend's first device, whose memory is free afterwards.
+    A separate process creates it on the backend's first device, so that the device's memory is free
+    afterwards.
     """
     directory = folder / shape.name
     if directory.exists():
@@ -149,8 +151,8 @@ def _write(shape: SpeedShape, backend: str, directory: Path) -> None:
 
 
 def read_rate(backend: Backend, nbytes: int) -> float:
-    """Bytes per second that the first device reads at most, by copies inside it of this size: a
-    copy reads and writes, so it moves twice its size."""
+    """Bytes per second that the first device can read, measured with copies of this size inside it.
+    A copy reads and writes, so it moves twice its size."""
     runtime = backend.runtime
     runtime.bind_thread(0)
     device = runtime.device(0)

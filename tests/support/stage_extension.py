@@ -1,4 +1,4 @@
-"""A worker extension that holds a pipeline's last stage up."""
+"""A worker extension that slows down a pipeline's last stage."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ SLOW = b"slow"
 
 
 class StageExtension:
-    """Two ways to be slow, one of which it is sent.
+    """Slows the last stage in one of two ways, depending on the message that it is sent.
 
-    A folder's name: the first stage notes there which steps it begins, and the last stage waits in
-    the middle of each step, but those that sample, for the note of the next one. So a step gets to
-    its end only if the next has begun before. ``SLOW``: the last stage pauses in every layer.
+    A folder's name: the first stage records in that folder which steps it starts, and the last
+    stage waits in the middle of each non-sampling step for the record of the next one. So a step
+    completes only if the next one has started before. ``SLOW``: the last stage sleeps in every
+    layer.
     """
 
     def __init__(self, context: ExtensionContext) -> None:
@@ -28,13 +29,13 @@ class StageExtension:
         self._is_slow = False
 
     def receive(self, message: bytes) -> None:
-        """Say how to be slow; answered with ``ready``."""
+        """Choose how to slow down; answered with ``ready``."""
         self._is_slow = message == SLOW
         self._notes = None if self._is_slow else Path(message.decode())
         self._context.emit(b"ready")
 
     def begin_step(self, plan: StepPlan) -> LayerDone | None:
-        """Leave a note, or wait for it once a layer has run; or pause."""
+        """Record the step, wait for the next step's record once a layer has run, or sleep."""
         if self._is_slow and not self._is_first:
             return lambda layer: time.sleep(PAUSE_S)
         if self._notes is None or not plan.sequences:

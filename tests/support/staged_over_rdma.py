@@ -1,4 +1,4 @@
-"""Cases of ``staged`` where both hosts have a NIC: what is packed goes over rdma."""
+"""Test cases of ``staged`` between hosts with NICs, where staging buffers move over rdma."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class StagedOverRdma(TransportKit):
         return replace(super().options(), device=DEVICE)
 
     def test_rdma_is_what_moves_it(self, caplog: pytest.LogCaptureFixture) -> None:
-        """And not tcp, which is there as well."""
+        """Not tcp, which is available as well."""
         caplog.set_level(logging.INFO, "mooncake_hal.negotiation")
         here, there = self.buffer(MIB), self.buffer(MIB)
         there.put(self.rng.integers(0, 256, MIB, np.uint8))

@@ -19,13 +19,13 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16)
 
 @dataclass
 class RunningRequest:
-    """One request under way.
+    """One request in flight.
 
     Args:
         request_id: its id.
         prompt: its tokens.
-        sampling: how to choose; runs for ``max_tokens``, end tokens are not looked at.
-        seed: of its draws.
+        sampling: its parameters; it runs for ``max_tokens``, end tokens are ignored.
+        seed: of its random draws.
     """
 
     request_id: str
@@ -38,7 +38,7 @@ class RunningRequest:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens known."""
+        """Number of known tokens."""
         return len(self.prompt) + len(self.sampled)
 
     @property
@@ -53,17 +53,17 @@ class RunningRequest:
 
 
 class Stepper:
-    """Runs requests to their end: all decodes of a step first, then prompts in chunks.
+    """Runs requests to completion: all decodes of a step first, then prompts in chunks.
 
     Args:
-        executor: what runs the plans.
-        chunk: most prompt tokens of one request per step.
+        executor: runs the plans.
+        chunk: maximum prompt tokens of one request per step.
     """
 
     def __init__(self, executor: Executor, chunk: int = 64) -> None:
         self._executor = executor
         self._chunk = chunk
-        # taken from the end: block 0, where warm-up wrote and padding points, comes last
+        # allocated from the end: block 0, which warm-up writes and padding addresses, comes last
         self._free: list[int] = list(range(executor.info.num_blocks))
         self._step = 0
 

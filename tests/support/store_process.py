@@ -25,9 +25,9 @@ CHUNK_BYTES = 256 << 10
 
 
 class StoreProcess:
-    """A store of its own process; ``options`` are the command's, ``--dram`` included.
+    """A store in a process of its own; ``options`` are those of the command, ``--dram`` included.
 
-    ``prefix`` goes before the command: what it is run by.
+    ``prefix`` is a command that runs the store's command.
     """
 
     def __init__(self, directory, *options, port=0, prefix=(), secret=SECRET):
@@ -61,7 +61,7 @@ class StoreProcess:
         return self._process.pid
 
     def send(self, number):
-        """Send a signal; a process that is to stop has stopped, in all of its threads."""
+        """Send a signal; after SIGSTOP, wait until all threads have stopped."""
         os.kill(self.pid, number)
         deadline = time.monotonic() + START_S
         while number == signal.SIGSTOP and not all(map(_is_stopped, self._threads())):
@@ -72,14 +72,14 @@ class StoreProcess:
         return Path(f"/proc/{self.pid}/task").glob("*/stat")
 
     def end(self, number=signal.SIGTERM):
-        """Send a signal and wait; returns the status."""
+        """Send a signal and wait for the exit; returns the status."""
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGCONT)
             self._process.send_signal(number)
         return self.wait(START_S)
 
     def wait(self, timeout_s):
-        """Its status once it has ended."""
+        """The exit status, once it has exited."""
         status = self._process.wait(timeout_s)
         self._process.stdout.close()
         self.log.close()
@@ -90,15 +90,15 @@ def _is_stopped(stat):
     try:
         return stat.read_text().rpartition(")")[2].split()[0] == "T"
     except FileNotFoundError:
-        return True  # that thread has ended
+        return True  # the thread has exited
 
 
 class WrongBytes(AssertionError):
-    """A hit was not what was put."""
+    """The bytes of a hit differ from those that were put."""
 
 
 class Rank:
-    """Memory of a process that uses a store: registered with transports, with a session."""
+    """The memory of a process that uses a store: registered with transports, with a session."""
 
     def __init__(self, address, transport="shm", num_chunks=4, chunk_bytes=CHUNK_BYTES):
         self.client = StoreClient(address, "rank")
@@ -130,7 +130,7 @@ class Rank:
         return Spans(local, arena.address + offsets, np.full(len(handles), size, np.uint64))
 
     def put(self, numbers, timeout=30):
-        """Put chunks whose bytes say their numbers; whether each was stored."""
+        """Put chunks with contents derived from their numbers; returns whether each was stored."""
         arena = self.client.arena
         grants = self.client.reserve([chunk(number) for number in numbers]).result(60)
         handles = [grant for grant in grants if isinstance(grant, WriteHandle)]
@@ -169,10 +169,10 @@ class Rank:
 
 
 def chunk(number, tenant=""):
-    """A chunk of its own sequence."""
+    """A chunk of a sequence of its own."""
     return Chunk(b"chunk-%d" % number, None, 0, CHUNK_BYTES, 16, tenant)
 
 
 def content(number):
-    """The bytes of a chunk: all over it, its number."""
+    """The bytes of a chunk: its number, repeated."""
     return np.resize(np.frombuffer(b"<%d>" % number * 9, np.uint8), CHUNK_BYTES)

@@ -1,7 +1,7 @@
-"""Streamed completions read by many connections at once, and what the server's processors paid.
+"""Concurrent streamed completions over many connections, and the CPU time that a server spent.
 
-The client shares the processors with what it measures, so it wants uvloop: with asyncio's own loop
-it takes 6 ms to read what 256 streams get in a step.
+The client shares the CPUs with the server that it measures, so it needs uvloop: asyncio's own loop
+takes 6 ms to read what 256 streams receive in a step.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class StreamReader(asyncio.Protocol):
-    """One streamed completion: when it was asked for, and when its tokens came, in seconds.
+    """One streamed completion: when it was requested and when its tokens arrived, in seconds.
 
     Args:
-        request: bytes of it.
+        request: its bytes.
     """
 
     def __init__(self, request: bytes) -> None:
@@ -58,21 +58,22 @@ class StreamReader(asyncio.Protocol):
 async def stream_all(
     port: int, num_streams: int, num_tokens: int, more: Mapping[str, Any] | None = None
 ) -> list[list[float]]:
-    """When each stream's tokens came, in seconds; ``more`` are further fields of the request."""
+    """Arrival times of each stream's tokens, in seconds; ``more`` are further fields of the
+    request."""
     fields = {"prompt": "a" * 16, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     readers = await stream_each(port, [fields | dict(more or {})] * num_streams)
     return [reader.times for reader in readers]
 
 
 async def stream_each(port: int, requests: Sequence[Mapping[str, Any]]) -> list[StreamReader]:
-    """Stream them all at once: fields of each, but for ``stream``.
+    """Run all streams concurrently; each request is given by its fields, except for ``stream``.
 
     Raises:
-        ConnectionError: an answer has another status than 200, or is cut.
+        ConnectionError: an answer has another status than 200, or is truncated.
     """
     loop = asyncio.get_running_loop()
     async with AsyncExitStack() as stack:
-        stack.push_async_callback(asyncio.sleep, 0.1)  # until all have been closed
+        stack.push_async_callback(asyncio.sleep, 0.1)  # until all connections have been closed
         readers = []
         for fields in requests:
             body = json.dumps({**fields, "stream": True})
@@ -90,12 +91,12 @@ async def stream_each(port: int, requests: Sequence[Mapping[str, Any]]) -> list[
 
 
 def shared_time(times: Sequence[Sequence[float]]) -> tuple[float, float]:
-    """Between these two all streams run."""
+    """Start and end of the time in which all streams run."""
     return max(stream[0] for stream in times), min(stream[-1] for stream in times)
 
 
 def steady_rate(times: Sequence[Sequence[float]]) -> float:
-    """Tokens per second while all streams run; 0 where they never all do."""
+    """Tokens per second while all streams run; 0 if they never all do."""
     start, end = shared_time(times)
     if end <= start:
         return 0.0
@@ -103,7 +104,7 @@ def steady_rate(times: Sequence[Sequence[float]]) -> float:
 
 
 def cpu_seconds(pid: int) -> float:
-    """Of a process and all that it has started, so far."""
+    """CPU seconds of a process and all of its descendants so far."""
     pids = [pid, *descendants(pid)]
     stats = (Path(f"/proc/{found}/stat").read_text().rpartition(")")[2].split() for found in pids)
     return sum(int(fields[11]) + int(fields[12]) for fields in stats) / _TICKS

@@ -1,5 +1,5 @@
-"""Ranks as threads of one process, in a real group over loopback: cheap, and their parts can be
-compared."""
+"""Ranks as threads of one process, in a real group over loopback: cheap, and their results can be
+compared directly."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class CountingGroup(GlooCommunicator):
-    """Notes the bytes that leave this rank for others, all-to-all by all-to-all."""
+    """Records the bytes that each all-to-all sends from this rank to others."""
 
     def __init__(self, group: GroupSpec) -> None:
         super().__init__(group, 0)
@@ -32,7 +32,7 @@ class CountingGroup(GlooCommunicator):
 
 
 def on_ranks(ranks: int, run: Callable[[CountingGroup], Result]) -> list[Result]:
-    """What each rank of a group makes of it."""
+    """Each rank's result."""
     meeting = _free_address()
 
     def one(rank: int) -> Result:
@@ -49,13 +49,13 @@ def on_ranks(ranks: int, run: Callable[[CountingGroup], Result]) -> list[Result]
 def on_data_parallel_ranks(
     dp_size: int, tp_size: int, run: Callable[[int, CountingGroup | None, CountingGroup], Result]
 ) -> list[Result]:
-    """What each rank makes of it, data-parallel rank after data-parallel rank.
+    """Each rank's result, one data-parallel rank after another.
 
     Args:
         dp_size: data-parallel ranks.
-        tp_size: ranks of each.
-        run: gets the number of its data-parallel rank, the tensor-parallel group if there is one,
-            and the group of all.
+        tp_size: tensor-parallel ranks of each.
+        run: called with the number of its data-parallel rank, the tensor-parallel group if there is
+            one, and the group of all ranks.
     """
     stages = [_free_address() for _ in range(dp_size)]
 

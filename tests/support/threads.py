@@ -10,7 +10,8 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def single_thread() -> Iterator[None]:
-    """One thread: two would wait for each other wherever something else runs on the machine."""
+    """Compute with one thread: two would wait for each other whenever the machine runs something
+    else."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -1,7 +1,7 @@
 """A third-party transport for tests: shared memory over a link of a given speed.
 
 All transfers of a process share the link, one after another, as on a wire; ``LINK`` belongs to the
-process that imports it. Installed as any plugin is, by an entry point.
+process that imports it. Installed like any plugin, by an entry point.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ METADATA = "Metadata-Version: 2.1\nName: throttled-transport\nVersion: 1\n"
 
 
 def install(directory: Path) -> Path:
-    """Write what makes the plugin installed for whoever has ``directory`` on its path."""
+    """Write the metadata that installs the plugin for processes with ``directory`` on their
+    path."""
     info = directory / "throttled_transport-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(METADATA)
@@ -48,7 +49,7 @@ class Link:
         self._lock = threading.Lock()
 
     def reserve(self, nbytes: int) -> float:
-        """When a transfer that is asked for now has passed, on the monotonic clock."""
+        """The time on the monotonic clock at which a transfer that is requested now completes."""
         with self._lock:
             begins_at = max(self._free_at, time.monotonic())
             self._free_at = begins_at + nbytes / self.bytes_per_s
@@ -59,7 +60,7 @@ LINK = Link()
 
 
 class ThrottledTransfer:
-    """A transfer that is done when the link has carried it."""
+    """A transfer that is complete once the link has carried it."""
 
     def __init__(self, inner: Transfer, done_at: float) -> None:
         self._inner = inner
@@ -101,7 +102,7 @@ class ThrottledPeer:
 
 
 class ThrottledEndpoint(GatedEndpoint):
-    """An end of it."""
+    """An endpoint of the throttled transport."""
 
     transport = NAME
 
@@ -120,7 +121,7 @@ class ThrottledTransport(GatedTransport):
 
 @hookimpl
 def mooncake_hal_transport() -> TransportSpec:
-    """Offer the transport; it has to be asked for."""
+    """Offer the transport; it is used only where it is requested."""
     return TransportSpec(
         NAME, API_VERSION, 1, lambda: Availability(True), lambda: ThrottledTransport(load_shm())
     )

@@ -1,4 +1,4 @@
-"""What the tests of transports share."""
+"""Helpers of the transports' tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 
 def tls_settings() -> dict[str, str]:
-    """Return extra settings of tcp with a self-signed certificate for the loopback addresses."""
+    """Return additional settings of tcp: a self-signed certificate for the loopback addresses."""
     openssl = shutil.which("openssl")
     if openssl is None:
         pytest.skip("needs the openssl program to make a certificate")
