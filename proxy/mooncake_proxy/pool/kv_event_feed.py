@@ -111,11 +111,11 @@ class KVEventFeed:
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
-    def follow(self, name: str, endpoints: KVEventEndpoints) -> None:
+    def subscribe(self, name: str, endpoints: KVEventEndpoints) -> None:
         """Subscribe to a publisher, and request a snapshot of what it holds."""
         self._commands.put(lambda: self._subscribe(name, endpoints))
 
-    def leave(self, name: str) -> None:
+    def unsubscribe(self, name: str) -> None:
         """Unsubscribe from a publisher."""
         self._commands.put(lambda: self._unsubscribe(name))
 

@@ -175,7 +175,7 @@ class ConductorFleet:
             self.conductor.fleet.share_prefixes(
                 slot, sends=use is not None and use.store is not None, fetches=use is not None
             )
-            self.holdings.follow(slot, now)
+            self.holdings.update_subscriptions(slot, now)
 
     def cached_on_ranks(self, instance: Instance, keys: Keys) -> list[int]:
         """Leading prompt tokens cached on each data-parallel rank; empty if ranks don't publish."""

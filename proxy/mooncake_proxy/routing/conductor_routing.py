@@ -290,8 +290,8 @@ class ConductorRouting:
         return self._feed
 
     def _deliver(self, delivery: KVEventDelivery) -> Iterator[None]:
-        yield from self.pairs.holdings.take(delivery)
-        yield from self.whole.holdings.take(delivery)
+        yield from self.pairs.holdings.apply(delivery)
+        yield from self.whole.holdings.apply(delivery)
 
     def _note(self, context: RequestContext, routed: RoutedRequest) -> None:
         context.routed = routed

@@ -97,7 +97,7 @@ class FleetHoldings:
             held.estimated = ChunkCache(self._num_chunks)
             held.on_devices.cleared(slot)
 
-    def follow(self, slot: int, now: float) -> None:
+    def update_subscriptions(self, slot: int, now: float) -> None:
         """Subscribe to the events of an instance and its store, if their endpoints have changed."""
         held = self._slots[slot]
         own, store = held.instance.kv_events, held.instance.store_kv_events
@@ -123,7 +123,7 @@ class FleetHoldings:
             self._subscribe(slot, held.store_name, store, publishers[-1], blocks)
             held.retry_snapshot_at = now + SNAPSHOT_RETRY_S
 
-    def take(self, delivery: KVEventDelivery) -> Iterator[None]:
+    def apply(self, delivery: KVEventDelivery) -> Iterator[None]:
         """Apply a delivery of events.
 
         Yields between portions, so that the event loop can run other work, but no other delivery.
@@ -199,11 +199,11 @@ class FleetHoldings:
             namespace=endpoints.namespace or "",
         )
         self._publishers[name] = slot
-        self._feed().follow(name, endpoints)
+        self._feed().subscribe(name, endpoints)
 
     def _unsubscribe(self, held: _SlotHoldings) -> None:
         for name, stream in held.streams.items():
-            self._feed().leave(name)
+            self._feed().unsubscribe(name)
             stream.end()
             del self._publishers[name]
         held.streams.clear()

@@ -21,10 +21,10 @@ class Feed:
     def __init__(self) -> None:
         self.asked: list[str] = []
 
-    def follow(self, name: str, endpoints: KVEventEndpoints) -> None:
+    def subscribe(self, name: str, endpoints: KVEventEndpoints) -> None:
         """Nothing is published by itself."""
 
-    def leave(self, name: str) -> None:
+    def unsubscribe(self, name: str) -> None:
         """The same."""
 
     def snapshot(self, name: str) -> None:
@@ -40,7 +40,7 @@ def fleet(num_instances: int) -> tuple[FleetHoldings, ChunkIndex, Feed]:
             name=f"i{slot}", kv_events=None, store_kv_events=KVEventEndpoints(f"tcp://s{slot}")
         )
         holdings.join(slot, instance)
-        holdings.follow(slot, now=0.0)
+        holdings.update_subscriptions(slot, now=0.0)
     return holdings, index, feed
 
 
@@ -67,13 +67,13 @@ def snapshot(num_chunks: int) -> KVEventDelivery:
 
 def take(holdings: FleetHoldings, what: KVEventDelivery) -> int:
     """Returns in how many portions."""
-    return 1 + sum(1 for _ in holdings.take(what))
+    return 1 + sum(1 for _ in holdings.apply(what))
 
 
 def test_a_snapshot_is_taken_in_portions() -> None:
     holdings, index, _ = fleet(1)
     assert take(holdings, snapshot(3)) == 1
-    portions = holdings.take(snapshot(2 * PORTION_BLOCKS + 1))
+    portions = holdings.apply(snapshot(2 * PORTION_BLOCKS + 1))
     for number in (1, 2):
         next(portions)
         assert index.digest(0, Tier.HOST)[0] == number * PORTION_BLOCKS
@@ -84,13 +84,13 @@ def test_a_snapshot_is_taken_in_portions() -> None:
 def test_the_rest_of_a_snapshot_is_not_taken_where_its_publisher_has_left() -> None:
     """Another instance may have the slot by then."""
     holdings, index, feed = fleet(1)
-    portions = holdings.take(snapshot(3 * PORTION_BLOCKS))
+    portions = holdings.apply(snapshot(3 * PORTION_BLOCKS))
     next(portions)
     instance = holdings._slots[0].instance
     holdings.leave(0)
     index.cleared(0)
     holdings.join(0, instance)
-    holdings.follow(0, now=0.0)
+    holdings.update_subscriptions(0, now=0.0)
     assert next(portions, "taken") == "taken"
     assert index.digest(0, Tier.HOST)[0] == 0
     assert take(holdings, delivery(0, 0)) == 1
