@@ -146,7 +146,7 @@ class ConductorFleet:
         """The slot of an instance."""
         return self._slots.get(instance.name)
 
-    def follow_pool(self, now: float) -> None:
+    def sync_with_pool(self, now: float) -> None:
         """Update the slots after a change of the pool.
 
         New instances get a slot. Instances that have left the pool or switched their role lose
@@ -192,7 +192,7 @@ class ConductorFleet:
         now: float,
     ) -> RoutedRequest | None:
         """Choose both instances of a request. None if there is no pair to choose from."""
-        self.follow_pool(now)
+        self.sync_with_pool(now)
         fleet = self.conductor.fleet
         if not len(fleet.prefill_slots) or not len(fleet.decode_slots):
             return None
@@ -214,7 +214,7 @@ class ConductorFleet:
         self, routed: RoutedRequest, tried: Collection[Instance], now: float
     ) -> RoutedRequest | None:
         """Place a request again, avoiding `tried`. None if the conductor would refuse it."""
-        self.follow_pool(now)
+        self.sync_with_pool(now)
         self.conductor.ended(routed.request.request_id, now)
         fleet = self.conductor.fleet
         if not len(fleet.prefill_slots) or not len(fleet.decode_slots):
@@ -227,7 +227,7 @@ class ConductorFleet:
         self, routed: RoutedRequest, tried: Collection[Instance], now: float
     ) -> None:
         """Bind a request to another decode instance, avoiding `tried`."""
-        self.follow_pool(now)
+        self.sync_with_pool(now)
         slot = self.conductor.decode_elsewhere(
             routed.request.request_id, self._slots_of(tried), now
         )
@@ -290,7 +290,7 @@ class ConductorFleet:
         is_snapshot: bool = False,
     ) -> None:
         """Apply reservation changes of another proxy process that uses the same instances."""
-        self.follow_pool(now)
+        self.sync_with_pool(now)
         for made, event in self.exchange.follow(owner, changes, now, is_snapshot=is_snapshot):
             if event is ReservationEvent.PREFILLED:
                 self.holdings.note_processed(made.choice.slot, made.request.keys)
@@ -299,7 +299,7 @@ class ConductorFleet:
 
     def sweep(self, now: float) -> None:
         """Release overdue reservations, and forget chunks that no instance holds."""
-        self.follow_pool(now)
+        self.sync_with_pool(now)
         self.conductor.book.sweep(now)
         self.holdings.sweep(now)
         self.conductor.index.collect(1)

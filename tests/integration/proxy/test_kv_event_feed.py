@@ -60,7 +60,7 @@ def follow(s: Stand, url: str, *publishers: FaultyPublisher) -> ConductorFleet:
         data_parallel_size=len(publishers),
     )
     pool.note_compatibility(instance, report)
-    fleet.follow_pool(s.app.router.now())
+    fleet.sync_with_pool(s.app.router.now())
     return fleet
 
 
@@ -177,7 +177,7 @@ def follow_store(s: Stand, url: str, store: NodeStore) -> ConductorFleet:
     known = instance.compatibility
     use = PoolUse(None, endpoints)
     pool.note_compatibility(instance, replace(known, engine_id=known.engine_id or url, kv_pool=use))
-    fleet.follow_pool(s.app.router.now())
+    fleet.sync_with_pool(s.app.router.now())
     return fleet
 
 
@@ -296,7 +296,7 @@ def test_removed_instance_is_unsubscribed() -> None:
                 await until(lambda: bool(claimed(fleet, url, publisher.keys())))
                 spec = pool.get(url).spec
                 pool.remove(url)
-                fleet.follow_pool(s.app.router.now())
+                fleet.sync_with_pool(s.app.router.now())
                 held = publisher.keys()
                 assert not any(fleet.conductor.index.num_copies(key) for key in held)
                 pool.add(spec)
@@ -315,7 +315,7 @@ def test_briefly_unreachable_instance_stays_subscribed() -> None:
                 fleet = follow(s, url, publisher)
                 await until(lambda: claimed(fleet, url, publisher.keys()) == publisher.keys())
                 pool.set_up(pool.get(url), up=False, error="checks came late")
-                fleet.follow_pool(s.app.router.now())
+                fleet.sync_with_pool(s.app.router.now())
                 publisher.store(list(range(5000, 5640)))
                 await until(lambda: claimed(fleet, url, publisher.keys()) == publisher.keys())
 

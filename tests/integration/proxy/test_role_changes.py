@@ -35,7 +35,7 @@ def hurry(s: Stand, mode: str) -> None:
 
 def overload_prefill(s: Stand) -> None:
     """Give every P a queue of several hours."""
-    conductor_of(s).pairs.follow_pool(s.app.router.now())
+    conductor_of(s).pairs.sync_with_pool(s.app.router.now())
     fleet = conductor_of(s).pairs.conductor.fleet
     for slot in fleet.prefill_slots:
         fleet.queues.enter(int(slot), "long", 3600.0, 1, s.app.router.now())
