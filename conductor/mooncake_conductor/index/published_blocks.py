@@ -91,12 +91,12 @@ class BlockNames:
             self._added.append(hash_)
 
     def await_end(self, hash_: int, place: Callable[[int], None]) -> None:
-        """Have ``tell`` call ``place`` with the hash once that block has been added."""
+        """Have ``run_callbacks`` call ``place`` with the hash once that block has been added."""
         self._awaited.setdefault(hash_, {})[place] = None
         if len(self._awaited) > self._capacity:
             self._awaited.popitem(last=False)
 
-    def tell(self) -> Iterator[None]:
+    def run_callbacks(self) -> Iterator[None]:
         """Call the waiting callbacks for all added blocks, including those that callbacks add.
 
         Yields between portions.

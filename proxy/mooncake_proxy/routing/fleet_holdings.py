@@ -146,7 +146,7 @@ class FleetHoldings:
             if stream.has_ended:
                 return  # the publisher left while its snapshot was applied
             self._send_request(delivery.name, request)
-        yield from self._store_blocks.tell()
+        yield from self._store_blocks.run_callbacks()
 
     def note_processed(self, slot: int, keys: Sequence[int]) -> None:
         """Add the chunks of a processed prompt to the estimate of an instance without events."""

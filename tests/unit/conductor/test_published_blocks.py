@@ -134,7 +134,7 @@ class Stores:
     def publish(self, store: int, *events: BlocksStored | BlocksRemoved) -> None:
         stream = self.streams[store]
         stream.receive(stream.expected, EventBatch(float(stream.expected), events))
-        for _ in self.names.tell():
+        for _ in self.names.run_callbacks():
             pass
 
     def held(self, store: int, tier: Tier = Tier.HOST) -> int:
