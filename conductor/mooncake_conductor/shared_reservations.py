@@ -128,7 +128,7 @@ class ReservationExchange:
             changes.append(self._moved(event, made))
         return changes
 
-    def follow(
+    def apply(
         self,
         owner: str,
         changes: Iterable[ReservationChange],

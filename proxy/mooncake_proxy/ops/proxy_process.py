@@ -55,7 +55,7 @@ class ProxyProcess:
         )
         if link is not None:
             self.registrations.forward = link.broadcast
-            link.on_registration = self.registrations.follow
+            link.on_registration = self.registrations.apply
 
     def change(self, change: MembershipChange) -> Instance | None:
         """Apply a change of the pool, and publish it to the other workers."""

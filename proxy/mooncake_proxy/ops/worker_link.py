@@ -309,7 +309,7 @@ class WorkerLink:
         """Apply losses, usage and reservations of another worker."""
         if isinstance(message, LossMessage):
             assert self._suspects is not None
-            self._suspects.follow(message.key, message.instance, message.began, message.now)
+            self._suspects.apply(message.key, message.instance, message.began, message.now)
         elif isinstance(message, UsageMessage):
             assert self._limits is not None
             self._limits.spent_elsewhere(message.usage)

@@ -108,7 +108,7 @@ class Registrations:
             source=SOURCE,
             lease_s=message.lease_s,
         )
-        instance = self.follow(change)
+        instance = self.apply(change)
         self._seen.pop(url, None)
         self._seen[url] = (message.started_at, message.number)
         if len(self._seen) > MAX_KNOWN:
@@ -116,7 +116,7 @@ class Registrations:
         self.forward(change)
         return instance
 
-    def follow(self, change: MembershipChange) -> Instance | None:
+    def apply(self, change: MembershipChange) -> Instance | None:
         """Apply a change that this or another worker has verified."""
         name = str(Origin.parse(change.url))
         if change.operation is not ChangeOperation.ADD:

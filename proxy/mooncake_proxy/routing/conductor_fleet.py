@@ -281,7 +281,7 @@ class ConductorFleet:
         """Report that a request failed, was refused, or that its client disconnected."""
         self.conductor.ended(routed.request.request_id, now)
 
-    def follow(
+    def apply(
         self,
         owner: str,
         changes: Sequence[ReservationChange],
@@ -291,7 +291,7 @@ class ConductorFleet:
     ) -> None:
         """Apply reservation changes of another proxy process that uses the same instances."""
         self.sync_with_pool(now)
-        for made, event in self.exchange.follow(owner, changes, now, is_snapshot=is_snapshot):
+        for made, event in self.exchange.apply(owner, changes, now, is_snapshot=is_snapshot):
             if event is ReservationEvent.PREFILLED:
                 self.holdings.note_processed(made.choice.slot, made.request.keys)
             elif event is ReservationEvent.JOINED:

@@ -181,7 +181,7 @@ class ConductorRouting:
         self.pairs.exchange.start(partial(publish, False))
         self.whole.exchange.start(partial(publish, True))
 
-    def follow(
+    def apply(
         self,
         owner: str,
         is_whole: bool,
@@ -191,7 +191,7 @@ class ConductorRouting:
     ) -> None:
         """Apply reservations of another proxy process; those in a snapshot may be known already."""
         fleet = self.whole if is_whole else self.pairs
-        fleet.follow(owner, changes, self._now(), is_snapshot=is_snapshot)
+        fleet.apply(owner, changes, self._now(), is_snapshot=is_snapshot)
 
     def snapshot(self) -> list[tuple[bool, list[ReservationChange]]]:
         """All reservations of this process; the flag marks requests that one instance serves."""

@@ -75,7 +75,7 @@ class ReceivedReports:
             self.named = set()
         for news in report.news:
             if news.owner == report.owner:
-                named = sharing.follow(news, is_snapshot=report.is_snapshot)
+                named = sharing.apply(news, is_snapshot=report.is_snapshot)
                 if self.named is not None:
                     self.named |= named
         if report.ends_snapshot and self.named is not None:
@@ -117,7 +117,7 @@ class ReservationSharing:
         report = _report_decoder.decode(message)
         self._received.setdefault(report.owner, ReceivedReports()).take(report, self)
 
-    def follow(self, news: ReservationNews, *, is_snapshot: bool = False) -> set[str]:
+    def apply(self, news: ReservationNews, *, is_snapshot: bool = False) -> set[str]:
         """Apply another process's changes. Those of a model without instances here are ignored.
 
         Returns:
@@ -126,7 +126,7 @@ class ReservationSharing:
         changes = _decoder.decode(news.changes)
         for router in self._routers:
             if router.model == news.model and router.conductor is not None:
-                router.conductor.follow(news.owner, news.is_whole, changes, is_snapshot=is_snapshot)
+                router.conductor.apply(news.owner, news.is_whole, changes, is_snapshot=is_snapshot)
         return {change.request_id for change in changes}
 
     def snapshot(self) -> list[ReservationNews]:

@@ -76,7 +76,7 @@ class SuspectBodies:
             self.publish(key, instance, began, now)
         return self._note(key, instance, began, now)
 
-    def follow(self, key: bytes, instance: str, began: float, now: float) -> None:
+    def apply(self, key: bytes, instance: str, began: float, now: float) -> None:
         """Apply a change that another worker has published.
 
         An empty `instance` means that the body was answered.

@@ -17,7 +17,7 @@ def connect(first: Member, second: Member, clock: list[float]) -> None:
     for one, other in ((first, second), (second, first)):
 
         def publish(change, one=one, other=other) -> None:
-            other.exchange.follow(one.owner, [decode(encode(change))], clock[0])
+            other.exchange.apply(one.owner, [decode(encode(change))], clock[0])
 
         one.exchange.start(publish)
 
@@ -106,7 +106,7 @@ def test_reservations_of_a_departed_owner_are_released() -> None:
 )
 def test_change_with_unknown_names_is_ignored(change: ReservationChange) -> None:
     member = Member("b", NAMES)
-    member.exchange.follow("a", [change], 0.0)
+    member.exchange.apply("a", [change], 0.0)
     assert len(member.conductor.book) == 0
     assert len(member.conductor.ledger) == 0
 

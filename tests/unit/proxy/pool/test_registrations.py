@@ -166,13 +166,13 @@ def test_other_workers_keep_the_same_leases(pools: ModelPools, clock: Clock) -> 
     first = Registrations(ModelPools(pools._context), clock, SECRET, told.append)
     second = Registrations(pools, clock)
     announce(first, 0)
-    second.follow(told[-1])
+    second.apply(told[-1])
     clock.now += 14
     announce(first, 1)
-    second.follow(told[-1])
+    second.apply(told[-1])
     clock.now += 14
     second.expire()
     assert names(pools) == [URL]
     announce(first, 2, is_leaving=True)
-    second.follow(told[-1])
+    second.apply(told[-1])
     assert names(pools) == []

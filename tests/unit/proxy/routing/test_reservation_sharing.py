@@ -31,10 +31,10 @@ class OneConductor:
         for changes in self.member.exchange.portions(lambda: self.clock[0]):
             yield False, changes
 
-    def follow(
+    def apply(
         self, owner: str, _: bool, changes: list[ReservationChange], *, is_snapshot: bool
     ) -> None:
-        self.member.exchange.follow(owner, changes, self.clock[0], is_snapshot=is_snapshot)
+        self.member.exchange.apply(owner, changes, self.clock[0], is_snapshot=is_snapshot)
 
     def retain(self, owner: str, request_ids: Collection[str]) -> None:
         self.member.exchange.retain(owner, request_ids, self.clock[0])
