@@ -1,9 +1,10 @@
-# Sourced by ci/test-cuda and ci/bench-cuda: what a machine with a GPU must have, and what pip adds.
+# Sourced by ci/test-cuda and ci/bench-cuda: checks what a machine with a GPU must have, and installs
+# what pip can provide.
 #
-#   require_gpu           ends with 77 without a GPU, and with 1 and the reason where one is and the
-#                         backend can't use it; prints what there is
-#   install_sanitizer     $sanitizer is compute-sanitizer: the toolkit's, or else PyPI's
-#   install_flashinfer    FlashInfer, and nvcc with which it compiles its kernels
+#   require_gpu           exits 77 without a GPU, and 1 with the reason if the backend can't use it;
+#                         prints a line about the GPUs
+#   install_sanitizer     sets $sanitizer to compute-sanitizer: the toolkit's, or else PyPI's
+#   install_flashinfer    installs FlashInfer, and nvcc, with which it compiles its kernels
 # shellcheck shell=bash
 # shellcheck source=ci/environment.sh
 . ci/environment.sh
@@ -15,14 +16,14 @@ fail() { # REASON
 
 require_gpu() {
     compgen -G '/dev/nvidia[0-9]*' > /dev/null || { echo "skipped: no CUDA device (/dev/nvidia0)"; exit 77; }
-    command -v "${CC:-gcc}" > /dev/null || fail "triton compiles its launchers: apt-get install gcc g++"
+    command -v "${CC:-gcc}" > /dev/null || fail "no C compiler, which Triton needs for its launchers: apt-get install gcc g++"
     local header='import sysconfig, pathlib, sys; sys.exit(not pathlib.Path(sysconfig.get_path("include"), "Python.h").exists())'
-    "${PYTHON:-python3}" -c "$header" || fail "Python.h is not there: apt-get install python3-dev"
-    "${PYTHON:-python3}" -c 'import ensurepip' || fail "no venv can be made: apt-get install python3-venv"
+    "${PYTHON:-python3}" -c "$header" || fail "no Python.h: apt-get install python3-dev"
+    "${PYTHON:-python3}" -c 'import ensurepip' || fail "can't create a venv: apt-get install python3-venv"
     ci/install dev
     found=$(.venv/bin/python ci/cuda_facts.py) || fail "$found"
     echo "$found"
-    # shellcheck disable=SC2034  # for whoever sources this
+    # shellcheck disable=SC2034  # used by the scripts that source this
     pip_into .venv
     cuda=$(.venv/bin/python -c 'import torch; print(torch.version.cuda)')
 }
@@ -48,7 +49,7 @@ install_flashinfer() {
     [ "${cuda%%.*}" -ge 13 ] || fail "FlashInfer compiles its kernels: install CUDA $cuda's nvcc, and put it on PATH"
     "${pip[@]}" "cuda-toolkit[nvcc,cudart,cccl,curand,cublas]==$cuda.*"
     CUDA_HOME=$(dirname "$(dirname "$(find "$PWD/.venv/lib" -path '*/bin/nvcc' | head -1)")")
-    # wheels have no names for the linker
+    # the wheels lack the lib*.so names that the linker looks for
     local links=$PWD/.cache/cuda-links library
     mkdir -p "$links"
     for library in "$CUDA_HOME"/lib/lib*.so.*; do

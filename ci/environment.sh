@@ -1,9 +1,9 @@
-# Sourced: environments that are made once, and again when what they are made from has changed.
+# Sourced: creates virtual environments once, and again when the files that they are built from change.
 #
-#   if outdated STAMP FILE...; then         # not made yet, or not from these files as they are
-#       new_environment VENV                 # an empty one; "${pip[@]}" installs into it
+#   if outdated STAMP FILE...; then         # not built yet, or built from other versions of the files
+#       new_environment VENV                 # creates an empty one; "${pip[@]}" installs into it
 #       "${pip[@]}" torch
-#       finished STAMP                       # only now it counts as made
+#       finished STAMP                       # marks it as complete
 #   fi
 # shellcheck shell=bash
 
@@ -19,10 +19,10 @@ new_environment() { # VENV [NOTE]
 }
 
 pip_into() { # VENV
-    # shellcheck disable=SC2034  # for whoever sources this
+    # shellcheck disable=SC2034  # used by the scripts that source this
     pip=("$1/bin/python" -m pip install --quiet --disable-pip-version-check -c ci/constraints.txt)
 }
 
-finished() { # STAMP, of the last that was outdated
+finished() { # STAMP, the one last passed to outdated
     echo "$wanted" > "$1"
 }
