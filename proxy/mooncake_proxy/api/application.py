@@ -166,7 +166,7 @@ class ProxyApplication:
         )
         if self._link is not None:
             peers.forward = self._link.send_peer_news
-            self._link.on_peer_news = peers.take
+            self._link.on_peer_news = peers.apply
         self._tasks.append(loop.create_task(peers.run()))
 
     async def _open_metaserver(self) -> None:
@@ -529,7 +529,7 @@ class ProxyApplication:
             raise NotFound("this proxy has no peers: start it with --peer-proxy")
         if request.method != "POST":
             raise MethodNotAllowed(f"{request.method} {request.path}: wanted POST")
-        self.peers.receive(request.headers, request.body)
+        self.peers.apply(request.headers, request.body)
         request.respond(200, b"{}", "application/json")
 
 

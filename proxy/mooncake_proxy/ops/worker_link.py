@@ -317,7 +317,7 @@ class WorkerLink:
             self.on_peer_news(bytes(message.body))
         elif self._sharing is not None:
             self._owners[message.worker] = message.owner
-            self._sharing.take(message.report)
+            self._sharing.receive(message.report)
 
     def _forget(self, worker: int) -> None:
         """Drop the load and the reservations of an ended worker. Its counters are kept."""

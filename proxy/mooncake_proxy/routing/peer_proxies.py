@@ -89,7 +89,7 @@ class PeerProxies:
         origins = [Origin.parse(url) for url in urls]
         self._peers = [_Peer(origin, ConnectionPool(origin, client)) for origin in origins]
         self._owners: OrderedDict[str, _Owner] = OrderedDict()
-        sharing.tell(self._add)
+        sharing.add_listener(self._add)
 
     # ------------------------------------------------ sending
 
@@ -175,17 +175,17 @@ class PeerProxies:
         """
         if not is_signed(self._secret, headers.get(HEADER, b""), body):
             raise Forbidden("not signed with this proxy's --peer-secret-file")
-        self.take(body)
+        self.apply(body)
         self.forward(body)
 
-    def take(self, body: bytes) -> None:
+    def apply(self, body: bytes) -> None:
         """Apply a message whose signature this or another worker has checked."""
         try:
             message = _decoder.decode(body)
         except DECODE_ERRORS as exc:
             raise BadRequest(f"reservations: {exc}") from exc
         owner = self._owners.setdefault(message.owner, _Owner())
-        if message.owner == OWNER or not owner.take(message, self._sharing):
+        if message.owner == OWNER or not owner.apply(message, self._sharing):
             return  # this process's own message, or one that was received before
         owner.received_at, owner.is_gone = self._now(), False
         self._owners.move_to_end(message.owner)

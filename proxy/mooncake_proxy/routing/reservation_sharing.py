@@ -64,7 +64,7 @@ class ReceivedReports:
     # Request ids named by the snapshot in progress or by changes since it began; None: no snapshot.
     named: set[str] | None = None
 
-    def take(self, report: ReservationReport, sharing: ReservationSharing) -> bool:
+    def apply(self, report: ReservationReport, sharing: ReservationSharing) -> bool:
         """Apply a report. Returns False for one that was received before."""
         if report.number <= self.number:
             return False
@@ -104,7 +104,7 @@ class ReservationSharing:
         self._received: dict[str, ReceivedReports] = {}
         routers.on_router(self._join)
 
-    def tell(self, send: Callable[[ReservationNews], None]) -> None:
+    def add_listener(self, send: Callable[[ReservationNews], None]) -> None:
         """Add a function that sends this process's changes to other processes."""
         self._listeners.append(send)
 
@@ -112,10 +112,10 @@ class ReservationSharing:
         """Start to send reports to the other workers of this proxy with `send(owner, report)`."""
         return WorkerReports(self, send)
 
-    def take(self, message: Raw) -> None:
+    def receive(self, message: Raw) -> None:
         """Receive a report of another worker."""
         report = _report_decoder.decode(message)
-        self._received.setdefault(report.owner, ReceivedReports()).take(report, self)
+        self._received.setdefault(report.owner, ReceivedReports()).apply(report, self)
 
     def apply(self, news: ReservationNews, *, is_snapshot: bool = False) -> set[str]:
         """Apply another process's changes. Those of a model without instances here are ignored.
@@ -192,7 +192,7 @@ class WorkerReports:
         self._send = send
         self._number = 0
         self._portions: Iterator[list[ReservationNews]] | None = None
-        sharing.tell(self._add)
+        sharing.add_listener(self._add)
 
     @property
     def is_sending_snapshot(self) -> bool:

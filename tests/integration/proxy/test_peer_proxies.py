@@ -204,19 +204,19 @@ def test_snapshot_replaces_earlier_reservations() -> None:
             book = conductor_of(s).pairs.conductor.book
             await until(lambda: len(book) == 1)
             report, peers = await _peer_message(s), peers_of(s)
-            peers.take(msgspec.json.encode(report))
+            peers.apply(msgspec.json.encode(report))
             [kept] = [made for made in book._live.values() if made.request.owner == "another"]
             news = report.news[0]
             more = bytes(news.changes).replace(b"another-", b"another-more-")
             second = type(news)("another", news.model, news.is_whole, msgspec.Raw(more))
-            peers.take(msgspec.json.encode(ReservationReport("another", 1, news=[second])))
+            peers.apply(msgspec.json.encode(ReservationReport("another", 1, news=[second])))
             assert len(book) == 3
             whole = ReservationReport(
                 "another", 2, begins_snapshot=True, is_snapshot=True, news=[news]
             )
-            peers.take(msgspec.json.encode(whole))
+            peers.apply(msgspec.json.encode(whole))
             assert len(book) == 3, "the snapshot is not over"
-            peers.take(msgspec.json.encode(ReservationReport("another", 3, ends_snapshot=True)))
+            peers.apply(msgspec.json.encode(ReservationReport("another", 3, ends_snapshot=True)))
             assert len(book) == 2
             assert book.get(kept.request.request_id) is kept, "it was not made anew"
             own.cancel()
@@ -234,7 +234,7 @@ def test_reservations_of_silent_peer_expire(monkeypatch: pytest.MonkeyPatch) -> 
             own = asyncio.ensure_future(post(s, STREAM))
             book = conductor_of(s).pairs.conductor.book
             await until(lambda: len(book) == 1)
-            peers_of(s).take(msgspec.json.encode(await _peer_message(s)))
+            peers_of(s).apply(msgspec.json.encode(await _peer_message(s)))
             assert len(book) == 2
             await until(lambda: len(book) == 1)
             own.cancel()

@@ -68,7 +68,7 @@ class TwoWorkers:
     def _send(self, owner: str, report: bytes) -> None:
         assert owner == OWNER
         if self.rng.random() >= self.loss:
-            self.hearing.take(msgspec.Raw(report))
+            self.hearing.receive(msgspec.Raw(report))
 
     def step(self, number: int) -> None:
         """One more request, or one comes further or ends, on any instance."""
