@@ -529,7 +529,7 @@ class ProxyApplication:
             raise NotFound("this proxy has no peers: start it with --peer-proxy")
         if request.method != "POST":
             raise MethodNotAllowed(f"{request.method} {request.path}: wanted POST")
-        self.peers.apply(request.headers, request.body)
+        self.peers.receive(request.headers, request.body)
         request.respond(200, b"{}", "application/json")
 
 
