@@ -173,7 +173,7 @@ class Conductor:
         self.heat.touch(request.keys, now)
         choice = self._policy.choose(Situation(self.fleet, request, match, now, self._rng))
         wanted, unloaded = self._objective_of(request)
-        only = self._takers(request, choice.slot)
+        only = self._receivers(request, choice.slot)
         decode = self._chooser.choose(request, match, now + choice.ttft, wanted.tbt_s, only)
         forecast = self._forecast(request, choice.ttft, decode, unloaded)
         verdict = self.admission.at_arrival(request.request_class, forecast)
@@ -206,7 +206,7 @@ class Conductor:
         # The request itself must not count as load of the instance that it is bound to.
         self.ledger.release(request_id)
         wanted, unloaded = self._objective_of(request)
-        only = self._takers(request, made.choice.slot)
+        only = self._receivers(request, made.choice.slot)
         match = self._held_by_decoders(request, now)
         decode = self._chooser.choose(request, match, now, wanted.tbt_s, only)
         if not self.settings.binds_late or self.settings.is_coupled:
@@ -232,7 +232,7 @@ class Conductor:
         self.ledger.release(request_id)
         request = replace(made.request, avoid=avoid)
         wanted, _ = self._objective_of(request)
-        only = self._takers(request, made.choice.slot)
+        only = self._receivers(request, made.choice.slot)
         match = self._held_by_decoders(request, now)
         decode = self._chooser.choose(request, match, now, wanted.tbt_s, only)
         self.book.rebind(request_id, decode.slot, now, decode.num_held)
@@ -268,11 +268,11 @@ class Conductor:
         made = Reservation(request, choice, decision.decode.slot, deadline, now + choice.ttft)
         self.book.reserve(made, now)
 
-    def _takers(self, request: RoutingRequest, prefill_slot: int) -> frozenset[int] | None:
+    def _receivers(self, request: RoutingRequest, prefill_slot: int) -> frozenset[int] | None:
         """Slots that can decode what the instance in `prefill_slot` prefills; None: all can."""
         if self.settings.is_coupled:
             return frozenset((prefill_slot,))
-        return request.takers(prefill_slot) if request.takers is not None else None
+        return request.receivers(prefill_slot) if request.receivers is not None else None
 
     def _held_by_decoders(self, request: RoutingRequest, now: float) -> PrefixMatches | None:
         """Which decode instances hold the prompt's chunks; None if they hold nothing at all."""

@@ -30,7 +30,7 @@ class RoutingRequest:
         request_class: class that determines its objectives and expected decode duration.
         owner: owner of its reservations: a proxy process.
         avoid: slots on which it has failed; avoided while there are others.
-        takers: maps a prefill slot to the slots that can receive its KV; None: all can.
+        receivers: maps a prefill slot to the slots that can receive its KV; None: all can.
     """
 
     request_id: str
@@ -40,7 +40,7 @@ class RoutingRequest:
     request_class: str = DEFAULT_CLASS
     owner: str = ""
     avoid: frozenset[int] = frozenset()
-    takers: Callable[[int], frozenset[int]] | None = None
+    receivers: Callable[[int], frozenset[int]] | None = None
 
 
 class Plan(Enum):

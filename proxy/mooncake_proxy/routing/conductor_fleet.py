@@ -206,7 +206,7 @@ class ConductorFleet:
             expected,
             request_class,
             OWNER,
-            takers=self._takers(),
+            receivers=self._receivers(),
         )
         return self._route(request, now)
 
@@ -219,7 +219,7 @@ class ConductorFleet:
         fleet = self.conductor.fleet
         if not len(fleet.prefill_slots) or not len(fleet.decode_slots):
             return None
-        request = replace(routed.request, avoid=self._slots_of(tried), takers=self._takers())
+        request = replace(routed.request, avoid=self._slots_of(tried), receivers=self._receivers())
         found = self._route(request, now)
         return found if found.decision.verdict.is_admitted else None
 
@@ -339,7 +339,7 @@ class ConductorFleet:
             self._output_tokens[request_class] = RunningQuantile(0.5, INITIAL_OUTPUT_TOKENS)
         return self._output_tokens[request_class]
 
-    def _takers(self) -> Callable[[int], frozenset[int]] | None:
+    def _receivers(self) -> Callable[[int], frozenset[int]] | None:
         """For a request that is placed now: a function from a prefill slot to the decode slots that
         can receive its KV. None if all can.
 

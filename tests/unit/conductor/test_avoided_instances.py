@@ -30,7 +30,7 @@ def test_decode_instance_is_compatible_with_the_prefill_instance() -> None:
     conductor = make_conductor(2, 3)
     pairs = {0: frozenset((2,)), 1: frozenset((3,))}
     for number in range(12):
-        request = ask(f"r{number}", 2, first=10 * number, takers=pairs.__getitem__)
+        request = ask(f"r{number}", 2, first=10 * number, receivers=pairs.__getitem__)
         decision = conductor.route(request, 0.0)
         assert decision.decode.slot in pairs[decision.prefill.slot]
         _, slot = conductor.prefilled(request.request_id, 1.0)
