@@ -146,7 +146,7 @@ class AsyncEngine:
                 if update.finish is not None:
                     return
         finally:
-            self.leave(name)
+            self.unsubscribe(name)
 
     async def submit(self, request: EngineRequest, on_update: OnUpdate) -> str:
         """Submit a request; ``on_update`` receives its updates in the caller's event loop. See
@@ -160,12 +160,12 @@ class AsyncEngine:
             if grammar is not None and self._core.compiles_grammars:
                 await self._ask(partial(PrepareGrammar, grammar))
         except BaseException:
-            self.leave(minted.request_id)
+            self.unsubscribe(minted.request_id)
             raise
         self._core.post(AddRequest(minted))
         return minted.request_id
 
-    def leave(self, name: str) -> None:
+    def unsubscribe(self, name: str) -> None:
         """Stop delivering a request's updates; it is aborted unless it has ended."""
         with self._lock:
             is_live = self._streams.pop(name, None) is not None

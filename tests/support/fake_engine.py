@@ -104,7 +104,7 @@ class FakeEngine:
         self._live[request.request_id] = asyncio.create_task(saying)
         return request.request_id
 
-    def leave(self, name: str) -> None:
+    def unsubscribe(self, name: str) -> None:
         saying = self._live.pop(name, None)
         if saying is not None:
             self.left_early.append(name)

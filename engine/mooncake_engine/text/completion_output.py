@@ -64,7 +64,7 @@ class EngineClient(Protocol):
             InvalidRequest, Overloaded, EngineDead, EngineStalled: the engine rejects the request.
         """
 
-    def leave(self, name: str) -> None:
+    def unsubscribe(self, name: str) -> None:
         """Stop receiving updates; aborts the request unless it has finished. Idempotent.
 
         Args:
@@ -320,7 +320,7 @@ class ChoiceStream:
         """Stop delivering; aborts the choice unless it has finished. Idempotent."""
         self._is_over = True
         if self._name is not None:
-            self._engine.leave(self._name)
+            self._engine.unsubscribe(self._name)
 
     def _take(self, update: TokenUpdate | EngineDead) -> None:
         if self._is_over:

@@ -26,7 +26,7 @@ def test_request_beyond_total_capacity_is_invalid_not_overload() -> None:
         name = await engine.submit(request, lambda _: None)
         with pytest.raises(Overloaded, match="1 requests are running or waiting already"):
             engine.check_capacity(5)
-        engine.leave(name)
+        engine.unsubscribe(name)
 
     built = scripted_engine(ScriptedExecutor())
     engine = AsyncEngine(built.core, built.info, config)
