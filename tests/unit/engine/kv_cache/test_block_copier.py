@@ -1,4 +1,4 @@
-"""Copies to and from host memory go on beside steps, which wait for the blocks that they touch."""
+"""Copies to and from host memory overlap with steps; a step waits only for blocks that it uses."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SECONDS = 60.0
 
 
 class GatedStream(CopyThread):
-    """Begins each piece of work when it is let."""
+    """A copy thread that starts each piece of work only when the test opens its gate."""
 
     def __init__(self) -> None:
         super().__init__("gated")
@@ -76,7 +76,7 @@ def held(pool: KVPool, block_id: int) -> set[float]:
     }
 
 
-def test_a_step_that_touches_none_of_the_blocks_does_not_wait(
+def test_step_without_copied_blocks_does_not_wait(
     pool: KVPool, copier: BlockCopier, stream: GatedStream
 ) -> None:
     copier.copy(StepPlan(0, swap_outs=tuple((block, block) for block in range(4))))
@@ -88,10 +88,10 @@ def test_a_step_that_touches_none_of_the_blocks_does_not_wait(
     assert not copier.is_copying
 
 
-def test_a_step_waits_for_what_it_touches_and_for_no_more(
+def test_step_waits_only_for_copies_of_its_blocks(
     pool: KVPool, copier: BlockCopier, stream: GatedStream
 ) -> None:
-    """150 blocks are swapped out, of which it needs the last: that one goes first."""
+    """150 blocks are swapped out, of which the step needs the last: that one is copied first."""
     taken = ScheduledSequence("a", 0, 1, (149,))
     plan = StepPlan(0, swap_outs=tuple((b, b) for b in range(150)), sequences=(taken,))
     step = threading.Thread(target=copier.copy, args=(plan,))
@@ -100,7 +100,7 @@ def test_a_step_waits_for_what_it_touches_and_for_no_more(
         assert step.is_alive()
     stream.gates[0].set()
     step.join(SECONDS)
-    assert not step.is_alive(), "it waits for all of them"
+    assert not step.is_alive(), "the step waits for all copies"
     assert len(stream.gates) == 1 + 3
     for index in range(2):
         for plane in pool.layer(index):
@@ -114,7 +114,7 @@ def test_a_step_waits_for_what_it_touches_and_for_no_more(
     assert (held(pool, 160), held(pool, 161)) == ({149.0}, {0.0})
 
 
-def test_what_a_copy_raises_reaches_the_step_that_waits(copier: BlockCopier) -> None:
+def test_copy_error_is_raised_in_the_waiting_step(copier: BlockCopier) -> None:
     copier._stream = CopyThread("failing")
     with pytest.raises((IndexError, RuntimeError)):
         copier.copy(StepPlan(0, swap_ins=((BLOCKS + 5, 3),), drains_copies=True))

@@ -1,4 +1,4 @@
-"""Whatever happens to a pool of blocks, its events say what can be found."""
+"""KV events always describe exactly the blocks that the prefix cache can find."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCK = 4
 
 
 class Prompt:
-    """As much of a request as the block manager looks at."""
+    """The attributes of a request that the block manager uses."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.token_ids = token_ids
@@ -40,7 +40,7 @@ def holds(events) -> set[int]:
         elif isinstance(event, AllBlocksCleared):
             held.clear()
         else:
-            assert set(event.block_hashes) <= held, "what was never stored is removed"
+            assert set(event.block_hashes) <= held, "a block that was never stored is removed"
             held -= set(event.block_hashes)
     return held
 
@@ -55,7 +55,7 @@ def holds(events) -> set[int]:
     )
 )
 @settings(deadline=None, max_examples=200)
-def test_events_say_what_the_pool_holds(done) -> None:
+def test_events_match_the_cached_blocks(done) -> None:
     published: list = []
     log = KVEventLog(published.extend, BLOCK)
     manager = BlockManager(7, BLOCK, prefix_caching=True, events=log)
@@ -72,7 +72,7 @@ def test_events_say_what_the_pool_holds(done) -> None:
         assert holds(published) == {event_key(digest) for digest in manager.pool._index}
 
 
-def test_the_parent_is_the_block_before() -> None:
+def test_event_names_the_preceding_block_as_parent() -> None:
     published: list = []
     log = KVEventLog(published.extend, BLOCK)
     manager = BlockManager(8, BLOCK, prefix_caching=True, events=log)

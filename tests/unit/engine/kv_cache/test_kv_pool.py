@@ -1,4 +1,4 @@
-"""The pool's tensors and its layout are two descriptions of the same bytes."""
+"""The KV pool: its tensors and its layout describe the same bytes; its size and layout choice."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def backend() -> Backend:
 
 
 @pytest.mark.parametrize("name", sorted(KV_LAYOUTS))
-def test_every_element_lies_where_the_layout_says(name: str, backend: Backend) -> None:
+def test_element_addresses_follow_the_layout(name: str, backend: Backend) -> None:
     shard = shard_of(GEOMETRY, 2, 1)
     pool = KVPool(backend, 0, GEOMETRY, shard, PoolSize(5, 4), layout_name=name)
     seen = set()
@@ -50,7 +50,7 @@ def test_every_element_lies_where_the_layout_says(name: str, backend: Backend) -
     pool.close()
 
 
-def test_num_blocks_follow_from_the_bytes_allowed() -> None:
+def test_num_blocks_follows_from_kv_cache_bytes() -> None:
     block_bytes = 3 * 2 * 16 * 2 * 8 * 4  # of ranks with 1, 1 and 2 heads
     config = EngineConfig(Path("x"), tp_size=3, kv_cache_bytes=10 * block_bytes + 1)
     assert largest_block(config, [GEOMETRY], 16) == block_bytes
@@ -63,13 +63,13 @@ def test_num_blocks_follow_from_the_bytes_allowed() -> None:
         choose_num_blocks(EngineConfig(Path("x"), num_kv_blocks=0), block_bytes)
 
 
-def test_a_layout_that_the_kernels_lack_is_refused() -> None:
+def test_layout_without_kernel_support_is_rejected() -> None:
     assert choose_layout(EngineConfig(Path("x")), ("LPBTH", "BHLPT")) == "LPBTH"
     with pytest.raises(ConfigError, match="support \\['LPBTH'\\]"):
         choose_layout(EngineConfig(Path("x"), kv_layout="BHLPT"), ("LPBTH",))
 
 
-def test_closing_twice_is_fine(backend: Backend) -> None:
+def test_close_is_idempotent(backend: Backend) -> None:
     pool = KVPool(
         backend, 0, GEOMETRY, shard_of(GEOMETRY, 1, 0), PoolSize(1, 4), layout_name="LPBHT"
     )

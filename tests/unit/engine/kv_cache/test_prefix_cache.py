@@ -1,4 +1,4 @@
-"""The prefix cache: equal names in every process, hits, eviction from the tail, reset."""
+"""The prefix cache: digests, sharing, hit counts, eviction from the tail, reset."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_digests_are_equal_in_every_process(hash_seed: str) -> None:
     assert here[0].hex() == "6b9d96e3898df6e68ebb283d6fa05b73"
 
 
-def test_a_digest_stands_for_everything_before_it() -> None:
+def test_digest_depends_on_all_preceding_tokens() -> None:
     chains: list[list[bytes]] = [[], [], []]
     for chain, first in zip(chains, (10, 11, 10), strict=True):
         extend_chain(chain, [first, *PROMPT[1:]], 4)
@@ -40,19 +40,19 @@ def test_a_digest_stands_for_everything_before_it() -> None:
     assert not set(chains[0]) & set(chains[1])
 
 
-def test_a_chain_grows_by_what_is_new() -> None:
+def test_chain_is_extended_incrementally() -> None:
     chain: list[bytes] = []
     for length in (3, 4, 9, 16):
         extend_chain(chain, PROMPT[:length], 4)
         assert len(chain) == length // 4
 
 
-def test_blocks_of_equal_content_that_decodes_complete_are_shared() -> None:
+def test_equal_blocks_completed_by_decodes_are_shared() -> None:
     bench = Bench(num_blocks=32)
     both = [bench.add(f"r{index}", PROMPT[:7], max_tokens=14) for index in range(2)]
     bench.step()  # both compute the prompt: neither finds the other's blocks
     first, second = both
-    assert second.block_ids[0] == first.block_ids[0], "the prompt's full block is there twice"
+    assert second.block_ids[0] == first.block_ids[0], "the prompt's full block is duplicated"
     for _ in range(12):
         bench.step()
         full = first.num_computed // 4
@@ -63,7 +63,7 @@ def test_blocks_of_equal_content_that_decodes_complete_are_shared() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_replaced_block_is_free_when_no_step_in_flight_reads_it(depth: int) -> None:
+def test_replaced_block_is_freed_when_no_step_in_flight_reads_it(depth: int) -> None:
     bench = Bench(
         num_blocks=32, depth=depth, uses_async_scheduling=depth > 1, eos_token_ids=frozenset()
     )
@@ -76,7 +76,7 @@ def test_a_replaced_block_is_free_when_no_step_in_flight_reads_it(depth: int) ->
     assert bench.num_free == 32
 
 
-def test_what_a_peer_is_sent_is_not_given_back() -> None:
+def test_blocks_sent_to_a_peer_are_not_replaced() -> None:
     bench = Bench(num_blocks=32)
     bench.add("kept", PROMPT[:8], max_tokens=4)
     bench.add("sent", PROMPT[:8], sends_kv=True)
@@ -84,7 +84,7 @@ def test_what_a_peer_is_sent_is_not_given_back() -> None:
     assert bench.scheduler.blocks.num_shared_blocks == 0
 
 
-def test_hits_are_counted_per_request_and_in_all() -> None:
+def test_hits_are_counted_per_request_and_in_total() -> None:
     bench = Bench()
     bench.add("a", PROMPT, max_tokens=1)
     bench.run()
@@ -95,7 +95,7 @@ def test_hits_are_counted_per_request_and_in_all() -> None:
     assert bench.scheduler.blocks.num_queried_tokens == 26
 
 
-def test_the_tail_of_a_chain_is_evicted_first() -> None:
+def test_tail_of_a_chain_is_evicted_first() -> None:
     bench = Bench(6)
     bench.add("a", PROMPT, max_tokens=1)
     bench.run()
@@ -106,7 +106,7 @@ def test_the_tail_of_a_chain_is_evicted_first() -> None:
     assert updates[0].num_cached_tokens == 8
 
 
-def test_a_reset_forgets_everything_but_only_while_nothing_is_in_use() -> None:
+def test_reset_clears_the_cache_only_while_idle() -> None:
     bench = Bench()
     bench.add("a", PROMPT, max_tokens=2)
     bench.step()
@@ -119,7 +119,7 @@ def test_a_reset_forgets_everything_but_only_while_nothing_is_in_use() -> None:
     assert updates[0].num_cached_tokens == 0
 
 
-def test_no_prefix_is_kept_where_caching_is_off() -> None:
+def test_disabled_caching_keeps_no_prefix() -> None:
     bench = Bench(prefix_caching=False)
     for name in ("a", "b"):
         bench.add(name, PROMPT, max_tokens=1)

@@ -1,4 +1,4 @@
-"""Instances of one deployment take devices of their own, or their part of the same ones."""
+"""Instances of one deployment get devices of their own, or a share of common ones."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mooncake_engine.process.local_deployment import LocalDeployment
 GPU = InstanceNeeds("cuda", 1)
 
 
-def test_each_instance_has_devices_of_its_own_while_there_are_any() -> None:
+def test_instances_get_separate_devices_if_there_are_enough() -> None:
     assert divide_devices(4, [2, 1, 1]) == [DeviceShare(0), DeviceShare(2), DeviceShare(3)]
     assert divide_devices(8, [1, 1]) == [DeviceShare(0), DeviceShare(1)]
 
@@ -37,7 +37,7 @@ def test_each_instance_has_devices_of_its_own_while_there_are_any() -> None:
         (4, [4, 1], [(0, 2), (0, 2)]),
     ],
 )
-def test_with_fewer_devices_instances_share_their_memory(
+def test_too_few_devices_are_shared_by_memory(
     num_devices: int, num_ranks: list[int], shares: list[tuple[int, int]]
 ) -> None:
     found = divide_devices(num_devices, num_ranks)
@@ -51,19 +51,19 @@ def test_with_fewer_devices_instances_share_their_memory(
         assert sum(share.memory_utilization for share in on_it) <= 0.9 + 1e-9
 
 
-def test_an_instance_that_has_too_few_is_refused() -> None:
+def test_instance_with_more_ranks_than_devices_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"4 ranks needs 4 devices, but this host has 2"):
         divide_devices(2, [1, 4])
 
 
-def test_what_instances_are_told() -> None:
+def test_device_options_depend_on_backend_and_explicit_options() -> None:
     pair = [GPU, GPU]
     assert device_options(pair, lambda _: 2) == [("--device", "0"), ("--device", "1")]
     half = ("--device", "0", "--memory-utilization", "0.45")
     assert device_options(pair, lambda _: 1) == [half, half]
     has_memory = replace(GPU, has_memory=True)
     assert device_options([has_memory, GPU], lambda _: 1) == [("--device", "0"), half]
-    # on the host's processors, and where somebody says which, all stays as it is said
+    # CPU instances, and instances with an explicit device, get no options
     assert device_options(pair, lambda _: 0) == [(), ()]
     assert device_options([replace(GPU, has_device=True), GPU], lambda _: 4) == [(), ()]
     mixed = [GPU, InstanceNeeds("cpu", 1), GPU]
@@ -71,7 +71,7 @@ def test_what_instances_are_told() -> None:
     assert device_options(mixed, counts.__getitem__) == [("--device", "0"), (), ("--device", "1")]
 
 
-def test_up_divides_by_what_its_roles_ask_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_up_divides_devices_by_the_ranks_of_each_role(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         instance_arguments,
         "device_options",
@@ -82,7 +82,7 @@ def test_up_divides_by_what_its_roles_ask_for(monkeypatch: pytest.MonkeyPatch) -
     assert device_argv(args) == (("cuda:2",), ("cuda:1",), ("cuda:1",))
 
 
-def test_instances_on_one_device_start_one_after_the_other() -> None:
+def test_instances_with_a_memory_share_share_devices() -> None:
     half = ("--device", "0", "--memory-utilization", "0.45")
     alone = LocalDeployment("127.0.0.1", 0, 1, 1, ())
     assert not alone.shares_devices

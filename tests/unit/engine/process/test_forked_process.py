@@ -1,4 +1,4 @@
-"""Children of a child that has ended are ours: their ends, and their exit status."""
+"""A process adopts the children of a child that exited, and can reap them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ os.write(1, f"{pid} ".encode())
 
 
 def start() -> tuple[ForkedProcess, int]:
-    """An adopted process that runs until what is returned with it is closed; it exits with 7."""
+    """Start an adopted process, which exits with 7 when the returned descriptor is closed."""
     until, keep = os.pipe()
     with (
         adopting(),
@@ -35,12 +35,12 @@ def start() -> tuple[ForkedProcess, int]:
     ):
         os.close(until)
         assert forker.stdout is not None
-        pid = int(os.read(forker.stdout.fileno(), 20))  # its end comes when both have ended
+        pid = int(os.read(forker.stdout.fileno(), 20))  # EOF comes once both have exited
         assert forker.wait(PATIENCE_S) == 0
     return ForkedProcess(pid), keep
 
 
-def test_its_exit_status_is_ours_to_take() -> None:
+def test_exit_status_of_an_adopted_process_is_returned() -> None:
     process, keep = start()
     assert process.poll() is None
     with pytest.raises(subprocess.TimeoutExpired):
@@ -51,15 +51,15 @@ def test_its_exit_status_is_ours_to_take() -> None:
     assert not Path(f"/proc/{process.pid}").exists()  # reaped
 
 
-def test_a_signal_that_ends_it_is_a_negative_status() -> None:
+def test_fatal_signal_is_a_negative_status() -> None:
     process, keep = start()
     process.kill()
     assert process.wait() == -signal.SIGKILL
-    process.kill()  # of one that has ended: nothing
+    process.kill()  # no effect after the exit
     os.close(keep)
 
 
-def test_all_threads_that_wait_get_its_status() -> None:
+def test_all_waiting_threads_get_the_status() -> None:
     process, keep = start()
     found: list[int] = []
     threads = [
@@ -74,7 +74,7 @@ def test_all_threads_that_wait_get_its_status() -> None:
     assert found == [7] * 4
 
 
-def test_only_what_is_left_behind_meanwhile_is_adopted() -> None:
+def test_only_orphans_inside_the_block_are_adopted() -> None:
     with adopting():
         with adopting():
             pass
@@ -84,5 +84,5 @@ def test_only_what_is_left_behind_meanwhile_is_adopted() -> None:
     done = subprocess.run(
         [sys.executable, "-c", FORKER], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True
     )
-    with pytest.raises(ChildProcessError):  # somebody else's by now
+    with pytest.raises(ChildProcessError):  # init's child by now
         ForkedProcess(int(done.stdout)).poll()

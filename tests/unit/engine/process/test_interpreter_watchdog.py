@@ -1,4 +1,4 @@
-"""An interpreter that stands still ends its process; one that was stopped, or is busy, does not."""
+"""A hung interpreter is aborted; a suspended or busy one is not."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 PATIENCE_S = 60.0
 LIMIT_S = 1.0
 LONG_LIMIT_S = 3.0
-"""Of one that is to go on: a busy machine may let it wait for a second."""
+"""Timeout of processes that must survive: a busy machine may deschedule them for a second."""
 
 BEGIN = """
 import ctypes, sys, threading, time
@@ -41,7 +41,7 @@ def start(script: str, limit_s: float = LIMIT_S) -> subprocess.Popen[str]:
 
 
 def watcher_of(process: subprocess.Popen[str]) -> int:
-    """The process that watches this one."""
+    """Return the id of the process that watches this one."""
     found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(found) == 1
     return int(found[0])
@@ -54,7 +54,7 @@ def is_gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def test_a_thread_that_keeps_the_lock_ends_the_process_and_is_named() -> None:
+def test_thread_that_holds_the_gil_is_named_and_its_process_aborted() -> None:
     with start(HANGING) as process:
         watcher = watcher_of(process)
         _, errors = process.communicate(timeout=PATIENCE_S)
@@ -64,7 +64,7 @@ def test_a_thread_that_keeps_the_lock_ends_the_process_and_is_named() -> None:
     assert is_gone(watcher)
 
 
-def test_a_process_whose_standard_error_is_not_read_is_ended_all_the_same() -> None:
+def test_hung_process_with_a_full_stderr_pipe_is_killed() -> None:
     script = "import os\nos.set_blocking(2, False)\n"
     script += "try:\n    while os.write(2, b'x'): pass\nexcept BlockingIOError: pass\n"
     script += "os.set_blocking(2, True)\n" + HANGING
@@ -74,7 +74,7 @@ def test_a_process_whose_standard_error_is_not_read_is_ended_all_the_same() -> N
         process.stderr.close()
 
 
-def test_a_process_that_works_or_waits_goes_on() -> None:
+def test_busy_process_is_not_aborted() -> None:
     with start(BUSY, LONG_LIMIT_S) as process:
         watcher = watcher_of(process)
         output, errors = process.communicate(timeout=PATIENCE_S)
@@ -82,7 +82,7 @@ def test_a_process_that_works_or_waits_goes_on() -> None:
     assert is_gone(watcher)
 
 
-def test_a_process_that_was_stopped_goes_on() -> None:
+def test_suspended_process_is_not_aborted() -> None:
     with start(WAITING, LONG_LIMIT_S) as process:
         process.send_signal(signal.SIGSTOP)
         time.sleep(1.5 * LONG_LIMIT_S)
@@ -92,15 +92,15 @@ def test_a_process_that_was_stopped_goes_on() -> None:
     assert (process.returncode, output) == (0, "whole\n")
 
 
-def test_the_watcher_ends_with_a_process_that_was_killed() -> None:
+def test_watcher_exits_when_its_process_is_killed() -> None:
     with start(WAITING) as process:
         watcher = watcher_of(process)
         process.kill()
     assert is_gone(watcher)
 
 
-def test_a_stop_that_reaches_the_watcher_too_leaves_the_end_to_the_process() -> None:
-    """As a service manager's does, which signals every process."""
+def test_watcher_ignores_stop_signals() -> None:
+    """A service manager sends them to every process; the watched process decides when to exit."""
     with start(WAITING, LONG_LIMIT_S) as process:
         watcher = watcher_of(process)
         time.sleep(LIMIT_S / 2)
@@ -113,7 +113,7 @@ def test_a_stop_that_reaches_the_watcher_too_leaves_the_end_to_the_process() -> 
     assert is_gone(watcher)
 
 
-def test_a_watcher_that_was_killed_is_missed() -> None:
+def test_killed_watcher_is_reported() -> None:
     with start(WAITING) as process:
         os.kill(watcher_of(process), signal.SIGKILL)
         time.sleep(LIMIT_S)

@@ -1,4 +1,4 @@
-"""An instance's standard error that is blocked or full drops lines and nothing else."""
+"""A blocked or full standard error costs an instance lines, and never blocks it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mooncake_engine.process.queued_stderr import (
 MORE_THAN_A_PIPE_HOLDS = "x" * 1000 + "\n"
 
 
-def test_what_is_written_comes_out_in_order() -> None:
+def test_writes_are_forwarded_in_order() -> None:
     reader, writer = os.pipe()
     stream = QueuedStderr(writer)
     for number in range(100):
@@ -31,7 +31,7 @@ def test_what_is_written_comes_out_in_order() -> None:
         assert out.read().split() == [b"%d" % number for number in range(100)]
 
 
-def test_a_pipe_that_nobody_reads_costs_lines_and_blocks_nobody() -> None:
+def test_unread_pipe_drops_lines_and_does_not_block() -> None:
     reader, writer = os.pipe()
     stream = QueuedStderr(writer)
     for _ in range(2 * MAX_QUEUED_WRITES):
@@ -44,7 +44,7 @@ def test_a_pipe_that_nobody_reads_costs_lines_and_blocks_nobody() -> None:
     assert stream.num_dropped + sum(map(int, told)) >= MAX_QUEUED_WRITES // 2
 
 
-def test_a_full_disk_is_survived_and_counted() -> None:
+def test_write_errors_are_counted() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     stream = QueuedStderr(full)
     stream.write("lost\n")
@@ -53,7 +53,7 @@ def test_a_full_disk_is_survived_and_counted() -> None:
     assert stream.num_dropped == 1
 
 
-def test_one_write_is_bounded() -> None:
+def test_single_write_is_bounded() -> None:
     reader, writer = os.pipe()
     stream = QueuedStderr(writer)
     stream.write("x" * (2 * MAX_WRITE_CHARACTERS))
@@ -63,7 +63,7 @@ def test_one_write_is_bounded() -> None:
         assert len(out.read()) == MAX_WRITE_CHARACTERS
 
 
-def test_logging_goes_there_while_the_block_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logging_is_redirected_inside_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
     handler = logging.StreamHandler(plain := sys.stderr)
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     with queued_stderr() as stream:

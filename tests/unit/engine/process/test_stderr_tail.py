@@ -1,4 +1,4 @@
-"""Which lines of a child that has died are told as the reason."""
+"""Which lines of a dead child's standard error are reported as the reason."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ def after(*lines: str) -> str:
     return str(words)
 
 
-def test_errors_outlast_what_follows_them() -> None:
+def test_error_is_kept_despite_later_lines() -> None:
     error = "2026-01-01 00:00:00,000 ERROR mooncake_engine: rank 1 of 2 died"
     assert after(INFO[0], error, *INFO) == error
 
 
-def test_a_refusal_of_the_command_line_is_an_error() -> None:
+def test_command_line_error_is_an_error() -> None:
     refusal = "mooncake-engine: error: port 1 on 127.0.0.1 is in use"
     assert after(*INFO, refusal) == refusal
 
 
-def test_a_traceback_is_told_by_its_end() -> None:
+def test_traceback_is_reported_by_its_last_line() -> None:
     frames = ["Traceback (most recent call last):", '  File "x.py", line 1', "    error: no"]
     assert after(*INFO, *frames, "x.EngineDead: gone", *INFO) == "x.EngineDead: gone"
 
 
-def test_the_last_errors_are_told_in_order() -> None:
+def test_last_errors_are_reported_in_order() -> None:
     errors = [f"x ERROR y: {number}" for number in range(5)]
     assert after(*errors) == "; ".join(errors[-3:])
 
 
-def test_ordinary_lines_are_called_what_they_are() -> None:
+def test_ordinary_lines_are_reported_as_such() -> None:
     told = after(*INFO, "")
     assert told == f"it logged no error; its last lines are: {'; '.join(INFO[-3:])}"
 
 
-def test_silence_is_told_too() -> None:
+def test_empty_stderr_is_reported() -> None:
     assert after() == "it wrote nothing to standard error"

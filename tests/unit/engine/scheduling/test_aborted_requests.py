@@ -1,4 +1,4 @@
-"""Requests that ended leave nothing behind, also while the head of the queue waits for memory."""
+"""Aborted requests are freed even while the head of the queue waits for blocks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NUM_REQUESTS = 2_000
 
 
 def scheduler_with_a_blocked_head() -> Scheduler:
-    """One request runs and has all the blocks; the next one needs them all."""
+    """One request runs and holds nearly all blocks; the next one needs as many."""
     limits = SchedulerLimits(8, 4096, 4000, frozenset({EOS}))
     scheduler = Scheduler(limits, BlockManager(100, 4, prefix_caching=True), RecordingConnector())
     scheduler.add(make_request("runs", range(390)))
@@ -27,7 +27,7 @@ def scheduler_with_a_blocked_head() -> Scheduler:
 
 
 def num_live_requests() -> int:
-    """In all of the process."""
+    """Count the requests in the whole process."""
     gc.collect()
     return sum(type(found) is Request for found in gc.get_objects())
 
@@ -50,7 +50,7 @@ def test_aborted_requests_behind_a_blocked_head_are_freed() -> None:
     scheduler.check_integrity()
 
 
-def test_a_queue_that_is_rebuilt_keeps_its_order() -> None:
+def test_rebuilt_queue_keeps_its_order() -> None:
     queue = RequestQueue()
     scheduler = scheduler_with_a_blocked_head()
     requests = [make_request(f"r{n}", [1], arrival=float(n), priority=n % 3) for n in range(400)]
@@ -68,7 +68,7 @@ def test_a_queue_that_is_rebuilt_keeps_its_order() -> None:
     assert len(queue) == 0
 
 
-def test_who_has_left_a_queue_and_come_back_is_in_it_once() -> None:
+def test_request_that_rejoins_a_queue_is_in_it_once() -> None:
     queue = RequestQueue()
     scheduler = scheduler_with_a_blocked_head()
     first, second = (make_request(name, [1], arrival=9.0, group="n") for name in ("a", "b"))
@@ -80,7 +80,7 @@ def test_who_has_left_a_queue_and_come_back_is_in_it_once() -> None:
     assert [request.request_id for request in queue.in_order()] == ["a", "b"]
 
 
-def test_a_request_ends_at_its_limit_and_no_earlier() -> None:
+def test_request_expires_at_its_timeout_and_not_before() -> None:
     scheduler = scheduler_with_a_blocked_head()
     for name, timeout_s in (("late", 50.0), ("early", 5.0)):
         request = make_request(name, range(300), arrival=2.0)

@@ -1,4 +1,4 @@
-"""Steps that are planned before the ones before them are over."""
+"""Async scheduling: steps are planned while earlier ones are in flight."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def who(plan: StepPlan) -> list[tuple[str, int, int]]:
 
 @pytest.mark.parametrize("num_blocks", [64, 13])
 @pytest.mark.parametrize("depth", [2, 3])
-def test_the_answers_are_the_same(num_blocks: int, depth: int) -> None:
+def test_async_scheduling_gives_the_same_tokens(num_blocks: int, depth: int) -> None:
     benches = [
         Bench(
             num_blocks,
@@ -77,19 +77,19 @@ def test_the_answers_are_the_same(num_blocks: int, depth: int) -> None:
         ),
     ],
 )
-def test_what_goes_together(
+def test_steps_in_flight_follow_from_the_options(
     options: dict[str, Any], steps: int, uses_async_scheduling: bool
 ) -> None:
     config = EngineConfig(Path(), **options)
     assert (config.steps_in_flight, config.uses_async_scheduling) == (steps, uses_async_scheduling)
 
 
-def test_behind_drafts_a_step_is_planned_before_it_is_known_where_it_begins() -> None:
+def test_step_after_drafts_is_planned_before_its_start_is_known() -> None:
     bench = ahead(num_speculative_tokens=3)
     request = bench.add("a", PROMPT, max_tokens=12)
     bench.worker.num_accepted = 3
     plans = [bench.step()[0].sequences[0] for _ in range(2)]
-    assert all(plan.num_draft_tokens == 0 for plan in plans), "the first token is not known yet"
+    assert all(plan.num_draft_tokens == 0 for plan in plans), "the first token is still unknown"
     steps = [bench.step() for _ in range(4)]
     shares = [plan.sequences[0] for plan, _ in steps if plan.sequences]
     assert [(s.start, s.num_unverified_drafts, s.num_draft_tokens) for s in shares] == [
@@ -107,7 +107,7 @@ def test_behind_drafts_a_step_is_planned_before_it_is_known_where_it_begins() ->
 
 
 @pytest.mark.parametrize("num_accepted", [0, 1, 3])
-def test_blocks_lent_for_drafts_are_kept_while_a_step_in_flight_may_write_to_them(
+def test_draft_blocks_are_kept_while_a_step_in_flight_may_write_to_them(
     num_accepted: int,
 ) -> None:
     bench = ahead(num_speculative_tokens=9)
@@ -123,9 +123,9 @@ def test_blocks_lent_for_drafts_are_kept_while_a_step_in_flight_may_write_to_the
     assert bench.num_free == 32
 
 
-def test_a_sibling_gets_the_prompt_of_one_whose_drafts_are_in_flight() -> None:
-    """It copies the block that it is going to write to at once: the other one, which has blocks
-    behind that, goes on with its own."""
+def test_sibling_forks_from_a_sequence_with_drafts_in_flight() -> None:
+    """The sibling copies the block that it is going to write to at once; the other sequence, which
+    has further blocks, keeps the original."""
     bench = ahead(num_speculative_tokens=6, max_num_seqs=1, prefix_caching=False, token=None)
     for name in ("a", "b"):
         bench.add(name, PROMPT, max_tokens=20, group="g")
@@ -138,7 +138,7 @@ def test_a_sibling_gets_the_prompt_of_one_whose_drafts_are_in_flight() -> None:
     assert bench.num_free == 32
 
 
-def test_where_drafts_do_not_pay_steps_run_ahead() -> None:
+def test_async_scheduling_runs_without_drafts_above_the_sequence_limit() -> None:
     bench = ahead(num_speculative_tokens=3, max_seqs_with_drafts=1)
     for name in ("a", "b"):
         bench.add(name, PROMPT, max_tokens=20)
@@ -149,7 +149,7 @@ def test_where_drafts_do_not_pay_steps_run_ahead() -> None:
     assert any(plan.has_drafts for plan in plans)
 
 
-def test_a_prompt_is_not_held_up_by_drafts() -> None:
+def test_drafts_do_not_delay_a_prompt() -> None:
     bench = ahead(num_speculative_tokens=3, max_num_batched_tokens=8)
     bench.add("a", [1, 2], max_tokens=30)
     for _ in range(4):
@@ -167,7 +167,7 @@ def test_a_prompt_is_not_held_up_by_drafts() -> None:
     assert all(len(who(plan)) == 2 for plan in plans[begun : begun + 3]), "none was left out"
 
 
-def test_a_token_is_run_before_it_is_known() -> None:
+def test_placeholder_token_runs_before_it_is_sampled() -> None:
     bench = ahead()
     bench.add("a", PROMPT)
     assert who(bench.step()[0]) == [("a", 0, 10)]
@@ -176,7 +176,7 @@ def test_a_token_is_run_before_it_is_known() -> None:
     assert [update.token_ids for update in updates] == [(7,)]
 
 
-def test_prompts_need_no_token() -> None:
+def test_prompt_chunks_run_ahead_without_async_scheduling() -> None:
     bench = ahead(uses_async_scheduling=False, max_num_batched_tokens=4)
     bench.add("a", PROMPT)
     plans = [bench.scheduler.schedule() for _ in range(4)]
@@ -187,26 +187,26 @@ def test_prompts_need_no_token() -> None:
 
 
 @pytest.mark.parametrize(("max_tokens", "max_model_len"), [(3, 100), (50, 13)])
-def test_nothing_runs_past_a_certain_end(max_tokens: int, max_model_len: int) -> None:
+def test_nothing_runs_beyond_a_length_limit(max_tokens: int, max_model_len: int) -> None:
     bench = ahead(max_model_len=max_model_len)
     bench.add("a", PROMPT, max_tokens=max_tokens)
     assert bench.run() == {"a": [7, 7, 7]}
     assert bench.worker.num_computed == len(PROMPT) + 2
 
 
-def test_what_comes_after_the_end_is_dropped() -> None:
+def test_tokens_after_eos_are_dropped() -> None:
     bench = ahead(token=2)
     bench.add("a", PROMPT)
     bench.step()
     _, [update] = bench.step()
     assert (update.token_ids, update.finish) == ((2,), FinishReason.STOP)
-    assert bench.num_free < 32, "a step in flight writes to these"
+    assert bench.num_free < 32, "a step in flight writes to its blocks"
     _, updates = bench.step()
     assert updates == []
     assert bench.num_free == 32
 
 
-def test_blocks_are_kept_until_nothing_writes_to_them() -> None:
+def test_blocks_are_kept_while_a_step_in_flight_writes_to_them() -> None:
     bench = ahead()
     bench.add("a", PROMPT)
     bench.step()
@@ -218,7 +218,7 @@ def test_blocks_are_kept_until_nothing_writes_to_them() -> None:
     assert bench.num_free == 32
 
 
-def test_a_peer_is_notified_of_the_end_when_nothing_runs_any_more() -> None:
+def test_sender_is_withdrawn_once_no_step_is_in_flight() -> None:
     bench = ahead(max_num_batched_tokens=4)
     bench.add("a", PROMPT, sends_kv=True)
     bench.step()
@@ -231,7 +231,7 @@ def test_a_peer_is_notified_of_the_end_when_nothing_runs_any_more() -> None:
     assert bench.num_free == 32
 
 
-def test_a_peer_gets_kv_that_is_there() -> None:
+def test_kv_is_offered_only_once_computed() -> None:
     bench = ahead(max_num_batched_tokens=8)
     bench.add("a", PROMPT, keeps_kv=True)
     bench.step()
@@ -241,18 +241,18 @@ def test_a_peer_gets_kv_that_is_there() -> None:
     bench.worker.check(bench.connector.offered["a"], PROMPT)
 
 
-def test_a_name_may_come_again() -> None:
+def test_request_id_can_be_reused_after_an_abort() -> None:
     bench = ahead()
     bench.add("a", PROMPT)
     bench.step()
     bench.scheduler.abort("a")
     again = bench.add("a", [*PROMPT, 11], max_tokens=2)
     bench.step()
-    assert again.token_ids == [*PROMPT, 11], "the former one's token is not its"
+    assert again.token_ids == [*PROMPT, 11], "the aborted request's token is dropped"
     assert bench.run() == {"a": [7, 7]}
 
 
-def test_a_prefix_is_known_when_it_is_there() -> None:
+def test_prefix_is_cached_only_once_computed() -> None:
     bench = ahead()
     bench.add("a", PROMPT)
     bench.step()
@@ -264,7 +264,7 @@ def test_a_prefix_is_known_when_it_is_there() -> None:
     assert third.num_cached_tokens == 8
 
 
-def test_siblings_go_on_without_their_leader() -> None:
+def test_siblings_continue_without_their_leader() -> None:
     bench = ahead(token=None)
     for name in ("a0", "a1"):
         bench.add(name, PROMPT, group="a", max_tokens=3)
@@ -306,10 +306,10 @@ def test_a_load_waits_until_swapped_blocks_are_copied() -> None:
 
 
 @pytest.mark.parametrize("uses_async_scheduling", [False, True])
-def test_what_comes_back_from_host_memory_is_copied_though_nobody_runs(
+def test_swap_in_is_copied_in_a_step_without_sequences(
     uses_async_scheduling: bool,
 ) -> None:
-    """The one that is left of a group takes the last free blocks, and lacks one to go on."""
+    """The last sequence of a group takes the last free blocks, and lacks one to continue."""
     bench = ahead(
         5, num_host_blocks=8, uses_async_scheduling=uses_async_scheduling, max_model_len=20
     )
@@ -321,17 +321,17 @@ def test_what_comes_back_from_host_memory_is_copied_though_nobody_runs(
     bench.scheduler.abort("new0")
     plans = []
     while bench.scheduler.has_work:
-        plans.append(bench.step()[0])  # whoever attends to foreign KV raises
+        plans.append(bench.step()[0])  # attending to another request's KV raises
     assert any(plan.swap_ins and not plan.sequences for plan in plans)
     assert bench.num_free == 5
 
 
-def test_who_lacks_a_block_is_not_passed_over_for_long() -> None:
+def test_sequence_that_lacks_a_block_is_not_starved() -> None:
     bench = ahead(8, max_model_len=28, prefix_caching=False)
     bench.add("a", PROMPT[:9], arrival=0, max_tokens=19)
     needy = bench.add("b", PROMPT[:8], arrival=1, max_tokens=10)
     bench.add("c", PROMPT[:9], arrival=2, max_tokens=10)
     for _ in range(4):
         bench.step()
-    assert bench.scheduler.num_preemptions == 1, "the last to come is preempted to the second"
+    assert bench.scheduler.num_preemptions == 1, "the newest is preempted for the second"
     assert needy.num_pending == 1

@@ -1,4 +1,4 @@
-"""Batch work runs in what interactive requests leave, and makes room at once."""
+"""Batch work uses capacity that interactive requests leave, and is preempted for them at once."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def states(bench: Bench) -> dict[str, RequestStatus]:
     return {name: r.state for name, r in bench.scheduler._queues.requests.items()}
 
 
-def test_batch_work_makes_room_for_an_interactive_request_at_once() -> None:
-    """Without its class, the newer request would wait for the older one to end."""
+def test_batch_work_is_preempted_for_an_interactive_request() -> None:
+    """In the same class, the newer request would wait for the older one to finish."""
     bench = Bench(8, token=None, eos_token_ids=NO_EOS)
     bench.add("batch", range(20), max_tokens=8, priority=BATCH_PRIORITY)
     bench.step()
@@ -31,7 +31,7 @@ def test_batch_work_makes_room_for_an_interactive_request_at_once() -> None:
     assert bench.scheduler.num_preemptions == 1
 
 
-def test_a_place_is_made_too() -> None:
+def test_batch_work_is_preempted_for_a_sequence_slot() -> None:
     bench = Bench(32, max_num_seqs=1, token=None, eos_token_ids=NO_EOS)
     bench.add("batch", range(8), priority=BATCH_PRIORITY)
     bench.step()
@@ -41,7 +41,7 @@ def test_a_place_is_made_too() -> None:
     assert states(bench) == {"batch": RequestStatus.WAITING, "chat": RequestStatus.RUNNING}
 
 
-def test_with_room_for_both_nothing_is_preempted() -> None:
+def test_nothing_is_preempted_if_both_fit() -> None:
     bench = Bench(32, token=None, eos_token_ids=NO_EOS)
     bench.add("batch", range(8), priority=BATCH_PRIORITY)
     bench.step()
@@ -52,7 +52,7 @@ def test_with_room_for_both_nothing_is_preempted() -> None:
     assert bench.scheduler.num_preemptions == 0
 
 
-def test_a_long_batch_prompt_pauses_for_a_prompt_that_comes() -> None:
+def test_long_batch_prompt_pauses_for_an_interactive_prompt() -> None:
     bench = Bench(32, max_num_batched_tokens=16, token=None, eos_token_ids=NO_EOS)
     bench.add("batch", range(80), max_tokens=1, priority=BATCH_PRIORITY)
     bench.step()
@@ -60,11 +60,13 @@ def test_a_long_batch_prompt_pauses_for_a_prompt_that_comes() -> None:
     plan, _ = bench.step()
     assert [(s.request_id, s.count) for s in plan.sequences] == [("chat", 16)]
     plan, _ = bench.step()
-    assert [s.request_id for s in plan.sequences] == ["batch"], "and goes on where it was"
+    assert [s.request_id for s in plan.sequences] == ["batch"], (
+        "the batch prompt continues where it paused"
+    )
     assert plan.sequences[0].start == 16
 
 
-def test_more_batch_work_does_not_start_while_somebody_waits() -> None:
+def test_no_batch_work_starts_while_an_interactive_request_waits() -> None:
     bench = Bench(8, max_num_seqs=2, token=None, eos_token_ids=NO_EOS)
     for name in ("one", "two"):
         bench.add(name, range(12), max_tokens=8)
@@ -77,7 +79,7 @@ def test_more_batch_work_does_not_start_while_somebody_waits() -> None:
     assert seen == ["one", "two", "three", "batch"]
 
 
-def test_queued_batch_work_does_not_hold_up_the_kv_that_interactive_requests_wait_for() -> None:
+def test_queued_batch_work_does_not_delay_interactive_loads() -> None:
     bench = Bench(10, max_num_seqs=8, token=None, eos_token_ids=NO_EOS)
     bench.add("first", range(24), max_tokens=8)
     bench.step()
@@ -97,10 +99,10 @@ REQUESTS = st.lists(
 
 @settings(max_examples=60, deadline=None)
 @given(REQUESTS, st.sampled_from((1, 2, 3)), st.sampled_from((0, 8)))
-def test_all_work_is_done_with_the_same_tokens(
+def test_all_requests_finish_with_the_tokens_of_a_single_run(
     load: list[tuple[int, bool, int, str | None]], depth: int, num_host_blocks: int
 ) -> None:
-    """However requests of both classes come, everybody ends, with the tokens of a lone run."""
+    """In any mix of both classes, every request finishes with the tokens that it gets alone."""
     bench = Bench(
         *(10,),
         num_host_blocks=num_host_blocks,

@@ -1,4 +1,4 @@
-"""Several answers to a prompt whose KV comes into one reservation: the others begin from it."""
+"""Several choices of a prompt whose KV is pushed into one reservation: the others share it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def three_choices(bench: Bench) -> None:
     bench.add("c", PROMPT, group="g")
 
 
-def test_the_others_wait_for_the_prompt_and_compute_its_last_token_alone() -> None:
+def test_other_choices_wait_for_the_prompt_and_compute_its_last_token() -> None:
     bench = Bench(num_blocks=32, token=None)
     three_choices(bench)
     for _ in range(3):
@@ -28,7 +28,7 @@ def test_the_others_wait_for_the_prompt_and_compute_its_last_token_alone() -> No
     assert bench.num_free == 32
 
 
-def test_all_compute_it_here_when_it_does_not_come() -> None:
+def test_prompt_is_computed_locally_if_the_push_fails() -> None:
     bench = Bench(num_blocks=32)
     three_choices(bench)
     bench.step()
@@ -38,7 +38,7 @@ def test_all_compute_it_here_when_it_does_not_come() -> None:
 
 
 @pytest.mark.parametrize("is_loaded", [False, True])
-def test_the_others_go_on_when_the_first_is_aborted(*, is_loaded: bool) -> None:
+def test_other_choices_continue_when_the_first_is_aborted(*, is_loaded: bool) -> None:
     bench = Bench(num_blocks=32)
     three_choices(bench)
     bench.step()

@@ -1,4 +1,4 @@
-"""Where requests go among data-parallel ranks."""
+"""The placement of requests on data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def request(name: str, length: int = 100) -> EngineRequest:
     return EngineRequest(name, (1,) * length, SamplingParams())
 
 
-def test_a_request_goes_where_the_least_is_to_be_done() -> None:
+def test_request_goes_to_the_least_loaded_rank() -> None:
     placement = RequestPlacement(2)
     assert placement.place(request("long", 1000), NOTHING) == 0
     assert [placement.place(request(f"r{n}"), NOTHING) for n in range(3)] == [1, 1, 1]
@@ -24,7 +24,7 @@ def test_a_request_goes_where_the_least_is_to_be_done() -> None:
     assert placement.place(request("next"), NOTHING) == 0
 
 
-def test_a_prefix_counts_as_what_need_not_be_computed() -> None:
+def test_cached_prefix_reduces_the_load_of_a_request() -> None:
     placement = RequestPlacement(2)
     assert placement.place(request("a"), (0, 96)) == 1
     assert placement.place(request("b"), (0, 96)) == 1, "its wait is shorter than the prefix"
@@ -33,7 +33,7 @@ def test_a_prefix_counts_as_what_need_not_be_computed() -> None:
     assert placement.place(request("d"), (0, 96)) == 0
 
 
-def test_what_ended_costs_nothing_more() -> None:
+def test_finished_request_is_no_load() -> None:
     placement = RequestPlacement(2)
     placement.place(request("a", 1000), NOTHING)
     placement.note(TokenUpdate("a", (5,), finish=FinishReason.LENGTH))
@@ -52,7 +52,7 @@ def test_running_requests_are_spread() -> None:
     assert DECODE_TOKENS > 10
 
 
-def test_answers_to_one_prompt_go_together_until_all_have_ended() -> None:
+def test_siblings_share_a_rank_until_all_have_finished() -> None:
     placement = RequestPlacement(2)
     group = [replace(request(f"n{n}"), group="n") for n in range(3)]
     assert [placement.place(one, NOTHING) for one in group[:2]] == [0, 0]
@@ -72,7 +72,7 @@ def plan(*counts: int, drafts: int = 0) -> StepPlan:
     return StepPlan(0, sequences=tuple(sequences))
 
 
-def test_a_round_is_dispatched_if_one_rank_has_many_tokens_or_drafts() -> None:
+def test_round_is_dispatched_if_a_rank_has_many_tokens_or_drafts() -> None:
     assert ExpertRound.of([plan(), plan()], 10) is None
     assert ExpertRound.of([plan(3, 4), plan()], 10) == ExpertRound((7, 0), is_dispatched=False)
     assert ExpertRound.of([plan(3), plan(6, 4)], 10) == ExpertRound((3, 10), is_dispatched=True)

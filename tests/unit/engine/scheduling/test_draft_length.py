@@ -1,4 +1,4 @@
-"""How many tokens are drafted, after good draft tokens and bad ones."""
+"""The adaptive number of draft tokens, after accepted and rejected drafts."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ LIMIT = 4
 
 
 def lengths_after(outcomes: Sequence[tuple[int, int]]) -> list[int]:
-    """Draft tokens wanted after each (drafted, accepted), a token later each time."""
+    """Return the draft length after each (drafted, accepted) outcome, one token apart."""
     length = DraftLength(LIMIT)
     found = []
     for num_tokens, (num_drafted, accepted) in enumerate(outcomes):
         length.learn(num_drafted, accepted, num_tokens)
-        found.append(length.at(num_tokens + MAX_PAUSE_TOKENS))  # behind any rest
+        found.append(length.at(num_tokens + MAX_PAUSE_TOKENS))  # beyond any pause
     return found
 
 
@@ -33,15 +33,15 @@ def lengths_after(outcomes: Sequence[tuple[int, int]]) -> list[int]:
         ([(0, 0), (0, 0)], [4, 4]),
         ([(2, 2)], [4]),
     ],
-    ids=["all come true", "most do", "few do", "nothing was num_drafted", "fewer fitted"],
+    ids=["all accepted", "most accepted", "few accepted", "nothing drafted", "fewer fit"],
 )
-def test_what_comes_true_is_tried_again(
+def test_draft_length_follows_acceptance(
     outcomes: list[tuple[int, int]], lengths: list[int]
 ) -> None:
     assert lengths_after(outcomes) == lengths
 
 
-def test_where_nothing_is_accepted_drafting_pauses_for_longer_and_longer() -> None:
+def test_pauses_grow_while_nothing_is_accepted() -> None:
     length = DraftLength(1)
     rests = []
     num_tokens = 0
@@ -59,7 +59,7 @@ def test_where_nothing_is_accepted_drafting_pauses_for_longer_and_longer() -> No
 
 @dataclass(frozen=True)
 class Work:
-    """What an answer took: steps, and the tokens that they ran."""
+    """The cost of an answer: steps, and tokens computed in them."""
 
     num_steps: int
     num_computed: int
@@ -84,20 +84,20 @@ def answer(prompt: list[int], tokens: list[int]) -> Work:
     return Work(num_steps, num_steps + num_drafted)
 
 
-def test_a_text_that_repeats_itself_loses_nothing() -> None:
+def test_repetitive_text_wastes_no_tokens() -> None:
     work = answer([i % 24 for i in range(96)], [i % 24 for i in range(97)])
     assert work == Work(20, 96), "four drafted and one more token in each step but the last"
 
 
-def test_a_random_text_costs_hardly_more_than_without_drafts() -> None:
-    """A vocabulary so small that the last tokens have nearly always occurred before."""
+def test_random_text_wastes_at_most_15_percent() -> None:
+    """The vocabulary is so small that the last tokens have nearly always occurred before."""
     numbers = random.Random(5)
     prompt, tokens = ([numbers.randrange(16) for _ in range(n)] for n in (500, 1000))
     work = answer(prompt, tokens)
     assert work.num_computed < 1.15 * len(tokens)
 
 
-def test_a_copy_behind_a_random_text_is_soon_drafted_again() -> None:
+def test_drafting_resumes_soon_after_random_text() -> None:
     numbers = random.Random(7)
     prompt = [numbers.randrange(1000) for _ in range(400)]
     noise = [numbers.randrange(16) for _ in range(300)]

@@ -1,4 +1,4 @@
-"""Drafts take what a step has to spare, and dequeue nothing behind that was not accepted."""
+"""Drafts use a step's spare tokens, and rejected drafts leave no blocks or cached tokens behind."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mooncake_engine.scheduling.draft_scheduling import DraftWorth
 NUM_DRAFT_TOKENS = 3
 
 
-def test_accepted_drafts_come_together() -> None:
+def test_accepted_drafts_are_returned_in_one_update() -> None:
     bench = Bench(num_speculative_tokens=NUM_DRAFT_TOKENS)
     bench.add("a", range(10, 16), max_tokens=12)
     _, updates = bench.step()
@@ -26,7 +26,7 @@ def test_accepted_drafts_come_together() -> None:
     assert stats == SpeculationStats(2, 5, (2, 2, 0)), "one less is tried where not all came true"
 
 
-def test_no_drafts_before_an_answer_has_begun_nor_beyond_its_end() -> None:
+def test_no_drafts_before_the_first_token_or_beyond_the_limit() -> None:
     bench = Bench(num_speculative_tokens=NUM_DRAFT_TOKENS)
     bench.add("a", [10], max_tokens=5)
     assert [bench.step()[0].sequences[0].num_draft_tokens for _ in range(5)] == [0, 3, 2, 1, 0]
@@ -36,19 +36,21 @@ def test_no_drafts_before_an_answer_has_begun_nor_beyond_its_end() -> None:
     assert bench.scheduler.num_running == 0
 
 
-def test_blocks_lent_for_rejected_drafts_are_free_after_the_step() -> None:
+def test_blocks_of_rejected_drafts_are_freed_after_the_step() -> None:
     bench = Bench(num_speculative_tokens=9)
     request = bench.add("a", range(10, 17), max_tokens=30)
     bench.step()
     plan, _ = bench.step()
-    assert len(plan.sequences[0].new_block_ids) == 3, "17 tokens in blocks of 4, two are there"
+    assert len(plan.sequences[0].new_block_ids) == 3, (
+        "17 tokens take 5 blocks of 4, of which it has two"
+    )
     assert len(request.block_ids) == 2
     assert bench.num_free == 14
     plan, _ = bench.step()
     assert plan.sequences[0].new_blocks_at == 2, "the workers have longer tables"
 
 
-def test_drafts_wait_behind_prompts() -> None:
+def test_prompts_precede_drafts() -> None:
     bench = Bench(num_speculative_tokens=NUM_DRAFT_TOKENS, max_num_batched_tokens=8)
     bench.add("a", range(10, 14), max_tokens=20)
     bench.step()
@@ -64,7 +66,7 @@ def test_drafts_wait_behind_prompts() -> None:
     ], "none of a's came true"
 
 
-def test_a_sequence_that_can_not_be_drafted_runs_alone_for_a_while() -> None:
+def test_sequence_without_accepted_drafts_pauses_drafting() -> None:
     bench = Bench(num_speculative_tokens=NUM_DRAFT_TOKENS)
     bench.add("a", [10], max_tokens=30)
     drafted = [bench.step()[0].sequences[0].num_draft_tokens for _ in range(12)]
@@ -74,10 +76,10 @@ def test_a_sequence_that_can_not_be_drafted_runs_alone_for_a_while() -> None:
 @pytest.mark.parametrize("depth", [2, 3])
 @pytest.mark.parametrize("num_accepted", [0, 3])
 @pytest.mark.parametrize("num_steps", range(6))
-def test_a_choice_from_a_peer_comes_while_another_one_drafts(
+def test_choice_from_a_peer_arrives_while_another_one_drafts(
     num_steps: int, num_accepted: int, depth: int
 ) -> None:
-    """It shares the prompt's last block, which the other one has yet to part from."""
+    """It shares the prompt's last block, which the other choice has not copied yet."""
     options = {"uses_async_scheduling": True, "num_speculative_tokens": 15}
     for length in (33, 39, 47, 48):
         bench = Bench(num_blocks=30, block_size=16, depth=depth, token=None, **options)
@@ -95,7 +97,7 @@ def test_a_choice_from_a_peer_comes_while_another_one_drafts(
 
 
 def test_drafts_never_preempt_a_request() -> None:
-    """A pool that two requests fill to the last block, with drafts that would want more."""
+    """Two requests fill the pool to the last block; drafts would need more."""
     for num_accepted in range(6):
         bench = Bench(8, num_speculative_tokens=5, token=None)
         bench.worker.num_accepted = num_accepted
@@ -108,7 +110,7 @@ def test_drafts_never_preempt_a_request() -> None:
             assert len(tokens) == 8 or tokens[-1] == EOS
 
 
-def test_what_follows_an_end_is_dropped() -> None:
+def test_drafts_after_eos_are_dropped() -> None:
     bench = Bench(num_speculative_tokens=5, token=EOS)
     bench.add("a", [10, 11], max_tokens=20)
     bench.worker.token = 7
@@ -120,17 +122,17 @@ def test_what_follows_an_end_is_dropped() -> None:
     assert bench.num_free == 16
 
 
-def test_only_accepted_tokens_are_found_again() -> None:
+def test_only_accepted_tokens_are_cached() -> None:
     bench = Bench(num_speculative_tokens=5)
     bench.worker.num_accepted = 2
     bench.add("a", range(10, 14), max_tokens=9)
     bench.run()
     again = bench.add("b", [*range(10, 14), *[7] * 9, 99], arrival=1.0)
     bench.step()
-    assert again.num_cached_tokens == 12, "all but the last token, which nothing was computed for"
+    assert again.num_cached_tokens == 12, "all but the last token, whose KV was never computed"
 
 
-def test_off_there_is_nothing_to_tell() -> None:
+def test_disabled_speculation_has_no_stats() -> None:
     bench = Bench()
     bench.add("a", range(10, 14))
     bench.run()
@@ -138,7 +140,7 @@ def test_off_there_is_nothing_to_tell() -> None:
 
 
 def run_timed(bench: Bench, num_steps: int, draft_s: float) -> list[int]:
-    """Drafts allowed in each step; a step takes 10 ms and so much more per draft token."""
+    """Return the draft tokens of each step; a step takes 10 ms plus ``draft_s`` per draft token."""
     drafted, now = [], 0.0
     for _ in range(num_steps):
         bench.scheduler.expire(now)
@@ -163,7 +165,7 @@ def timed_bench(**limits: int) -> Bench:
     return bench
 
 
-def test_drafting_stops_where_steps_with_drafts_bring_fewer_tokens_per_second() -> None:
+def test_drafting_stops_when_it_lowers_throughput() -> None:
     bench = timed_bench()
     bench.worker.num_accepted = 1  # and 2, 3, 0 of the others: 10 tokens instead of 4
     drafted = run_timed(bench, 400, draft_s=0.010)
@@ -171,14 +173,14 @@ def test_drafting_stops_where_steps_with_drafts_bring_fewer_tokens_per_second() 
     assert any(drafted[:10])
 
 
-def test_drafting_goes_on_where_it_pays() -> None:
+def test_drafting_continues_while_it_raises_throughput() -> None:
     bench = timed_bench()
     bench.worker.num_accepted = 1
     drafted = run_timed(bench, 100, draft_s=0.0001)
     assert sum(1 for count in drafted[1:] if count) > 90
 
 
-def test_drafts_are_tried_again_when_a_batch_has_become_smaller_or_faster() -> None:
+def test_drafting_is_retried_when_it_becomes_worthwhile() -> None:
     worth = DraftWorth()
 
     def run(num_steps: int, tokens_per_draft_step: int) -> int:
@@ -194,7 +196,7 @@ def test_drafts_are_tried_again_when_a_batch_has_become_smaller_or_faster() -> N
     assert run(100, 20) > 90
 
 
-def test_one_slow_step_proves_nothing() -> None:
+def test_single_slow_steps_do_not_stop_drafting() -> None:
     worth = DraftWorth()
     num_drafted = 0
     for index in range(300):
@@ -204,7 +206,7 @@ def test_one_slow_step_proves_nothing() -> None:
     assert num_drafted >= 94
 
 
-def test_no_step_is_left_out_while_every_draft_is_accepted() -> None:
+def test_no_probe_step_without_drafts_while_all_are_accepted() -> None:
     worth = DraftWorth()
     for _ in range(100):
         assert worth.allows
@@ -216,8 +218,9 @@ def test_no_step_is_left_out_while_every_draft_is_accepted() -> None:
     assert not all(allowed)
 
 
-def test_steps_without_drafts_come_in_a_row() -> None:
-    """The first of them begins when one with drafts is over, whatever runs ahead."""
+def test_probe_steps_without_drafts_are_consecutive() -> None:
+    """The first of them starts when a step with drafts has completed, at any depth of the
+    pipeline."""
     worth, allowed = DraftWorth(), []
     for _ in range(200):
         allowed.append(worth.allows)
@@ -226,7 +229,7 @@ def test_steps_without_drafts_come_in_a_row() -> None:
     assert without == [5, 6, 7, 93, 94, 95, 189, 190, 191]
 
 
-def test_steps_of_more_sequences_than_asked_for_have_no_drafts() -> None:
+def test_max_seqs_with_drafts_disables_drafts_in_larger_steps() -> None:
     bench = timed_bench(max_seqs_with_drafts=3)
     bench.step()
     assert sum(s.num_draft_tokens for s in bench.step()[0].sequences) == 0

@@ -1,4 +1,4 @@
-"""Bytes of KV times seconds, by what they were held for."""
+"""KV residency in byte-seconds, by purpose."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.kv_residency import HeldBlocks, KVResidency
 
 
-def test_what_is_held_is_multiplied_by_how_long() -> None:
+def test_byte_seconds_are_held_bytes_times_duration() -> None:
     residency = KVResidency(block_bytes=100)
     assert residency.is_due(10.0)
-    residency.note(HeldBlocks(1, 1, 1, 1), 10.0)  # since when, nobody knows
+    residency.note(HeldBlocks(1, 1, 1, 1), 10.0)  # the time before is unknown
     assert not residency.is_due(10.05)
     assert residency.is_due(10.5)
     residency.note(HeldBlocks(running=4, reserved=0, leased=2, swapped=1), 10.5)
@@ -26,7 +26,7 @@ def test_what_is_held_is_multiplied_by_how_long() -> None:
     }
 
 
-def test_a_core_counts_the_blocks_of_its_requests() -> None:
+def test_core_counts_the_blocks_of_its_requests() -> None:
     clock = iter(float(second) for second in range(1000))
     core = scripted_engine(ScriptedExecutor(), clock=lambda: next(clock), block_bytes=1000).core
     prompt = tuple(range(40))  # two blocks of 16 and part of a third

@@ -1,4 +1,4 @@
-"""Loads of a peer's KV and plain requests get blocks in one order, that of their urgency."""
+"""Loads of a peer's KV and plain requests get blocks in one order of priority."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NO_EOS: frozenset[int] = frozenset()
 
 
 def full_bench() -> Bench:
-    """Ten blocks of which one request holds six, so that a prompt of 24 tokens has to wait."""
+    """Ten blocks, of which one request holds six: a prompt of 24 tokens has to wait."""
     bench = Bench(10, max_num_seqs=8, token=None, eos_token_ids=NO_EOS)
     bench.add("first", range(24), max_tokens=8)
     bench.step()
@@ -21,7 +21,7 @@ def state(bench: Bench, name: str) -> RequestStatus:
     return bench.scheduler._queues.requests[name].state
 
 
-def test_a_younger_request_that_waits_holds_up_no_load() -> None:
+def test_waiting_younger_request_does_not_delay_a_load() -> None:
     bench = full_bench()
     bench.add("loaded", [90], arrival=1.0, first_token=5, max_tokens=4)
     bench.add("younger", range(50, 74), arrival=2.0)
@@ -30,7 +30,7 @@ def test_a_younger_request_that_waits_holds_up_no_load() -> None:
     assert state(bench, "loaded") is not RequestStatus.PREALLOCATING
 
 
-def test_a_load_takes_no_blocks_from_an_older_request_that_waits() -> None:
+def test_load_does_not_overtake_an_older_waiting_request() -> None:
     bench = full_bench()
     bench.add("older", range(50, 74), arrival=1.0)
     bench.add("loaded", [90], arrival=2.0, first_token=5, max_tokens=4)

@@ -1,5 +1,5 @@
-"""Prompts from the KVCache pool: a pool of this process whose chunks say what they were computed
-from, so that a load of the wrong ones, or one that is believed although it failed, is noticed."""
+"""Loads from the KVCache pool and saves to it, with a pool in this process. Its chunks record the
+tokens that they were computed from, which detects wrong loads and failed ones that are used."""
 
 import itertools
 import random
@@ -34,7 +34,7 @@ IDENTITY = KVIdentity("model", "float32", CHUNK)
 
 
 class Pool:
-    """A ``ChunkPool``; the test says when what happens."""
+    """A ``ChunkPool`` whose events the test triggers."""
 
     def __init__(self, answers_at_once=True):
         self.chunk_tokens, self.chunk_bytes, self.num_layers = CHUNK, 1000, 4
@@ -104,7 +104,7 @@ class PoolBench(Bench):
         self.scheduler.take_pool_event(ChunksFound(load_id, self.pool.find(keys)))
 
     def bring(self, load):
-        """The chunks' KV comes in."""
+        """Write the chunks' KV to the load's blocks."""
         prompt = self.tokens[load.request_id].token_ids[: len(load.keys) * CHUNK]
         start = load.first_chunk * CHUNK + load.skipped_tokens
         self.worker.load(load.block_ids, prompt, start)
@@ -128,7 +128,7 @@ def prompt_of(length, seed=0):
 
 
 def filled(bench, prompt, name="first"):
-    """Have the pool hold a prompt's chunks, and the device forget them."""
+    """Save a prompt's chunks to the pool, and clear the device's prefix cache."""
     bench.add(name, prompt, max_tokens=2)
     bench.run()
     bench.save_all()
@@ -141,7 +141,7 @@ def the_load(bench):
     return load_id
 
 
-def test_a_second_turn_loads_what_the_first_one_left():
+def test_second_turn_loads_the_chunks_of_the_first():
     bench = PoolBench(token=None)
     prompt = prompt_of(19)
     request = bench.add("first", prompt, max_tokens=8)
@@ -163,7 +163,7 @@ def test_a_second_turn_loads_what_the_first_one_left():
 
 
 @pytest.mark.parametrize("length", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK, 2 * CHUNK + 1])
-def test_the_last_token_of_a_prompt_is_never_loaded(length):
+def test_last_token_of_a_prompt_is_never_loaded(length):
     bench = PoolBench()
     prompt = prompt_of(length)
     filled(bench, prompt)
@@ -173,7 +173,7 @@ def test_the_last_token_of_a_prompt_is_never_loaded(length):
     assert loaded == [(length - 1) // CHUNK] * (length > CHUNK)
 
 
-def test_what_the_device_has_is_not_loaded():
+def test_chunks_cached_on_the_device_are_not_loaded():
     bench = PoolBench(block_size=4)
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -189,7 +189,7 @@ def test_what_the_device_has_is_not_loaded():
     bench.run()
 
 
-def test_a_load_that_fails_is_computed():
+def test_failed_load_is_recomputed():
     bench = PoolBench()
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -202,7 +202,7 @@ def test_a_load_that_fails_is_computed():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_steps_run_before_the_load_has_ended_and_nobody_is_told(depth):
+def test_steps_on_an_unfinished_load_publish_no_tokens(depth):
     bench = PoolBench(depth=depth, uses_async_scheduling=depth > 1)
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -220,7 +220,7 @@ def test_steps_run_before_the_load_has_ended_and_nobody_is_told(depth):
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
-def test_steps_on_a_load_that_fails_are_done_again(depth, num_steps):
+def test_steps_on_a_failed_load_are_repeated(depth, num_steps):
     bench = PoolBench(depth=depth, uses_async_scheduling=depth > 1)
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -237,7 +237,7 @@ def test_steps_on_a_load_that_fails_are_done_again(depth, num_steps):
 
 
 @pytest.mark.parametrize("sends_kv", [False, True])
-def test_a_peer_is_told_of_a_request_that_ends_while_it_loads(sends_kv):
+def test_sender_aborted_during_its_load_is_withdrawn(sends_kv):
     bench = PoolBench(num_blocks=32)
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -253,9 +253,7 @@ def test_a_peer_is_told_of_a_request_that_ends_while_it_loads(sends_kv):
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("is_released", [False, True])
 @pytest.mark.parametrize("num_steps", [0, 1, 2])
-def test_blocks_of_an_aborted_request_are_kept_until_its_load_is_drained(
-    depth, is_released, num_steps
-):
+def test_blocks_of_an_aborted_request_are_kept_until_its_load_drains(depth, is_released, num_steps):
     bench = PoolBench(depth=depth, uses_async_scheduling=depth > 1)
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -277,7 +275,7 @@ def test_blocks_of_an_aborted_request_are_kept_until_its_load_is_drained(
     assert bench.num_free == bench.scheduler.blocks.pool.num_blocks
 
 
-def test_a_request_waits_for_the_answer_of_the_pool_but_not_for_ever():
+def test_lookup_times_out():
     bench = PoolBench(answers_at_once=False)
     prompt = prompt_of(30)
     bench.add("slow", prompt, max_tokens=1)
@@ -287,7 +285,7 @@ def test_a_request_waits_for_the_answer_of_the_pool_but_not_for_ever():
     bench.answer(next(iter(bench.pool.asked)))
 
 
-def test_one_load_serves_all_who_want_the_same():
+def test_one_load_serves_all_requests_with_the_prompt():
     bench = PoolBench(num_blocks=32)
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -302,7 +300,7 @@ def test_one_load_serves_all_who_want_the_same():
     assert bench.worker.num_computed <= 3 * 6
 
 
-def test_who_waits_for_a_load_that_fails_looks_again():
+def test_request_waiting_for_a_failed_load_looks_up_again():
     bench = PoolBench(num_blocks=32)
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -317,7 +315,7 @@ def test_who_waits_for_a_load_that_fails_looks_again():
     assert not bench.scheduler.has_work
 
 
-def test_siblings_share_what_one_of_them_loads():
+def test_siblings_share_one_load():
     bench = PoolBench(num_blocks=32)
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -330,7 +328,7 @@ def test_siblings_share_what_one_of_them_loads():
     assert len(bench.run()) == 3
 
 
-def test_a_load_that_takes_too_long_is_given_up():
+def test_load_is_cancelled_at_its_timeout():
     bench = PoolBench()
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -345,7 +343,7 @@ def test_a_load_that_takes_too_long_is_given_up():
     assert bench.num_free == bench.scheduler.blocks.pool.num_blocks
 
 
-def test_what_was_copied_from_blocks_that_went_to_others_is_not_stored():
+def test_save_from_reallocated_blocks_is_dropped():
     bench = PoolBench(num_blocks=8, prefix_caching=False)
     bench.add("first", prompt_of(16), max_tokens=1)
     bench.run()
@@ -358,8 +356,8 @@ def test_what_was_copied_from_blocks_that_went_to_others_is_not_stored():
     assert len(bench.pool.stored) == 3
 
 
-def test_what_the_pool_refuses_is_offered_again_with_the_next_chunk():
-    """A hole would make all chunks behind it worthless."""
+def test_rejected_chunks_are_offered_again_with_the_next_chunk():
+    """A gap would make all later chunks useless."""
     bench = PoolBench(num_blocks=32)
     bench.pool.refuses = True
     bench.add("long", prompt_of(2 * CHUNK + 1), max_tokens=4 * CHUNK)
@@ -382,7 +380,7 @@ def test_what_the_pool_refuses_is_offered_again_with_the_next_chunk():
 
 
 def ended_with_refused_chunks(**options):
-    """A request has ended whose chunks the pool refused, while it saved another's."""
+    """Return a bench whose pool rejected a finished request's chunks while saving another's."""
     bench = PoolBench(num_blocks=32, **options)
     bench.add("other", prompt_of(CHUNK + 1, seed=9), max_tokens=2)
     bench.step()
@@ -396,9 +394,9 @@ def ended_with_refused_chunks(**options):
     return bench
 
 
-def test_what_was_refused_as_a_request_ended_is_offered_again_when_a_save_ends():
+def test_rejected_chunks_of_a_finished_request_are_offered_after_a_save():
     bench = ended_with_refused_chunks()
-    assert bench.scheduler.blocks.pool.num_free == 32, "nothing is held for it"
+    assert bench.scheduler.blocks.pool.num_free == 32, "no blocks are held for the retry"
     bench.save_all()
     [again] = bench.pool.saves.values()
     assert (len(again.keys), again.first_chunk, again.num_refused, again.step) == (2, 0, 2, None)
@@ -408,7 +406,7 @@ def test_what_was_refused_as_a_request_ended_is_offered_again_when_a_save_ends()
     assert not bench.pool.saves
 
 
-def test_what_was_refused_is_forgotten_with_its_blocks():
+def test_rejected_chunks_are_dropped_with_their_blocks():
     bench = ended_with_refused_chunks()
     pool = bench.scheduler.blocks.pool
     pool.release(pool.allocate(32))
@@ -416,8 +414,8 @@ def test_what_was_refused_is_forgotten_with_its_blocks():
     assert not bench.pool.saves
 
 
-def test_what_was_refused_and_is_not_computed_is_not_offered_again():
-    """Its step was planned, and the request aborted before it was over."""
+def test_rejected_chunks_that_were_never_computed_are_dropped():
+    """Their step was planned, and the request was aborted before the step completed."""
     bench = PoolBench(num_blocks=32)
     bench.add("other", prompt_of(CHUNK + 1, seed=9), max_tokens=1)
     bench.run()
@@ -433,7 +431,7 @@ def test_what_was_refused_and_is_not_computed_is_not_offered_again():
     bench.land()
 
 
-def test_few_requests_are_remembered_for_what_was_refused(monkeypatch):
+def test_requests_with_rejected_chunks_are_bounded(monkeypatch):
     monkeypatch.setattr(pool_saves, "MAX_REJECTED", 3)
     bench = PoolBench(num_blocks=64)
     bench.pool.refuses = True
@@ -446,8 +444,8 @@ def test_few_requests_are_remembered_for_what_was_refused(monkeypatch):
     assert len(bench.pool.saves) == 3
 
 
-def test_copies_are_found_one_after_the_other():
-    """What another store had is kept here in parts: the first are sources while the last come."""
+def test_copied_chunks_are_found_while_later_ones_are_saved():
+    """Chunks of another store are saved here in parts: the first are available before the last."""
     bench = PoolBench(num_blocks=64, block_size=4)
     filled(bench, prompt_of(11 * CHUNK + 1))
     far = ChunkSource(1, Tier.DRAM)
@@ -462,7 +460,7 @@ def test_copies_are_found_one_after_the_other():
     bench.run()
 
 
-def test_nobody_is_preempted_while_a_step_has_run_on_a_load():
+def test_no_request_is_preempted_while_a_step_depends_on_its_load():
     bench = PoolBench(num_blocks=14, block_size=4)
     prompt = prompt_of(26)
     filled(bench, prompt)
@@ -479,8 +477,8 @@ def test_nobody_is_preempted_while_a_step_has_run_on_a_load():
 
 
 @pytest.mark.parametrize("is_right", [True, False])
-def test_a_sibling_that_comes_late_shares_no_prompt_before_its_load_has_ended(is_right):
-    """Choices come one by one: the first one's load may have begun, and be run on."""
+def test_late_sibling_does_not_share_the_prompt_before_its_load_completes(is_right):
+    """Choices arrive one by one: steps may already depend on the first one's load."""
     bench = PoolBench(num_blocks=32, token=None, eos_token_ids=frozenset())
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -492,7 +490,7 @@ def test_a_sibling_that_comes_late_shares_no_prompt_before_its_load_has_ended(is
         bench.release(load_id)
     else:
         bench.worker.load(bench.pool.loads[load_id].block_ids, prompt_of(30, seed=8)[:24], 0)
-        bench.worker.check = lambda *_: None  # steps run on it all the same
+        bench.worker.check = lambda *_: None  # steps run before the load completes
         bench.scheduler.take_pool_event(LoadReleased(load_id, 3))
     for _ in range(3):
         assert bench.step()[1] == []
@@ -503,7 +501,7 @@ def test_a_sibling_that_comes_late_shares_no_prompt_before_its_load_has_ended(is
     assert {name: len(tokens) for name, tokens in answers.items()} == {"n0": 6, "n1": 6}
 
 
-def test_what_one_choice_saves_of_the_prompt_no_other_one_saves():
+def test_choices_save_their_prompt_once():
     for depth in (1, 2):
         bench = PoolBench(num_blocks=64, depth=depth, uses_async_scheduling=depth > 1)
         for index in range(4):
@@ -514,8 +512,8 @@ def test_what_one_choice_saves_of_the_prompt_no_other_one_saves():
         assert all(save.first_chunk == 3 for save in saves[1:])
 
 
-def test_a_sibling_saves_the_chunks_of_its_own_answer():
-    """The one that it is forked from has saved some of another answer."""
+def test_sibling_saves_the_chunks_of_its_own_answer():
+    """The sequence that it is forked from has saved chunks of another answer."""
     bench = PoolBench(num_blocks=64, token=None, eos_token_ids=frozenset())
     prompt = prompt_of(2 * CHUNK)
     bench.add("n0", prompt, max_tokens=4 * CHUNK, group="n")
@@ -527,8 +525,8 @@ def test_a_sibling_saves_the_chunks_of_its_own_answer():
     assert saved[bench.pool.keys(late, 3)[-1]] == 2
 
 
-def test_a_choice_whose_siblings_pull_failed_pulls_by_itself():
-    """The sibling loads from the pool now, which is no load that the peer's KV comes with."""
+def test_choice_pulls_by_itself_after_its_siblings_pull_failed():
+    """The sibling now loads from the pool, which is not a load of the peer's KV."""
     bench = PoolBench(num_blocks=64, token=None)
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -542,7 +540,7 @@ def test_a_choice_whose_siblings_pull_failed_pulls_by_itself():
     assert "n1" in bench.connector.loading
 
 
-def test_a_retry_does_not_wait_for_a_load_that_its_predecessor_has_left():
+def test_retry_does_not_wait_for_the_load_of_an_aborted_request():
     bench = PoolBench(num_blocks=64)
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -559,7 +557,7 @@ def test_a_retry_does_not_wait_for_a_load_that_its_predecessor_has_left():
     assert len(bench.run()["retry"]) == 1
 
 
-def test_who_has_waited_long_enough_for_anothers_load_begins_its_own():
+def test_request_starts_its_own_load_after_waiting_for_another():
     bench = PoolBench(num_blocks=64)
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -578,8 +576,8 @@ def test_who_has_waited_long_enough_for_anothers_load_begins_its_own():
     bench.run()
 
 
-def test_decodes_go_on_while_a_load_that_steps_run_on_holds_blocks():
-    """A batch request would be preempted for a prompt, but for the load."""
+def test_decodes_continue_while_a_released_load_holds_blocks():
+    """Without the load, the batch request would be preempted for a prompt."""
     bench = PoolBench(num_blocks=30, block_size=4)
     prompt = prompt_of(26)
     filled(bench, prompt)
@@ -599,8 +597,8 @@ def test_decodes_go_on_while_a_load_that_steps_run_on_holds_blocks():
     bench.run()
 
 
-def test_nobody_is_preempted_for_a_less_urgent_load():
-    """It holds the block that a decode needs, which waits until the load has ended."""
+def test_decode_waits_for_a_lower_priority_load_without_preemption():
+    """The load holds the block that the decode needs, which waits until the load has completed."""
     bench = PoolBench(num_blocks=12, block_size=4)
     prompt = prompt_of(26)
     filled(bench, prompt)
@@ -619,8 +617,8 @@ def test_nobody_is_preempted_for_a_less_urgent_load():
     assert (decode.num_preemptions, loads.num_preemptions) == (0, 1)
 
 
-def test_batch_work_begins_no_load_while_somebody_waits_for_blocks_to_load_into():
-    """Those that were given up for it would take them again, without end."""
+def test_no_batch_load_starts_while_an_interactive_load_waits_for_blocks():
+    """Batch loads cancelled for it would take the blocks again, endlessly."""
     bench = PoolBench(num_blocks=30, block_size=4)
     for index in range(3):
         filled(bench, prompt_of(30, seed=index), f"first{index}")
@@ -645,7 +643,7 @@ def test_batch_work_begins_no_load_while_somebody_waits_for_blocks_to_load_into(
     assert not bench.scheduler.has_work
 
 
-def test_an_interactive_prompt_gets_the_blocks_of_batch_works_loads():
+def test_batch_loads_are_cancelled_for_an_interactive_prompt():
     bench = PoolBench(num_blocks=30, block_size=4)
     for index in range(3):
         filled(bench, prompt_of(30, seed=index), f"first{index}")
@@ -656,7 +654,7 @@ def test_an_interactive_prompt_gets_the_blocks_of_batch_works_loads():
     waits = bench.add("waits", prompt_of(30, seed=50), max_tokens=2)
     bench.step()
     bench.step()
-    [load_id] = bench.pool.cancelled  # no more than it needs
+    [load_id] = bench.pool.cancelled  # only as many as the prompt needs
     bench.end(load_id, "cancelled")
     bench.step()
     assert waits.state is RequestStatus.RUNNING
@@ -668,7 +666,7 @@ def test_an_interactive_prompt_gets_the_blocks_of_batch_works_loads():
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_the_end_of_a_load_that_was_given_up_proves_nothing_of_the_next_one(is_wrong):
+def test_end_of_a_cancelled_load_does_not_verify_the_next_one(is_wrong):
     bench = PoolBench(num_blocks=16, block_size=4)
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -689,8 +687,8 @@ def test_the_end_of_a_load_that_was_given_up_proves_nothing_of_the_next_one(is_w
     assert len(bench.run()["batch"]) == 3
 
 
-def test_what_was_preempted_loads_its_answer_as_well():
-    """A long answer that gave its blocks up: the pool has what was computed of it."""
+def test_preempted_request_loads_its_answer_as_well():
+    """A long answer lost its blocks to preemption: the pool has the chunks computed so far."""
     bench = PoolBench(num_blocks=14, block_size=4, token=None, prefix_caching=False)
     bench.add("first", prompt_of(20), max_tokens=22, arrival=1.0)
     lost = bench.add("second", prompt_of(8, seed=3), max_tokens=22, arrival=2.0)
@@ -711,8 +709,8 @@ def test_what_was_preempted_loads_its_answer_as_well():
     assert not bench.scheduler.has_work
 
 
-def test_a_later_choice_does_not_begin_with_a_preempted_ones_load():
-    """Which brings the whole prompt, and some of the answer: nobody shares it before it is over."""
+def test_later_choice_does_not_share_a_preempted_choices_load():
+    """That load has the whole prompt and part of the answer: it is shared only once completed."""
     bench = PoolBench(num_blocks=14, block_size=4, token=None, prefix_caching=False)
     bench.add("first", prompt_of(20), max_tokens=22, arrival=1.0)
     prompt = prompt_of(8, seed=3)
@@ -732,7 +730,7 @@ def test_a_later_choice_does_not_begin_with_a_preempted_ones_load():
 
 
 @pytest.mark.parametrize("first_token", [None, 9])
-def test_a_prompt_whose_kv_does_not_come_from_its_peer_comes_from_the_pool(first_token):
+def test_prompt_is_loaded_from_the_pool_after_its_peer_failed(first_token):
     bench = PoolBench(token=None)
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -743,15 +741,17 @@ def test_a_prompt_whose_kv_does_not_come_from_its_peer_comes_from_the_pool(first
     bench.end_load("pulls", "the peer is dead")
     bench.step()
     load_id = the_load(bench)
-    bench.scheduler.load_ended("pulls", "the peer is dead")  # said twice: of no load that is left
+    bench.scheduler.load_ended(
+        "pulls", "the peer is dead"
+    )  # a duplicate event, of a load that has ended
     assert request.state is RequestStatus.TRANSFERRING
     bench.end(load_id)
     bench.run()
     assert bench.worker.num_computed < len(prompt)
 
 
-def test_what_is_cached_when_it_comes_may_be_gone_at_its_turn():
-    """A prompt that waits behind others loads what they have taken from it meanwhile."""
+def test_prefix_evicted_while_a_request_waits_is_loaded():
+    """A prompt that waits behind others loads the blocks that they have evicted meanwhile."""
     bench = PoolBench(num_blocks=16, block_size=4)
     prompt = prompt_of(30)
     filled(bench, prompt)
@@ -813,7 +813,7 @@ class RandomRun:
             self.bench.scheduler.abort(dice.choice(sorted(self.live)))
 
     def add_sibling(self, name):
-        """One more choice of a request, which may have come far."""
+        """Add one more choice to a request, at any point of its progress."""
         first, group = self.bench.tokens[name], name.partition("-")[0]
         if first.spec.group is None or len(self.live) >= 6:
             return
@@ -861,8 +861,8 @@ class RandomRun:
                 return
 
 
-def test_an_engine_that_was_idle_waits_for_stores_as_well():
-    """Its last step was long ago when the request came."""
+def test_idle_engine_waits_for_lookups_as_well():
+    """The last step was long before the request arrived."""
     bench = PoolBench(token=None, answers_at_once=False)
     request = bench.add("first", prompt_of(20), arrival=1000.0)
     bench.scheduler.expire(1000.1)
@@ -871,7 +871,7 @@ def test_an_engine_that_was_idle_waits_for_stores_as_well():
     assert request.state is RequestStatus.WAITING
 
 
-def test_named_stores_are_asked_for_what_the_device_lacks():
+def test_prefix_sources_beyond_the_device_cache_are_queried():
     bench = PoolBench(token=None)
     bench.add("first", prompt_of(20), max_tokens=1)
     bench.run()
@@ -882,7 +882,7 @@ def test_named_stores_are_asked_for_what_the_device_lacks():
     assert bench.pool.hints == [((far,), MAX_HINT_TIMEOUT_S)]
 
 
-def test_named_stores_get_no_more_time_than_computing_takes():
+def test_lookup_timeout_of_prefix_sources_is_the_prefill_time():
     sources = (PrefixSource("10.0.0.1", 7701, "epoch", 24),)
     patience = []
     for step_s in (1e-3, 0.3, 30.0):
@@ -897,8 +897,9 @@ def test_named_stores_get_no_more_time_than_computing_takes():
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_random_orders(seed):
-    """Tokens are those of no pool, whatever loads and saves do, and every block comes back."""
+def test_random_event_orders_keep_tokens_and_blocks_right(seed):
+    """For any order of loads and saves, tokens equal those without a pool, and all blocks are
+    freed."""
     run = RandomRun(seed)
     for _ in range(300):
         run.come_and_go()

@@ -1,4 +1,4 @@
-"""What happens when blocks run out: who is preempted, how, and when it comes back."""
+"""Preemption when blocks run out: by swapping or recomputation, and how requests resume."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def states(bench: Bench) -> dict[str, RequestStatus]:
     return {name: r.state for name, r in bench.scheduler._queues.requests.items()}
 
 
-def test_a_group_is_swapped_out_and_back_and_computes_nothing_twice() -> None:
+def test_group_is_swapped_out_and_in_without_recomputation() -> None:
     bench = Bench(8, num_host_blocks=8, token=None, eos_token_ids=frozenset())
     crowd(bench, 2)
     answers = bench.run()
@@ -39,8 +39,8 @@ def test_a_group_is_swapped_out_and_back_and_computes_nothing_twice() -> None:
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_group_is_swapped_beside_steps(depth: int) -> None:
-    """It joins in when its copies seem over; until then the others go on."""
+def test_swapping_a_group_overlaps_with_steps(depth: int) -> None:
+    """The group resumes once its copies have completed; the others continue meanwhile."""
     bench = Bench(
         8,
         num_host_blocks=8,
@@ -65,7 +65,7 @@ def test_a_group_is_swapped_beside_steps(depth: int) -> None:
     assert num_beside > 1, "copies hold steps up"
 
 
-def test_a_peer_writes_to_no_block_that_is_still_copied() -> None:
+def test_no_load_starts_in_blocks_that_are_being_copied() -> None:
     bench = Bench(8, num_host_blocks=8, token=None, eos_token_ids=frozenset())
     bench.worker.copies_late = True
     crowd(bench, 2)
@@ -83,7 +83,7 @@ def test_a_peer_writes_to_no_block_that_is_still_copied() -> None:
     assert not bench.worker._late, "copies read what a peer is about to overwrite"
 
 
-def test_a_whole_group_is_preempted_or_none_of_it() -> None:
+def test_group_is_preempted_as_a_whole() -> None:
     bench = Bench(8, num_host_blocks=8, token=None, eos_token_ids=frozenset())
     crowd(bench, 2)
     seen = set()
@@ -98,7 +98,7 @@ def test_a_whole_group_is_preempted_or_none_of_it() -> None:
     assert all(pair.count(swapped) != 1 for pair in seen), "half of a group is swapped"
 
 
-def test_without_host_memory_a_group_is_computed_again_and_the_log_says_so(
+def test_group_without_host_memory_is_recomputed_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     bench = Bench(6, token=None, eos_token_ids=frozenset())
@@ -113,7 +113,7 @@ def test_without_host_memory_a_group_is_computed_again_and_the_log_says_so(
     ]
 
 
-def test_a_single_sequence_starts_over_though_there_is_host_memory() -> None:
+def test_single_sequence_is_recomputed_despite_host_memory() -> None:
     bench = Bench(4, num_host_blocks=8, token=None, eos_token_ids=frozenset())
     crowd(bench, 0)
     bench.add("new", range(30, 37), arrival=1.0)
@@ -123,8 +123,8 @@ def test_a_single_sequence_starts_over_though_there_is_host_memory() -> None:
 
 
 @pytest.mark.parametrize("prefix_caching", [False, True])
-def test_a_group_whose_prompt_runs_for_all_of_it_is_swapped(prefix_caching: bool) -> None:
-    """One of it holds blocks, and three may run at once."""
+def test_group_with_a_running_prompt_is_swapped(prefix_caching: bool) -> None:
+    """One sequence of the group holds blocks; three sequences may run at once."""
     bench = Bench(
         12,
         num_host_blocks=8,
@@ -151,14 +151,14 @@ def test_a_group_whose_prompt_runs_for_all_of_it_is_swapped(prefix_caching: bool
     assert bench.worker.num_computed == 7 + 7 + 20 + 3 * 3, "nothing is computed twice"
 
 
-def test_a_group_too_large_for_memory_finishes_one_by_one() -> None:
+def test_group_too_large_for_memory_finishes_one_by_one() -> None:
     bench = Bench(5, num_host_blocks=20, token=None, eos_token_ids=frozenset())
     for index in range(4):
         bench.add(f"a{index}", range(10, 17), group="g", max_tokens=13)
     assert bench.run() == {f"a{i}": expected(f"a{i}", 13) for i in range(4)}
 
 
-def test_swapped_requests_come_back_before_new_ones_start() -> None:
+def test_swapped_requests_resume_before_new_ones_start() -> None:
     bench = Bench(8, num_host_blocks=8, token=None, eos_token_ids=frozenset())
     crowd(bench, 2)
     while not bench.scheduler.num_swapped:
@@ -171,7 +171,7 @@ def test_swapped_requests_come_back_before_new_ones_start() -> None:
     assert "newest" in bench.run() or "newest" in ran
 
 
-def test_a_more_urgent_request_need_not_wait_for_a_swapped_one() -> None:
+def test_request_of_higher_priority_precedes_a_swapped_one() -> None:
     bench = Bench(7, num_host_blocks=8, token=None, eos_token_ids=frozenset())
     crowd(bench, 2)
     while not bench.scheduler.num_swapped:
@@ -181,7 +181,7 @@ def test_a_more_urgent_request_need_not_wait_for_a_swapped_one() -> None:
     assert "urgent" in [sequence.request_id for sequence in plan.sequences]
 
 
-def test_a_swapped_request_may_be_aborted() -> None:
+def test_swapped_request_can_be_aborted() -> None:
     bench = Bench(6, num_host_blocks=8, token=None)
     crowd(bench, 2)
     while not bench.scheduler.num_swapped:
@@ -194,7 +194,7 @@ def test_a_swapped_request_may_be_aborted() -> None:
 
 
 @pytest.mark.parametrize(("watermark", "new_request"), [(0.0, True), (0.2, False)])
-def test_the_watermark_keeps_blocks_free_for_those_that_run(
+def test_watermark_reserves_blocks_for_running_requests(
     watermark: float, new_request: bool
 ) -> None:
     bench = Bench(10, watermark=watermark)
@@ -205,13 +205,13 @@ def test_the_watermark_keeps_blocks_free_for_those_that_run(
     assert bench.scheduler.num_running == 1 + new_request
 
 
-def test_the_watermark_does_not_keep_a_lone_request_out() -> None:
+def test_watermark_does_not_block_a_single_request() -> None:
     bench = Bench(10, watermark=0.9, token=None)
     bench.add("large", range(100, 136), max_tokens=2)
     assert len(bench.run()["large"]) == 2
 
 
-def test_prompts_wait_for_company_if_told_to() -> None:
+def test_delay_factor_postpones_prompts() -> None:
     bench = Bench(delay_factor=2.0)
     clock = 10.0
 
@@ -227,7 +227,7 @@ def test_prompts_wait_for_company_if_told_to() -> None:
     assert step_at(clock + 3.1) == {"first", "second"}
 
 
-def test_no_delay_is_no_delay() -> None:
+def test_delay_factor_of_zero_does_not_postpone() -> None:
     delay = AdmissionDelay(0.0)
     delay.begin_step(5.0)
     delay.note_prefill()
@@ -235,7 +235,7 @@ def test_no_delay_is_no_delay() -> None:
     assert delay.has_passed([make_request("late", [1], arrival=9.0)])
 
 
-def test_prompts_that_waited_start_together() -> None:
+def test_postponed_prompts_start_together() -> None:
     bench = Bench(delay_factor=2.0, max_num_seqs=8)
 
     def step_at(now: float) -> set[str]:

@@ -1,4 +1,4 @@
-"""What a connector is told of a prompt whose KV leaves as it is computed."""
+"""Progress reports to the connector for a prompt whose KV is sent while it is computed."""
 
 from __future__ import annotations
 
@@ -9,28 +9,28 @@ PROMPT = tuple(range(20))
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_every_completed_chunk_but_the_last_is_told(depth: int) -> None:
-    """Never one that is planned, or in flight: a peer reads at any time."""
+def test_every_completed_chunk_but_the_last_is_reported(depth: int) -> None:
+    """Never a chunk that is planned or in flight: the peer may read it at once."""
     bench = Bench(max_num_batched_tokens=8, depth=depth, uses_async_scheduling=depth > 1)
     request = bench.add("r", PROMPT, sends_kv=True)
-    told = []
+    reported = []
     while bench.scheduler.has_work:
         bench.step()
-        told.append([num_tokens for _, num_tokens, _ in bench.connector.advanced.get("r", [])])
-    assert told[-1] == [8, 16]
-    assert all(len(told[index]) <= index + 2 - depth for index in range(len(told)))
+        reported.append([num_tokens for _, num_tokens, _ in bench.connector.advanced.get("r", [])])
+    assert reported[-1] == [8, 16]
+    assert all(len(reported[index]) <= index + 2 - depth for index in range(len(reported)))
     assert bench.connector.offered["r"] == bench.connector.advanced["r"][-1][2]
-    assert not request.block_ids, "they are the connector's"
+    assert not request.block_ids, "the connector owns the blocks"
 
 
-def test_a_request_that_keeps_its_kv_to_be_fetched_later_is_not_told_of() -> None:
+def test_request_that_keeps_its_kv_has_no_progress_reports() -> None:
     bench = Bench(max_num_batched_tokens=8)
     bench.add("r", PROMPT, keeps_kv=True)
     bench.run()
     assert bench.connector.advanced == {}
 
 
-def test_a_preempted_prompt_is_told_of_as_another_attempt() -> None:
+def test_preempted_prompt_is_reported_as_a_new_attempt() -> None:
     bench = Bench(num_blocks=8, max_num_batched_tokens=3, prefix_caching=False)
     older = bench.add("older", PROMPT[:8], max_tokens=12)
     while not older.num_output_tokens:

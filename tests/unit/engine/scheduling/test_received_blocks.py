@@ -1,4 +1,4 @@
-"""Blocks that peers have written are named to the workers once, before anything reads them."""
+"""Step plans name each block that a peer has written once, before any step reads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def bench(**options: int) -> Bench:
     return Bench(8, reports_received_blocks=True, **options)
 
 
-def test_every_loaded_block_is_named_in_the_step_that_reads_it() -> None:
+def test_loaded_blocks_are_named_in_the_step_that_reads_them() -> None:
     here = bench()
     here.add("d", PROMPT, first_token=5)
     assert here.step()[0].received_blocks == ()
@@ -24,7 +24,7 @@ def test_every_loaded_block_is_named_in_the_step_that_reads_it() -> None:
     assert here.step()[0].received_blocks == ()
 
 
-def test_what_was_cached_here_is_not_named() -> None:
+def test_locally_cached_blocks_are_not_named() -> None:
     here = bench()
     here.add("a", PROMPT[:8], max_tokens=1)
     here.run()
@@ -35,7 +35,7 @@ def test_what_was_cached_here_is_not_named() -> None:
     assert here.step()[0].received_blocks == tuple(blocks[2:])
 
 
-def test_siblings_share_what_one_of_them_loaded() -> None:
+def test_blocks_loaded_for_siblings_are_named_once() -> None:
     here = bench()
     for name in ("d", "e"):
         here.add(name, PROMPT, first_token=5, group="both")
@@ -51,7 +51,7 @@ def test_siblings_share_what_one_of_them_loaded() -> None:
     assert named == blocks
 
 
-def test_a_failed_load_is_not_named() -> None:
+def test_blocks_of_a_failed_load_are_not_named() -> None:
     here = bench()
     here.add("d", PROMPT, first_token=5)
     here.step()
@@ -61,7 +61,7 @@ def test_a_failed_load_is_not_named() -> None:
     assert plan.sequences[0].start == 0
 
 
-def test_blocks_that_were_given_up_unread_go_to_the_next_load_as_they_are() -> None:
+def test_released_unread_blocks_are_reused_by_the_next_load() -> None:
     here = bench()
     here.add("d", PROMPT, first_token=5)
     here.step()
@@ -77,7 +77,7 @@ def test_blocks_that_were_given_up_unread_go_to_the_next_load_as_they_are() -> N
     assert sorted(plan.received_blocks) == sorted(taken)
 
 
-def test_no_load_begins_in_blocks_that_a_step_in_flight_turns() -> None:
+def test_no_load_starts_in_blocks_that_a_step_in_flight_converts() -> None:
     here = bench(depth=2, max_num_seqs=1, uses_async_scheduling=True)
     here.add("r", [1, 2], max_tokens=20)
     here.step()

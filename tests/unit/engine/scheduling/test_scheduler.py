@@ -1,4 +1,4 @@
-"""The scheduler as pure code: whatever comes, ends, fails or is preempted, the books balance."""
+"""The scheduler as pure code: block accounting stays right through any event."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def run_step(scheduler: Scheduler, token: int = 7) -> tuple[StepPlan, list[Token
     return plan, updates
 
 
-def test_a_prompt_runs_in_chunks_and_samples_after_the_last() -> None:
+def test_prompt_runs_in_chunks_and_samples_after_the_last() -> None:
     scheduler, _ = make_scheduler(budget=6)
     scheduler.add(make_request("a", list(range(10, 24))))
     shares = []
@@ -48,7 +48,7 @@ def test_a_prompt_runs_in_chunks_and_samples_after_the_last() -> None:
     assert shares == [(0, 6, 0), (6, 6, 0), (12, 2, 1), (14, 1, 1)]
 
 
-def test_decodes_come_before_prefills_in_a_plan() -> None:
+def test_decodes_precede_prefills_in_a_plan() -> None:
     scheduler, _ = make_scheduler()
     scheduler.add(make_request("a", [10, 11, 12]))
     run_step(scheduler)
@@ -57,7 +57,7 @@ def test_decodes_come_before_prefills_in_a_plan() -> None:
     assert [(s.request_id, s.count) for s in plan.sequences] == [("a", 1), ("b", 4)]
 
 
-def test_a_finished_prompt_is_reused_but_its_last_token_is_run() -> None:
+def test_finished_prompt_is_reused_except_its_last_block() -> None:
     scheduler, _ = make_scheduler()
     prompt = list(range(10, 22))
     scheduler.add(make_request("a", prompt, max_tokens=1))
@@ -69,7 +69,7 @@ def test_a_finished_prompt_is_reused_but_its_last_token_is_run() -> None:
 
 
 @pytest.mark.parametrize(("token", "finish"), [(EOS, FinishReason.STOP), (7, FinishReason.LENGTH)])
-def test_an_answer_ends_by_eos_or_length(token: int, finish: FinishReason) -> None:
+def test_answer_finishes_by_eos_or_length(token: int, finish: FinishReason) -> None:
     scheduler, _ = make_scheduler()
     scheduler.add(make_request("a", [10], max_tokens=1))
     _, updates = run_step(scheduler, token)
@@ -77,7 +77,7 @@ def test_an_answer_ends_by_eos_or_length(token: int, finish: FinishReason) -> No
     assert scheduler.blocks.pool.num_free == 16
 
 
-def test_the_newest_request_is_preempted_and_resumes_with_its_tokens() -> None:
+def test_newest_request_is_preempted_and_resumes_with_its_tokens() -> None:
     scheduler, _ = make_scheduler(num_blocks=4)
     scheduler.add(make_request("old", list(range(10, 17)), arrival=0.0))
     scheduler.add(make_request("new", list(range(30, 37)), arrival=1.0))
@@ -94,7 +94,7 @@ def test_the_newest_request_is_preempted_and_resumes_with_its_tokens() -> None:
     assert len(plan.new_requests[0].token_ids) == 9
 
 
-def test_a_prefill_for_a_peer_keeps_its_blocks_until_released() -> None:
+def test_prefill_for_a_peer_keeps_its_blocks_until_released() -> None:
     scheduler, connector = make_scheduler()
     scheduler.add(make_request("p", list(range(10, 20)), keeps_kv=True))
     _, updates = run_step(scheduler)
@@ -110,7 +110,7 @@ def test_a_prefill_for_a_peer_keeps_its_blocks_until_released() -> None:
     assert scheduler.blocks.pool.num_free == 16
 
 
-def test_a_prefill_that_ends_by_eos_keeps_nothing() -> None:
+def test_prefill_that_finishes_by_eos_keeps_no_blocks() -> None:
     scheduler, connector = make_scheduler()
     scheduler.add(make_request("p", [10, 11], keeps_kv=True))
     _, updates = run_step(scheduler, EOS)
@@ -119,7 +119,7 @@ def test_a_prefill_that_ends_by_eos_keeps_nothing() -> None:
     assert not connector.offered
 
 
-def test_a_decode_continues_from_the_peers_token_without_running_the_prompt() -> None:
+def test_decode_continues_from_the_peers_token_without_the_prompt() -> None:
     scheduler, connector = make_scheduler()
     scheduler.add(make_request("d", list(range(10, 20)), first_token=5))
     _, updates = run_step(scheduler)
@@ -132,7 +132,7 @@ def test_a_decode_continues_from_the_peers_token_without_running_the_prompt() ->
     assert updates[0].token_ids == (7,)
 
 
-def test_what_the_decode_side_has_cached_is_not_loaded() -> None:
+def test_blocks_cached_by_the_decode_instance_are_not_loaded() -> None:
     scheduler, connector = make_scheduler()
     prompt = list(range(10, 22))
     scheduler.add(make_request("a", prompt, max_tokens=1))
@@ -142,7 +142,7 @@ def test_what_the_decode_side_has_cached_is_not_loaded() -> None:
     assert connector.loading == {"d": 12}
 
 
-def test_a_failed_load_is_recomputed_with_the_delivered_token_kept() -> None:
+def test_failed_load_is_recomputed_and_keeps_the_delivered_token() -> None:
     scheduler, _ = make_scheduler()
     scheduler.add(make_request("d", list(range(10, 20)), first_token=5))
     run_step(scheduler)
@@ -152,7 +152,7 @@ def test_a_failed_load_is_recomputed_with_the_delivered_token_kept() -> None:
     assert (plan.sequences[0].start, plan.sequences[0].count) == (0, 11)
 
 
-def test_a_failed_load_fails_the_request_if_told_to() -> None:
+def test_failed_load_fails_the_request_under_policy_fail() -> None:
     scheduler, _ = make_scheduler(policy=LoadFailurePolicy.FAIL)
     scheduler.add(make_request("d", list(range(10, 20)), first_token=5))
     run_step(scheduler)
@@ -164,7 +164,7 @@ def test_a_failed_load_fails_the_request_if_told_to() -> None:
     assert scheduler.blocks.pool.num_free == 16
 
 
-def test_blocks_of_an_aborted_load_are_kept_until_it_is_drained() -> None:
+def test_blocks_of_an_aborted_load_are_kept_until_it_drains() -> None:
     scheduler, connector = make_scheduler()
     scheduler.add(make_request("d", list(range(10, 20)), first_token=5))
     run_step(scheduler)
@@ -176,7 +176,7 @@ def test_blocks_of_an_aborted_load_are_kept_until_it_is_drained() -> None:
     assert scheduler.blocks.pool.num_free == 16
 
 
-def test_a_load_that_never_gets_blocks_ends_at_its_deadline() -> None:
+def test_load_without_blocks_fails_at_its_deadline() -> None:
     scheduler, _ = make_scheduler(num_blocks=4, policy=LoadFailurePolicy.FAIL)
     scheduler.add(make_request("p", list(range(10, 22)), keeps_kv=True))
     run_step(scheduler)
@@ -188,7 +188,7 @@ def test_a_load_that_never_gets_blocks_ends_at_its_deadline() -> None:
     ]
 
 
-def test_a_first_token_that_comes_with_the_kv_begins_the_answer() -> None:
+def test_first_token_received_with_the_kv_starts_the_answer() -> None:
     scheduler, connector = make_scheduler()
     scheduler.add(make_request("d", list(range(10, 20)), receives_kv=True))
     _, updates = run_step(scheduler)
@@ -202,7 +202,7 @@ def test_a_first_token_that_comes_with_the_kv_begins_the_answer() -> None:
     assert updates[0].num_cached_tokens == 4
 
 
-def test_an_answer_may_end_with_the_token_that_comes_with_the_kv() -> None:
+def test_answer_may_finish_with_the_received_token() -> None:
     scheduler, _ = make_scheduler()
     scheduler.add(make_request("d", list(range(10, 20)), receives_kv=True))
     run_step(scheduler)
@@ -215,7 +215,7 @@ def test_an_answer_may_end_with_the_token_that_comes_with_the_kv() -> None:
     assert scheduler.blocks.pool.num_free == 16
 
 
-def test_a_load_that_fails_undrained_is_recomputed_in_other_blocks() -> None:
+def test_undrained_failed_load_is_recomputed_in_other_blocks() -> None:
     scheduler, _ = make_scheduler()
     scheduler.add(make_request("d", list(range(10, 20)), receives_kv=True))
     run_step(scheduler)
@@ -232,7 +232,7 @@ def test_a_load_that_fails_undrained_is_recomputed_in_other_blocks() -> None:
 
 
 @pytest.mark.parametrize("token", [7, EOS])
-def test_a_prefill_that_sends_is_announced_and_holds_its_blocks_to_the_end(token: int) -> None:
+def test_sending_prefill_is_announced_and_holds_its_blocks(token: int) -> None:
     scheduler, connector = make_scheduler()
     scheduler.add(make_request("p", list(range(10, 20)), sends_kv=True))
     assert connector.announced == {"p"}
@@ -245,7 +245,7 @@ def test_a_prefill_that_sends_is_announced_and_holds_its_blocks_to_the_end(token
     assert scheduler.blocks.pool.num_free == 16
 
 
-def test_an_aborted_prefill_that_sends_holds_its_blocks_until_it_has_stopped() -> None:
+def test_aborted_sending_prefill_holds_its_blocks_until_released() -> None:
     scheduler, connector = make_scheduler(budget=6)
     scheduler.add(make_request("p", list(range(10, 20)), sends_kv=True))
     run_step(scheduler)

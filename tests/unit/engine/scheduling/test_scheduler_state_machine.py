@@ -1,4 +1,4 @@
-"""Any order of add, step, abort, preempt, swap and peers' words keeps books and KV right."""
+"""Any order of adds, steps, aborts, preemptions, swaps and peer events keeps the KV right."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ["plain", "plain", "prefill", "decode", "sender", "receiver", "puller"]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """The pure scheduler against workers that check what every sequence attends to."""
+    """The scheduler with simulated workers, which check the KV that every sequence attends to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -121,13 +121,13 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.bench.in_flight)
     @rule()
-    def a_step_is_over(self) -> None:
+    def step_completes(self) -> None:
         self._take(self.bench.land())
 
     @rule()
     def step_while_others_hold_the_free_blocks(self) -> None:
-        """Whoever needs a block has to take it from somebody: groups are swapped, single ones start
-        over."""
+        """Without free blocks, sequences that need one preempt others: groups are swapped, single
+        sequences recomputed."""
         pool = self.scheduler.blocks.pool
         held = pool.allocate(pool.num_free)
         assert held is not None
@@ -178,7 +178,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         is_receiver = params is not None and params.metaserver is not None
         first = FirstToken(self.first[name]) if is_receiver and error is None else None
         is_wanted = request is not None and request.state is RequestStatus.TRANSFERRING
-        self.bench.end_load(name, error if is_wanted else "nobody waits", first)
+        self.bench.end_load(name, error if is_wanted else "not awaited", first)
 
     def _take(self, updates: list[TokenUpdate]) -> None:
         for update in updates:
@@ -193,7 +193,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                     assert answer[-1] == EOS or len(answer) >= self.limits[name]
 
     def teardown(self) -> None:
-        """When peers answer, everything ends, and every block comes back."""
+        """Complete all loads: every request then finishes, and every block is freed."""
         if not hasattr(self, "bench"):
             return
         connector = self.bench.connector

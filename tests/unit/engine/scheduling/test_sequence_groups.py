@@ -1,4 +1,4 @@
-"""Several answers to one prompt: it is computed once, its blocks are shared until written to."""
+"""Sequence groups: the prompt is computed once, and its blocks are shared until written to."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROMPT = list(range(10, 20))
 
 
 def endless(**options: Any) -> Bench:
-    """No answer ends before its limit."""
+    """A bench whose answers run to their length limit."""
     return Bench(token=None, eos_token_ids=frozenset(), **options)
 
 
@@ -36,7 +36,7 @@ def test_siblings_sample_from_the_logits_of_one_prompt() -> None:
     assert bench.num_free == 16 - 3
 
 
-def test_the_shared_partial_block_is_copied_by_all_but_the_last_to_write() -> None:
+def test_partial_block_is_copied_by_all_but_the_last_writer() -> None:
     bench = endless()
     add_group(bench, 3)
     bench.step()
@@ -49,7 +49,7 @@ def test_the_shared_partial_block_is_copied_by_all_but_the_last_to_write() -> No
     assert bench.num_free == 16 - 2 - 3
 
 
-def test_a_prompt_of_whole_blocks_needs_no_copy() -> None:
+def test_prompt_of_full_blocks_needs_no_copy() -> None:
     bench = endless()
     add_group(bench, 3, PROMPT[:8])
     bench.step()
@@ -67,7 +67,7 @@ def test_siblings_wait_while_the_prompt_runs_in_chunks() -> None:
     assert bench.worker.num_computed == len(PROMPT)
 
 
-def test_one_that_comes_during_the_prompt_joins_in() -> None:
+def test_sibling_added_during_the_prompt_joins() -> None:
     bench = endless(max_num_batched_tokens=4)
     add_group(bench, 1)
     bench.step()
@@ -76,7 +76,7 @@ def test_one_that_comes_during_the_prompt_joins_in() -> None:
     assert bench.worker.num_computed == len(PROMPT) + 2 * 7
 
 
-def test_one_that_comes_later_computes_the_last_prompt_token_again() -> None:
+def test_sibling_added_after_the_prompt_recomputes_its_last_token() -> None:
     bench = endless(prefix_caching=False)
     add_group(bench, 1)
     bench.step()
@@ -88,7 +88,7 @@ def test_one_that_comes_later_computes_the_last_prompt_token_again() -> None:
     bench.run()
 
 
-def test_those_without_a_seat_come_in_later() -> None:
+def test_siblings_beyond_max_num_seqs_join_later() -> None:
     bench = endless(max_num_seqs=2)
     add_group(bench, 5)
     plan, _ = bench.step()
@@ -98,7 +98,7 @@ def test_those_without_a_seat_come_in_later() -> None:
         assert answers[name] == [token_of(name, i) for i in range(len(answers[name]))]
 
 
-def test_the_next_one_computes_the_prompt_if_the_first_is_aborted_meanwhile() -> None:
+def test_next_sibling_computes_the_prompt_if_the_first_is_aborted() -> None:
     bench = endless(max_num_batched_tokens=4)
     add_group(bench, 3)
     bench.step()
@@ -107,7 +107,7 @@ def test_the_next_one_computes_the_prompt_if_the_first_is_aborted_meanwhile() ->
 
 
 @pytest.mark.parametrize("count", [1, 2, 5])
-def test_a_group_answers_like_as_many_single_requests(count: int) -> None:
+def test_group_gives_the_tokens_of_single_requests(count: int) -> None:
     together, alone = endless(), endless()
     add_group(together, count)
     for index in range(count):
@@ -115,7 +115,7 @@ def test_a_group_answers_like_as_many_single_requests(count: int) -> None:
     assert together.run() == alone.run()
 
 
-def test_a_peer_may_fetch_the_prompt_for_every_answer() -> None:
+def test_peer_may_fetch_the_prompt_for_every_sibling() -> None:
     bench = endless()
     add_group(bench, 2, keeps_kv=True)
     bench.step()
@@ -128,7 +128,7 @@ def test_a_peer_may_fetch_the_prompt_for_every_answer() -> None:
 
 
 @pytest.mark.parametrize("pushes", [False, True])
-def test_a_prompt_is_loaded_once_for_all_answers(pushes: bool) -> None:
+def test_prompt_is_loaded_once_for_all_siblings(pushes: bool) -> None:
     bench = endless()
     names = [f"a{index}" for index in range(3)]
     for name in names:
@@ -148,7 +148,7 @@ def test_a_prompt_is_loaded_once_for_all_answers(pushes: bool) -> None:
     assert bench.num_free == 16
 
 
-def test_the_next_one_loads_if_the_first_load_fails() -> None:
+def test_next_sibling_loads_if_the_first_load_fails() -> None:
     bench = endless()
     for index in range(2):
         bench.add(f"a{index}", PROMPT, group="g", first_token=token_of(f"a{index}", 0))
@@ -164,7 +164,7 @@ def test_the_next_one_loads_if_the_first_load_fails() -> None:
     assert set(answers) == {"a0", "a1"}
 
 
-def test_other_prompts_share_nothing() -> None:
+def test_group_with_two_prompts_is_rejected() -> None:
     bench = Bench()
     bench.add("a", PROMPT, group="g")
     with pytest.raises(AssertionError, match="answers two different prompts"):

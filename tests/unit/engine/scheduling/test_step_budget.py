@@ -1,4 +1,4 @@
-"""How a step's token budget is shared: decodes first, prompts take what is left."""
+"""How a step's token budget is divided: decodes first, prompts get the remainder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def counts_of(bench: Bench) -> dict[str, int]:
     return {sequence.request_id: sequence.count for sequence in plan.sequences}
 
 
-def test_decodes_go_before_a_prompt_of_higher_priority() -> None:
+def test_decodes_precede_a_prompt_of_higher_priority() -> None:
     bench = Bench(num_blocks=32, max_num_batched_tokens=8)
     bench.add("late", range(4), arrival=1.0)
     bench.step()
@@ -26,7 +26,7 @@ def test_decodes_go_before_a_prompt_of_higher_priority() -> None:
         assert counts_of(bench) == {"late": 1, "urgent": 7}, "a decode waits for a prompt"
 
 
-def test_prompts_share_what_decodes_leave_in_order_of_priority() -> None:
+def test_prompts_get_the_remaining_budget_by_priority() -> None:
     bench = Bench(num_blocks=64, max_num_batched_tokens=8, prefix_caching=False)
     bench.add("decode", range(4))
     bench.step()
@@ -36,7 +36,7 @@ def test_prompts_share_what_decodes_leave_in_order_of_priority() -> None:
     assert counts_of(bench) == {"decode": 1, "first": 5, "second": 2}
 
 
-def test_decodes_of_a_group_go_before_the_prompt_of_an_older_request() -> None:
+def test_decodes_of_a_group_precede_the_prompt_of_an_older_request() -> None:
     bench = Bench(num_blocks=64, max_num_batched_tokens=8)
     for index in range(2):
         bench.add(f"late-{index}", range(5), arrival=1.0, group="late")
@@ -46,7 +46,7 @@ def test_decodes_of_a_group_go_before_the_prompt_of_an_older_request() -> None:
         assert counts_of(bench) == {"late-0": 1, "late-1": 1, "urgent": 6}
 
 
-def test_a_step_with_decodes_is_bounded_and_one_without_is_not() -> None:
+def test_max_step_tokens_with_decodes_bounds_only_steps_with_decodes() -> None:
     bench = Bench(num_blocks=64, max_num_batched_tokens=32, max_step_tokens_with_decodes=8)
     bench.add("first", range(30))
     assert counts_of(bench) == {"first": 30}
@@ -54,7 +54,7 @@ def test_a_step_with_decodes_is_bounded_and_one_without_is_not() -> None:
     assert counts_of(bench) == {"first": 1, "second": 7}
 
 
-def test_a_bound_below_the_decodes_leaves_a_prompt_its_smallest_chunk() -> None:
+def test_bound_below_the_decodes_leaves_the_minimum_chunk() -> None:
     bench = Bench(
         num_blocks=64,
         max_num_batched_tokens=32,
@@ -68,24 +68,26 @@ def test_a_bound_below_the_decodes_leaves_a_prompt_its_smallest_chunk() -> None:
     assert counts_of(bench)["prompt"] == 4
 
 
-def test_a_prompt_gets_no_crumbs_beside_decodes() -> None:
+def test_prompt_gets_no_chunk_below_the_minimum() -> None:
     bench = Bench(num_blocks=64, max_num_batched_tokens=12, min_prefill_chunk=4)
     bench.add("decode", [1, 2])
     bench.step()
     bench.add("first", range(100, 109))
     bench.add("second", range(200, 220), arrival=1.0)
-    assert counts_of(bench) == {"decode": 1, "first": 9}, "a crumb of two tokens"
+    assert counts_of(bench) == {"decode": 1, "first": 9}, (
+        "a chunk of two tokens is below the minimum"
+    )
     assert counts_of(bench) == {"decode": 1, "first": 1, "second": 10}
 
 
-def test_the_last_tokens_of_a_prompt_are_no_crumb() -> None:
+def test_last_chunk_of_a_prompt_may_be_below_the_minimum() -> None:
     bench = Bench(num_blocks=64, max_num_batched_tokens=12, min_prefill_chunk=4)
     bench.add("prompt", range(100, 114))
     assert counts_of(bench) == {"prompt": 12}
     assert counts_of(bench) == {"prompt": 2}
 
 
-def test_a_chunk_is_no_larger_than_asked_for() -> None:
+def test_prefill_chunk_size_bounds_chunks() -> None:
     bench = Bench(num_blocks=64, max_num_batched_tokens=32, prefill_chunk_size=6)
     bench.add("first", range(100, 110))
     bench.add("second", range(200, 210), arrival=1.0)
@@ -93,7 +95,7 @@ def test_a_chunk_is_no_larger_than_asked_for() -> None:
     assert counts_of(bench) == {"first": 4, "second": 4}
 
 
-def test_a_medium_prompt_has_a_chunk_for_each_stage() -> None:
+def test_prompt_is_divided_into_one_chunk_per_stage() -> None:
     bench = Bench(num_blocks=64, max_num_batched_tokens=64, num_stages=3, depth=4)
     bench.add("prompt", range(100, 122))
     chunks = [
@@ -103,7 +105,7 @@ def test_a_medium_prompt_has_a_chunk_for_each_stage() -> None:
     assert chunks == [[8], [8], [6]], "stages wait while one computes the whole prompt"
 
 
-def test_a_decode_whose_kv_was_loaded_does_not_wait_for_a_prompt() -> None:
+def test_loaded_decode_does_not_wait_for_a_prompt() -> None:
     bench = Bench(num_blocks=64, max_num_batched_tokens=8)
     bench.add("prompt", range(100, 140))
     bench.step()
@@ -113,7 +115,7 @@ def test_a_decode_whose_kv_was_loaded_does_not_wait_for_a_prompt() -> None:
     assert counts_of(bench) == {"prompt": 7, "loaded": 1}
 
 
-def test_no_more_sequences_run_than_a_step_has_tokens() -> None:
+def test_budget_bounds_the_number_of_sequences() -> None:
     bench = Bench(num_blocks=64, max_num_batched_tokens=3, max_num_seqs=8)
     for index in range(5):
         bench.add(f"r{index}", [10 * index], max_tokens=20)
@@ -128,7 +130,7 @@ def test_no_more_sequences_run_than_a_step_has_tokens() -> None:
         st.tuples(
             st.integers(1, 40),  # prompt tokens
             st.integers(-2, 2),  # priority
-            st.integers(0, 4),  # steps before it comes
+            st.integers(0, 4),  # steps before it arrives
             st.booleans(),  # whether a peer has its KV
         ),
         min_size=2,
@@ -186,7 +188,7 @@ def test_no_decode_waits_for_a_prompt_and_no_prompt_starves(
     raise AssertionError("not done")
 
 
-def test_steps_with_decodes_get_as_many_prompt_tokens_as_the_target_has_time_for() -> None:
+def test_prompt_tokens_fit_the_target_tbt() -> None:
     times = StepTimes(first_tokens=64)
     assert times.prompt_tokens_within(0.05) == 64
     for _ in range(40):
@@ -201,7 +203,7 @@ def test_steps_with_decodes_get_as_many_prompt_tokens_as_the_target_has_time_for
     assert times.prompt_tokens_within(0.05) == pytest.approx(150, rel=0.05)
 
 
-def test_steps_that_swing_get_fewer_prompt_tokens_than_even_ones() -> None:
+def test_varying_step_times_reduce_prompt_tokens() -> None:
     even, swinging = StepTimes(first_tokens=64), StepTimes(first_tokens=64)
     for number in range(200):
         swing = 0.004 if number % 2 else -0.004
@@ -212,14 +214,14 @@ def test_steps_that_swing_get_fewer_prompt_tokens_than_even_ones() -> None:
     assert swinging.prompt_tokens_within(0.020) < 25, "two deviations of 4 of the 10 ms"
 
 
-def test_a_short_step_does_not_promise_more_than_twice_its_tokens() -> None:
+def test_short_step_at_most_doubles_the_tokens() -> None:
     times = StepTimes(first_tokens=10)
     times.learn(4, 0, 0.010)
     times.learn(4, 10, 0.010)  # no longer than one without them: noise
     assert times.prompt_tokens_within(1.0) == 20
 
 
-def test_a_scheduler_keeps_to_a_target_that_steps_are_measured_against() -> None:
+def test_scheduler_meets_the_target_tbt() -> None:
     bench = Bench(
         num_blocks=2000,
         max_num_batched_tokens=1000,
@@ -243,9 +245,9 @@ def test_a_scheduler_keeps_to_a_target_that_steps_are_measured_against() -> None
     assert max(took[1:]) > 0.04, "the room there is goes unused"
 
 
-def test_a_long_prompts_last_chunks_keep_to_the_target_as_its_first_ones_do() -> None:
-    """A token costs more the more there is before it: at last the smallest chunk takes longer than
-    the target allows. What steps cost is as measured: 32 decodes, one thread, a small Llama."""
+def test_last_chunks_of_a_long_prompt_meet_the_target_tbt() -> None:
+    """A token costs more the longer its context: in the end even the minimum chunk takes longer
+    than the target allows. Step costs are as measured: 32 decodes, one thread, a small Llama."""
     bench = Bench(
         num_blocks=1500,
         block_size=16,

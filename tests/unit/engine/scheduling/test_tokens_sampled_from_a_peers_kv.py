@@ -1,4 +1,4 @@
-"""A peer's KV whose first token is not taken: the prompt's last token runs again, and no more."""
+"""A peer's KV without a usable first token: only the prompt's last token is computed again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK = 4
 
 
 def asking_for_logprobs(name: str, prompt: tuple[int, ...], *, receives_kv: bool) -> Request:
-    """A request whose KV comes with, or after, a token that says nothing of its own."""
+    """A request for logprobs, whose KV is pushed or pulled from a peer."""
     kind = {"receives_kv" if receives_kv else "pulls_kv": True}
     spec = make_request(name, prompt, **kind).spec
     sampling = replace(spec.sampling, logprobs=0)
@@ -25,7 +25,7 @@ def asking_for_logprobs(name: str, prompt: tuple[int, ...], *, receives_kv: bool
 
 @pytest.mark.parametrize("length", [1, 3, 2 * BLOCK, 2 * BLOCK + 1])
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_one_token_of_the_prompt_is_computed(length: int, *, prefix_caching: bool) -> None:
+def test_only_the_last_prompt_token_is_computed(length: int, *, prefix_caching: bool) -> None:
     bench = Bench(block_size=BLOCK, token=None, prefix_caching=prefix_caching)
     bench.add("a", range(length), pulls_kv=True)
     bench.step()
@@ -37,7 +37,7 @@ def test_one_token_of_the_prompt_is_computed(length: int, *, prefix_caching: boo
     assert bench.num_free == 16
 
 
-def test_several_answers_sample_from_one_prompt() -> None:
+def test_several_choices_sample_from_one_pulled_prompt() -> None:
     bench = Bench(num_blocks=32, token=None)
     prompt = tuple(range(100, 118))
     bench.add("a", prompt, pulls_kv=True, group="g")
@@ -54,7 +54,7 @@ def test_several_answers_sample_from_one_prompt() -> None:
     assert bench.num_free == 32
 
 
-def test_they_compute_it_when_it_does_not_come() -> None:
+def test_choices_compute_the_prompt_if_the_pull_fails() -> None:
     bench = Bench(num_blocks=32)
     for name, kind in (("a", {"pulls_kv": True}), ("b", {})):
         bench.add(name, tuple(range(18)), group="g", **kind)
@@ -64,7 +64,7 @@ def test_they_compute_it_when_it_does_not_come() -> None:
 
 
 @pytest.mark.parametrize("says_logprobs", [True, False])
-def test_a_pushed_token_is_taken_if_it_says_what_was_asked_for(*, says_logprobs: bool) -> None:
+def test_pushed_token_is_used_only_with_the_requested_logprobs(*, says_logprobs: bool) -> None:
     bench = Bench(token=None)
     bench.scheduler.add(asking_for_logprobs("a", tuple(range(10)), receives_kv=True))
     bench.step()
@@ -79,7 +79,7 @@ def test_a_pushed_token_is_taken_if_it_says_what_was_asked_for(*, says_logprobs:
         assert bench.worker.num_computed == 1
 
 
-def test_the_first_token_that_is_sampled_here_has_its_logprobs() -> None:
+def test_first_token_sampled_locally_has_logprobs() -> None:
     bench = Bench()
     bench.scheduler.add(asking_for_logprobs("a", tuple(range(10)), receives_kv=False))
     bench.step()

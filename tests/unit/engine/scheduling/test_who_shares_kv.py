@@ -1,4 +1,4 @@
-"""Which requests find each other's KV in the prefix cache, and which must not."""
+"""Which requests share KV in the prefix cache, and which must not."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def salted(name: str, salt: str) -> Request:
 
 
 def run(scheduler: Scheduler) -> int:
-    """Run until nothing is left; how many prompt tokens were found in the cache in the last step
-    that ran a prompt."""
+    """Run until all requests have finished; return the cached prompt tokens of the last step that
+    ran a prompt."""
     cached = 0
     while scheduler.has_work:
         plan = scheduler.schedule()
@@ -44,9 +44,7 @@ def run(scheduler: Scheduler) -> int:
     ("first", "second", "num_cached"),
     [("", "", 8), ("a", "a", 8), ("a", "b", 0), ("", "a", 0), ("a", "", 0), ("a", "aa", 0)],
 )
-def test_only_requests_of_one_salt_find_each_other(
-    first: str, second: str, num_cached: int
-) -> None:
+def test_only_requests_with_equal_salts_share_kv(first: str, second: str, num_cached: int) -> None:
     scheduler = make_scheduler()
     scheduler.add(salted("x", first))
     run(scheduler)
@@ -54,25 +52,23 @@ def test_only_requests_of_one_salt_find_each_other(
     assert run(scheduler) == num_cached
 
 
-def test_two_salts_never_have_a_block_in_common() -> None:
+def test_chains_of_two_salts_share_no_block() -> None:
     chains = []
     for salt in ("", "a", "b", "\x00", "a" * 1024):
         chain: list[bytes] = []
-        for length in (4, 8, 12):  # grown piece by piece, as answers are
+        for length in (4, 8, 12):  # extended step by step, as answers are
             extend_chain(chain, PROMPT[:length], 4, salt)
         chains.append(chain)
     names = [name for chain in chains for name in chain]
     assert len(set(names)) == len(names) == 15
 
 
-def test_no_salt_is_the_chain_that_everybody_knows() -> None:
+def test_empty_salt_is_the_default_chain() -> None:
     assert root_of("") == ROOT
 
 
 @pytest.mark.parametrize(("is_verified", "num_cached"), [(True, 8), (False, 0)])
-def test_kv_of_a_peer_that_does_not_say_for_which_prompt_is_for_its_request_alone(
-    is_verified: bool, num_cached: int
-) -> None:
+def test_unverified_kv_of_a_peer_is_not_shared(is_verified: bool, num_cached: int) -> None:
     scheduler = make_scheduler()
     loading = make_request("d", PROMPT, first_token=5, max_tokens=9)
     params = replace(loading.spec.kv_transfer_params, is_verified=is_verified)
