@@ -199,9 +199,9 @@ class AsyncEngine:
         """Returns a snapshot for metrics. Any thread."""
         return self._core.stats()
 
-    def pairing(self) -> CompatibilityReport | None:
+    def compatibility(self) -> CompatibilityReport | None:
         """Returns the peers it can't exchange KV with; None without a connector. Any thread."""
-        return self._core.pairing()
+        return self._core.compatibility()
 
     def kv_event_endpoints(self) -> KVEventEndpoints | None:
         """Returns the endpoints of its KV events; None if it publishes none. Any thread."""

@@ -234,7 +234,7 @@ class EngineCore:
             pool_kv_events=None if pool is None else pool.kv_event_endpoints,
         )
 
-    def pairing(self) -> CompatibilityReport | None:
+    def compatibility(self) -> CompatibilityReport | None:
         """Returns the peers it can't exchange KV with; None without a connector. Any thread."""
         return None if self._connector is None else self._connector.compatibility()
 

@@ -154,8 +154,8 @@ class CoreConnection:
     def stats(self) -> EngineStats:
         return self._report.stats
 
-    def pairing(self) -> CompatibilityReport | None:
-        return self._report.pairing
+    def compatibility(self) -> CompatibilityReport | None:
+        return self._report.compatibility
 
     def topology(self) -> Topology | None:
         return self._report.topology

@@ -105,7 +105,7 @@ class Core(Protocol):
 
     def stats(self) -> EngineStats: ...
 
-    def pairing(self) -> CompatibilityReport | None: ...
+    def compatibility(self) -> CompatibilityReport | None: ...
 
     def topology(self) -> Topology | None: ...
 
@@ -175,7 +175,7 @@ class Report:
     changed, before the last update of each request, and in response to ``ReadFigures``."""
 
     stats: EngineStats
-    pairing: CompatibilityReport | None
+    compatibility: CompatibilityReport | None
     topology: Topology | None
     kv_event_endpoints: KVEventEndpoints | None
 

@@ -303,7 +303,7 @@ class CoreProcess:
 
 
 def _report_of(core: Core) -> Report:
-    return Report(core.stats(), core.pairing(), core.topology(), core.kv_event_endpoints())
+    return Report(core.stats(), core.compatibility(), core.topology(), core.kv_event_endpoints())
 
 
 def main(arguments: list[str]) -> int:

@@ -114,10 +114,10 @@ class DataParallelCore:
         """Returns a snapshot of all ranks together and of each rank. Any thread."""
         return total_stats([core.stats() for core in self._cores])
 
-    def pairing(self) -> CompatibilityReport | None:
+    def compatibility(self) -> CompatibilityReport | None:
         """Combines the reports of all ranks: a peer that can't exchange KV with one of them can't
         with any; received bytes are summed up."""
-        reports = [report for core in self._cores if (report := core.pairing()) is not None]
+        reports = [report for core in self._cores if (report := core.compatibility()) is not None]
         if not reports:
             return None
         refused = dict.fromkeys(instance_id(peer) for r in reports for peer in r.refused_peers)

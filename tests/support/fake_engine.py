@@ -148,7 +148,7 @@ class FakeEngine:
             experts=self.experts,
         )
 
-    def pairing(self) -> CompatibilityReport | None:
+    def compatibility(self) -> CompatibilityReport | None:
         return self.known_pairing
 
     def kv_event_endpoints(self) -> None:

@@ -290,8 +290,8 @@ class PlainEndpoints:
         except (EngineDead, EngineStalled, ShuttingDown) as exc:
             return to_api_error(exc).response()
         engine = self.handler.engine
-        pairing = engine.pairing()
-        peers = {} if pairing is None else msgspec.structs.asdict(pairing)
+        compatibility = engine.compatibility()
+        peers = {} if compatibility is None else msgspec.structs.asdict(compatibility)
         if (events := engine.kv_event_endpoints()) is not None:
             peers["kv_events"] = msgspec.to_builtins(events)
         stats = engine.stats()

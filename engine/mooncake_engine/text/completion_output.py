@@ -93,7 +93,7 @@ class EngineClient(Protocol):
     def stats(self) -> EngineStats:
         """A snapshot of the engine's statistics."""
 
-    def pairing(self) -> CompatibilityReport | None:
+    def compatibility(self) -> CompatibilityReport | None:
         """The peers with which it can't exchange KV; None without a KV connector."""
 
     def kv_event_endpoints(self) -> KVEventEndpoints | None:

@@ -107,7 +107,7 @@ def test_a_cancelled_load_leaves_the_others_alone(model: Path, gate: Gate) -> No
         assert both.decode.stat("load_failures") == 1  # the cancelled one
         nbytes = both.decode.stat("bytes_received")
         assert nbytes > 0
-        sender, receiver = (both.prefill.engine.pairing(), both.decode.engine.pairing())
+        sender, receiver = (both.prefill.engine.compatibility(), both.decode.engine.compatibility())
         assert sender is not None
         assert receiver is not None
         assert receiver.bytes_received == {sender.engine_id: nbytes}
