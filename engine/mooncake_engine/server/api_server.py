@@ -227,7 +227,7 @@ class _InstanceBackground:
 
     def tick(self, now: float) -> bool:
         if self.draining.is_requested:
-            self.registration.leave()
+            self.registration.unregister()
         if self.draining.is_over(now):
             return True
         # A service manager restarts a process that exits, but not one that only responds with 503.

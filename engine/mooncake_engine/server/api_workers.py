@@ -404,7 +404,7 @@ class _Instance:
             now = time.monotonic()
             if self._requests.is_closed and drain_sent_at is None:
                 drain_sent_at = now
-                self._registration.leave()
+                self._registration.unregister()
                 self._workers.drain()
             is_acknowledged = (
                 self._workers.are_draining or now - (drain_sent_at or now) > _DRAIN_ACK_TIMEOUT_S

@@ -113,13 +113,13 @@ class Registration:
         for thread in self._threads:
             thread.start()
 
-    def leave(self) -> None:
+    def unregister(self) -> None:
         """Tell the proxies to send no more requests. Does not block; idempotent."""
         self._leaving.set()
 
     def close(self) -> None:
-        """Leave, and wait a short time for the proxies to receive that."""
-        self.leave()
+        """Unregister, and wait a short time for the proxies to receive that."""
+        self.unregister()
         deadline = time.monotonic() + _CLOSE_TIMEOUT_S
         for thread in self._threads:
             if thread.is_alive():
