@@ -77,7 +77,7 @@ class FakeEngine:
     held_ids: str = ""
     num_cached_tokens: int = 0
     num_leases: int = 0
-    known_pairing: CompatibilityReport | None = None
+    known_compatibility: CompatibilityReport | None = None
     kv_pool: PoolStats | None = None
     pool_store: StoreStats | None = None
     experts: ExpertLoad | None = None
@@ -149,7 +149,7 @@ class FakeEngine:
         )
 
     def compatibility(self) -> CompatibilityReport | None:
-        return self.known_pairing
+        return self.known_compatibility
 
     def kv_event_endpoints(self) -> None:
         return None
