@@ -17,8 +17,10 @@ def rank_forker() -> Iterator[RankForker]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _forks_ranks(rank_forker: RankForker) -> Iterator[None]:
-    """Ranks of engines in this process come from one that has imported what they need; those of
-    programs that tests run, and those of unit tests, are started as users start them."""
+    """Fork the ranks of engines in this process from a process with the imports done.
+
+    Ranks of programs that tests run, and those of unit tests, are started as in production.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_launcher, "start_forker", rank_forker)
         yield
@@ -26,5 +28,5 @@ def _forks_ranks(rank_forker: RankForker) -> Iterator[None]:
 
 @pytest.fixture
 def ranks_import_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are started as a user's, for tests that change what they import."""
+    """Start ranks as in production, for tests that change what ranks import."""
     monkeypatch.setattr(rank_launcher, "start_forker", START_FORKER)

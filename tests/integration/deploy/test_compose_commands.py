@@ -1,4 +1,4 @@
-"""The command lines of the compose file, run here as processes: P, D, proxy, an answer."""
+"""The compose file's command lines, run here as processes: P, D and proxy serve a request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROGRAMS = {"mooncake-engine": "mooncake_engine.cli", "mooncake-proxy": "mooncak
 
 
 def adapted(service: str, replaced: dict[str, str]) -> list[str]:
-    """A service's command line, with these flags set to what fits this machine."""
+    """A service's command line, with these flags adapted to this host."""
     program, *arguments = compose_commands()[service]
     words = []
     for argument in arguments:
@@ -24,7 +24,7 @@ def adapted(service: str, replaced: dict[str, str]) -> list[str]:
     return [PROGRAMS[program], *words]
 
 
-def test_they_answer_together(tmp_path: Path) -> None:
+def test_compose_services_serve_a_request(tmp_path: Path) -> None:
     secret = tmp_path / "kv-secret"
     secret.write_text("a secret of this deployment")
     here = {
@@ -53,7 +53,7 @@ def test_they_answer_together(tmp_path: Path) -> None:
 
 
 def complete(url: str) -> dict[str, Any]:
-    """One answer of the deployment."""
+    """One completion from the deployment."""
     body = {
         "model": "model",
         "prompt": "A language model answers in two",

@@ -1,4 +1,4 @@
-"""The images' health check against a server that is well, one that is not, and none."""
+"""The images' health check against a healthy server, an unhealthy one, and none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.deploy import DEPLOY
 
 @contextmanager
 def answering(status: int) -> Iterator[str]:
-    """A server that answers every GET with that status; its URL."""
+    """A server that responds to every GET with that status; its URL."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -36,7 +36,7 @@ def answering(status: int) -> Iterator[str]:
 
 
 def status_of(url: str) -> int:
-    """Exit status of the check, with a proxy in the environment that must not be asked."""
+    """Exit status of the check, with an HTTP proxy in the environment that must not be used."""
     environment = os.environ | {"MOONCAKE_HEALTH_URL": url, "http_proxy": "http://127.0.0.1:9"}
     script = DEPLOY / "docker" / "healthcheck.py"
     return subprocess.run([sys.executable, str(script)], env=environment, check=False).returncode
@@ -47,4 +47,4 @@ def test_healthy_means_200() -> None:
         assert status_of(url) == 0
     with answering(503) as url:
         assert status_of(url) == 1
-    assert status_of(url) == 1  # nobody listens there any more
+    assert status_of(url) == 1  # nothing listens there any more

@@ -1,4 +1,4 @@
-"""The scripts of the hardware legs, run on this machine."""
+"""The scripts of the hardware legs, run on this host."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ from support.deploy import ROOT
         ("ci/test-python 3.99", "no such device", "skipped: no python3.99"),
     ],
 )
-def test_a_leg_without_its_hardware_says_so_and_is_not_green(
-    command: str, devices: str, words: str
-) -> None:
+def test_leg_without_hardware_fails_with_reason(command: str, devices: str, words: str) -> None:
     if any(Path("/dev").glob(devices)):
         pytest.skip(f"this machine has the hardware of {command}")
     done = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, check=False)
@@ -28,7 +26,7 @@ def test_a_leg_without_its_hardware_says_so_and_is_not_green(
     assert done.returncode == 77
 
 
-def test_a_generation_that_there_is_not_is_refused() -> None:
+def test_unknown_generation_is_rejected() -> None:
     done = subprocess.run(
         ["ci/test-ascend", "A9"], cwd=ROOT, capture_output=True, text=True, check=False
     )

@@ -1,4 +1,4 @@
-"""The example's chip, an emulated GPU, an emulated NPU and a CPU: each hands KV to each."""
+"""The example's chip, an emulated GPU, an emulated NPU and a CPU: KV goes from each to each."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ FLEETS = [
     ("pull", "llama", None),
     ("push", "mla", [("mychip", "npu")]),
 ]
-"""How KV crosses, of which model, between which kinds; None: each and each."""
+"""The KV flow, the model, and the pairs of device kinds; None means all pairs."""
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("how", "family", "pairs"), FLEETS, ids=str)
-def test_every_pair_says_what_the_cpu_says(
+def test_every_pair_gives_tokens_of_cpu(
     tmp_path: Path, how: str, family: str, pairs: list[tuple[str, str]] | None
 ) -> None:
-    """Blocks of 128 tokens at P and of 16 at D, where the device takes them."""
+    """Blocks of 128 tokens on P and of 16 on D, where the device supports them."""
     kinds = KINDS | {"mychip": mychip(tmp_path)}
     pairs = pairs or list(itertools.product(kinds, kinds))
     prefills = {p: Side(p, 128) for p, _ in pairs}

@@ -1,4 +1,5 @@
-"""The example of docs/hardware.md: installed, listed, serving, and under conformance test."""
+"""The example of docs/hardware.md is installed, listed, serves, and passes the conformance
+suite."""
 
 from __future__ import annotations
 
@@ -16,14 +17,15 @@ PROMPT = "A language model answers in two"
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """An environment in which the example is installed: its folder, and what pip would note."""
+    """An environment with the example installed: its folder, and the metadata that pip would
+    write."""
     install_example(tmp_path)
     path = os.pathsep.join([str(tmp_path), str(EXAMPLE)])
     return os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
 
 
 def run(environment: dict[str, str], program: str, *arguments: str) -> str:
-    """Standard output of a program installed beside this Python; it must end with 0."""
+    """Standard output of a program installed beside this Python, which must exit with 0."""
     done = subprocess.run(
         [str(Path(sys.executable).with_name(program)), *arguments],
         env=environment,
@@ -36,33 +38,33 @@ def run(environment: dict[str, str], program: str, *arguments: str) -> str:
 
 
 def generate(environment: dict[str, str], backend: str) -> str:
-    """What the tiny model answers on that backend."""
+    """The tiny model's answer on that backend."""
     sizes = ["--threads", "1", "--num-kv-blocks", "64", "--max-tokens", "24"]
     model = ["--backend", backend, "--model", str(TINY_LLAMA)]
     return run(environment, "mooncake-engine", "generate", *sizes, *model, PROMPT)
 
 
-def test_it_is_listed(environment: dict[str, str]) -> None:
+def test_example_is_listed(environment: dict[str, str]) -> None:
     rows = [
         line.split(None, 3) for line in run(environment, "mooncake-hal", "devices").splitlines()
     ]
     assert ["mychip", "available", "-1", "one device that is the host"] in rows
 
 
-def test_it_serves_the_text_that_the_cpu_backend_serves(environment: dict[str, str]) -> None:
+def test_example_serves_same_text_as_cpu_backend(environment: dict[str, str]) -> None:
     assert generate(environment, "mychip") == generate(environment, "cpu")
 
 
 @pytest.mark.timeout(240)
-def test_it_passes_the_conformance_suite(environment: dict[str, str]) -> None:
+def test_example_passes_conformance_suite(environment: dict[str, str]) -> None:
     options = ["-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
     output = run(environment, "pytest", *options, str(EXAMPLE / "tests"))
     passed = int(output.split(" passed")[0].split()[-1])
     assert passed > 220, output
 
 
-def test_a_vendor_writes_at_most_400_lines() -> None:
-    """Backend, memory of its own, plugin, packaging and tests."""
+def test_example_has_at_most_400_lines() -> None:
+    """Backend, its own memory, plugin, packaging and tests."""
     written = [*EXAMPLE.rglob("*.py"), EXAMPLE / "pyproject.toml"]
     assert len(written) >= 5
     assert sum(len(path.read_text().splitlines()) for path in written) <= 400

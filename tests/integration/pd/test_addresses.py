@@ -1,4 +1,4 @@
-"""KV between instances that listen here and are known there, within the ports they may use."""
+"""KV transfer between instances that bind one address and publish another, within a port range."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ OVER_TCP: dict[str, Any] = {"transports": ("tcp",)}
 OPEN = {**OVER_TCP, "secret": "of the deployment"}
 
 
-def check_told(of: Instance, host: str, ports: PortRange) -> None:
-    """Side channel and ranks tell that host, and ports of that range."""
+def check_published(of: Instance, host: str, ports: PortRange) -> None:
+    """Check that side channel and ranks publish that host, and ports of that range."""
     topology = of.core.topology()
     assert topology is not None
     told = [(topology.host, topology.port)]
@@ -46,7 +46,7 @@ def check_told(of: Instance, host: str, ports: PortRange) -> None:
         (LAYERWISE, "::1", "", ({}, {})),
     ],
 )
-def test_peers_find_what_they_are_told(
+def test_peers_connect_to_published_addresses(
     model: Path, connector: str, host: str, told: str, sizes: tuple[dict[str, int], ...]
 ) -> None:
     async def main() -> None:
@@ -60,7 +60,7 @@ def test_peers_find_what_they_are_told(
         both = push_pair if pushes else pair
         async with both(model, prefill=sides[0], decode=sides[1]) as of:  # type: ignore[operator]
             for side, options in zip((of.prefill, of.decode), sides, strict=True):
-                check_told(side, told or "::1", options["port_range"])
+                check_published(side, told or "::1", options["port_range"])
             answer = await (ask_pushed(of, PROMPT) if pushes else ask_pair(of, PROMPT))
             assert answer.tokens == expected
             assert of.decode.stat("load_failures") == 0
@@ -69,7 +69,7 @@ def test_peers_find_what_they_are_told(
     asyncio.run(main())
 
 
-def test_a_range_that_does_not_last_for_the_ranks_is_refused_with_the_count(model: Path) -> None:
+def test_port_range_smaller_than_ranks_is_rejected_with_count(model: Path) -> None:
     ports = free_range(2)
     config = make_config(model, Role.PREFILL, tp_size=2, port_range=ports, **OVER_TCP)
     message = (

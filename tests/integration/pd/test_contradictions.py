@@ -1,4 +1,4 @@
-"""Parameters that contradict what an instance says of itself are refused, with both values."""
+"""Parameters that contradict an instance's own metadata are rejected, naming both values."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mooncake_kv.config import LoadFailurePolicy
 PROMPT = prompt_of(50)
 
 
-def test_another_prompt_of_the_same_length_is_refused(model: Path) -> None:
-    """A proxy that mixes two requests up: the answer would be decoded from foreign KV."""
+def test_other_prompt_of_same_length_is_rejected(model: Path) -> None:
+    """A proxy that swaps two requests: without the check, D would decode from foreign KV."""
 
     async def scenario() -> None:
         async with pair(model) as both:
@@ -36,7 +36,7 @@ def test_another_prompt_of_the_same_length_is_refused(model: Path) -> None:
         ("remote_ptp_size", 4, "a tensor-parallel size of 4, it has 1"),
     ],
 )
-def test_a_wrong_word_about_the_holder_is_refused(
+def test_wrong_metadata_of_prefill_instance_is_rejected(
     model: Path, field: str, told: int, message: str
 ) -> None:
     async def scenario() -> None:

@@ -1,4 +1,5 @@
-"""Early pulls: room on D before P computes, reads while it does, and every ending in between."""
+"""Early pulls: D reserves blocks before P computes, and reads while P does; every way to end in
+between."""
 
 from __future__ import annotations
 
@@ -19,14 +20,15 @@ from mooncake_kv.params import KVTransferDict
 
 PROMPT = prompt_of(450)
 SLOW = {"max_num_batched_tokens": 1}
-"""One step per token: there is time to look while P computes."""
+"""One step per token, so that the test can observe P while it computes."""
 GATED = {"transports": ("gated",)}
 
 Scenario = Callable[[list[int], PushPair], Coroutine[None, None, None]]
 
 
 def run(model: Path, scenario: Scenario, **options: object) -> None:
-    """Run a scenario on a pair, given what one instance answers; every block is back afterwards."""
+    """Run a scenario on a pair, given a single instance's answer; afterwards all blocks are
+    free."""
 
     async def main() -> None:
         async with instance(model) as single:
@@ -38,7 +40,7 @@ def run(model: Path, scenario: Scenario, **options: object) -> None:
     asyncio.run(main())
 
 
-def test_reads_begin_before_the_prefill_is_over(model: Path, gate: Gate) -> None:
+def test_reads_start_before_prefill_completes(model: Path, gate: Gate) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         gate.close()
         asking = asyncio.create_task(ask_pushed(both, PROMPT))
@@ -53,8 +55,8 @@ def test_reads_begin_before_the_prefill_is_over(model: Path, gate: Gate) -> None
     run(model, scenario, prefill=SLOW, **GATED)
 
 
-def test_room_is_promised_before_anything_is_computed(model: Path) -> None:
-    """D has room for one such request: the other's prefill is not even asked for."""
+def test_blocks_are_reserved_before_prefill_starts(model: Path) -> None:
+    """D has blocks for one such request: the other's prefill is not even requested."""
 
     async def scenario(expected: list[int], both: PushPair) -> None:
         long = replace(GREEDY, max_tokens=40)
@@ -70,7 +72,7 @@ def test_room_is_promised_before_anything_is_computed(model: Path) -> None:
     run(model, scenario, decode={"num_kv_blocks": 36}, prefix_caching=False)
 
 
-def test_a_client_that_leaves_while_p_computes(model: Path, gate: Gate) -> None:
+def test_client_disconnect_during_prefill(model: Path, gate: Gate) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         gate.close()
         asking = asyncio.create_task(ask_pushed(both, PROMPT))
@@ -84,7 +86,7 @@ def test_a_client_that_leaves_while_p_computes(model: Path, gate: Gate) -> None:
     run(model, scenario, prefill=SLOW, **GATED)
 
 
-def test_a_prefill_that_is_aborted_is_computed_by_d(model: Path) -> None:
+def test_aborted_prefill_is_computed_by_decode_instance(model: Path) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         async def go_away(key: str, params: KVTransferDict) -> None:
             asking = asyncio.create_task(ask(both.prefill, PROMPT, GREEDY, params))
@@ -99,7 +101,7 @@ def test_a_prefill_that_is_aborted_is_computed_by_d(model: Path) -> None:
     run(model, scenario, prefill=SLOW)
 
 
-def test_a_prefill_instance_that_ends_is_replaced_by_d_itself(model: Path) -> None:
+def test_prompt_of_stopped_prefill_instance_is_computed_by_decode(model: Path) -> None:
     async def main() -> None:
         async with instance(model) as single:
             expected = (await ask(single, PROMPT)).tokens
@@ -115,7 +117,7 @@ def test_a_prefill_instance_that_ends_is_replaced_by_d_itself(model: Path) -> No
     asyncio.run(main())
 
 
-def test_a_decode_instance_that_ends_leaves_p_clean(model: Path) -> None:
+def test_stopped_decode_instance_frees_prefill_blocks(model: Path) -> None:
     async def main() -> None:
         async with early_pull_pair(model, prefill=SLOW, lease_s=1.0) as both:
             asking = asyncio.create_task(ask_pushed(both, PROMPT))
@@ -127,8 +129,8 @@ def test_a_decode_instance_that_ends_leaves_p_clean(model: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_preempted_prefill_is_read_anew(model: Path) -> None:
-    """A decode on P needs the blocks that the younger prompt has been given."""
+def test_preempted_prefill_is_read_again(model: Path) -> None:
+    """A decoding request on P takes the blocks of the younger prompt."""
 
     async def scenario(expected: list[int], both: PushPair) -> None:
         older = asyncio.create_task(
@@ -144,7 +146,7 @@ def test_a_preempted_prefill_is_read_anew(model: Path) -> None:
     run(model, scenario, prefill=limits, prefix_caching=False)
 
 
-def test_a_read_that_fails_under_way_is_computed_by_d(model: Path, gate: Gate) -> None:
+def test_prompt_of_failed_read_is_computed_by_decode(model: Path, gate: Gate) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         gate.num_failures = 1
         assert (await ask_pushed(both, PROMPT)).tokens == expected
@@ -154,7 +156,7 @@ def test_a_read_that_fails_under_way_is_computed_by_d(model: Path, gate: Gate) -
 
 
 @pytest.mark.parametrize("status", [404, 500])
-def test_a_metaserver_that_refuses_is_heard(model: Path, status: int) -> None:
+def test_metaserver_rejection_ends_the_wait(model: Path, status: int) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         answer = await ask_pushed(both, PROMPT)
         assert answer.finish is FinishReason.ERROR
@@ -163,7 +165,7 @@ def test_a_metaserver_that_refuses_is_heard(model: Path, status: int) -> None:
     run(model, scenario, status=status, decode={"load_failure": LoadFailurePolicy.FAIL})
 
 
-def test_who_pushes_is_not_asked_to_let_its_kv_be_read(model: Path) -> None:
+def test_push_instance_is_not_asked_for_early_pull(model: Path) -> None:
     async def main() -> None:
         async with pair(model, connector="MooncakeLayerwiseConnector") as both:
             params = {"do_remote_prefill": True, "metaserver": "http://127.0.0.1:1/"}

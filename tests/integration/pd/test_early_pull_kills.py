@@ -1,4 +1,5 @@
-"""One side of an early pull is killed or frozen while P computes and D reads: real processes."""
+"""One side of an early pull is killed or frozen while P computes and D reads; both are real
+processes."""
 
 from __future__ import annotations
 
@@ -26,20 +27,20 @@ LEASE_S = 1.5
 PATIENCE_S = 60.0
 OPTIONS = ("--transport", "shm", "--lease-seconds", str(LEASE_S))
 SLOW = ("--max-num-batched-tokens", "1")
-"""One step per token: there is time to do harm while P computes."""
+"""One step per token, so that P computes long enough to be killed meanwhile."""
 IN_PROCESS = {"transports": ("shm",), "lease_s": LEASE_S}
 PROMPT = prompt_of(450)
 ONE = replace(GREEDY, max_tokens=1)
 
 
 @pytest.fixture(autouse=True)
-def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_channel, "TRY_TIMEOUT_S", 0.3)
 
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> list[int]:
-    """What one instance answers."""
+    """The answer of a single instance."""
 
     async def main() -> list[int]:
         async with instance(model) as single:
@@ -59,7 +60,7 @@ def params_of(server: Metaserver) -> KVTransferDict:
 
 @contextlib.asynccontextmanager
 async def sent_to(prefill: Served) -> AsyncIterator[Metaserver]:
-    """A metaserver that sends every prefill of PROMPT there, and is not surprised by its end."""
+    """A metaserver that sends every prefill of PROMPT to this instance and tolerates its death."""
 
     async def dispatch(key: str, params: KVTransferDict) -> None:
         with contextlib.suppress(httpx.HTTPError):
@@ -70,7 +71,7 @@ async def sent_to(prefill: Served) -> AsyncIterator[Metaserver]:
 
 
 async def begin(decode: Instance, server: Metaserver) -> asyncio.Task[list[int]]:
-    """A request of whose prompt D has read a part, while P computes the rest."""
+    """Start a request; returns once D has read a part of its prompt, while P computes the rest."""
 
     async def tokens() -> list[int]:
         return (await ask(decode, PROMPT, GREEDY, params_of(server))).tokens
@@ -83,7 +84,8 @@ async def begin(decode: Instance, server: Metaserver) -> asyncio.Task[list[int]]
 
 
 def test_a_killed_prefill_instance(model: Path, expected: list[int]) -> None:
-    """D computes the prompt; P comes back at the same port, as somebody else, and is read from."""
+    """D computes the prompt; P restarts at the same port with a new epoch, and D reads from it
+    again."""
     port = ("--kv-port", str(free_port()))
 
     async def main() -> None:
@@ -107,7 +109,7 @@ def test_a_killed_prefill_instance(model: Path, expected: list[int]) -> None:
 
 
 def test_a_frozen_prefill_instance(model: Path, expected: list[int]) -> None:
-    """D gives it up after a lease; when it goes on it has nothing to hold."""
+    """D abandons P after one lease time; when P continues, it holds nothing for D."""
 
     async def main() -> None:
         async with instance(model, Role.DECODE, **IN_PROCESS) as decode:
@@ -150,7 +152,7 @@ async def is_read_from(prefill: Instance, victim: Served) -> None:
 
 
 def test_a_killed_decode_instance(model: Path, expected: list[int]) -> None:
-    """P has its blocks back, and serves the next one."""
+    """P frees its blocks and serves the next decode instance."""
 
     async def main() -> None:
         slow = {"max_num_batched_tokens": 1}
@@ -173,7 +175,8 @@ def test_a_killed_decode_instance(model: Path, expected: list[int]) -> None:
 
 
 def test_a_frozen_decode_instance(model: Path, expected: list[int]) -> None:
-    """P holds nothing for it; when it goes on it computes the prompt itself, and is right."""
+    """P frees its blocks; when D continues, it computes the prompt itself, with the right
+    tokens."""
 
     async def main() -> None:
         slow = {"max_num_batched_tokens": 1}

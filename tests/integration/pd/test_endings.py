@@ -1,4 +1,4 @@
-"""Leases that run out, instances that come back as others, messages that go astray, aborts."""
+"""Expired leases, restarted instances, lost messages, incompatible peers, and aborts."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ GATED: dict[str, Any] = {"transports": (pd_transport.NAME,), "lease_s": LEASE_S}
 
 
 async def expected_of(model: Path, prompt: tuple[int, ...] = PROMPT) -> list[int]:
-    """What a single instance says."""
+    """The answer of a single instance."""
     async with instance(model) as single:
         return (await ask(single, prompt)).tokens
 
@@ -59,7 +59,7 @@ async def expected_of(model: Path, prompt: tuple[int, ...] = PROMPT) -> list[int
 def run(
     model: Path, scenario: Callable[[Pair, list[int]], Coroutine[Any, Any, None]], **options: Any
 ) -> None:
-    """Run a scenario on a pair; afterwards both serve on, and have everything back."""
+    """Run a scenario on a pair; afterwards both still serve and all blocks are free."""
 
     async def main() -> None:
         expected = await expected_of(model)
@@ -74,7 +74,7 @@ def run(
 # --- leases ----------------------------------------------------------------------------------
 
 
-def test_a_lease_that_nobody_takes_up_runs_out(model: Path, gate: Gate) -> None:
+def test_unclaimed_lease_expires(model: Path, gate: Gate) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
         await prefill(both.prefill, PROMPT)
         assert both.prefill.engine.stats().kv_cache_usage > 0
@@ -85,13 +85,13 @@ def test_a_lease_that_nobody_takes_up_runs_out(model: Path, gate: Gate) -> None:
 
 
 async def overwrite_pool(of: Instance) -> None:
-    """Make the instance use every one of its blocks for something else."""
+    """Make the instance reuse every one of its blocks."""
     for seed in range(4):
         await ask(of, prompt_of(490, seed=seed), replace(GREEDY, max_tokens=1))
 
 
 @pytest.mark.parametrize("policy", list(LoadFailurePolicy), ids=lambda p: p.value)
-def test_blocks_used_again_before_they_were_read_are_not_decoded_from(
+def test_blocks_reused_before_read_are_not_decoded_from(
     model: Path, gate: Gate, policy: LoadFailurePolicy
 ) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
@@ -105,10 +105,10 @@ def test_blocks_used_again_before_they_were_read_are_not_decoded_from(
 
 
 @pytest.mark.parametrize("policy", list(LoadFailurePolicy), ids=lambda p: p.value)
-def test_a_lease_lost_in_the_middle_of_a_read_is_noticed(
+def test_lease_lost_during_read_is_detected(
     model: Path, gate: Gate, policy: LoadFailurePolicy
 ) -> None:
-    """Renewals get lost, the holder uses the blocks for something else, and the read goes on."""
+    """Renewals are lost, P reuses the blocks, and the read continues."""
 
     async def scenario(both: Pair, expected: list[int]) -> None:
         params = await prefill(both.prefill, PROMPT)
@@ -131,7 +131,7 @@ def test_a_lease_lost_in_the_middle_of_a_read_is_noticed(
 def check_failed_load(
     answer: Answer, expected: list[int], policy: LoadFailurePolicy, reason: str
 ) -> None:
-    """Right tokens, or an error that says why; never anything else."""
+    """Check that the answer has the right tokens or an error with its reason."""
     if policy is LoadFailurePolicy.RECOMPUTE:
         assert answer.tokens == expected
     else:
@@ -140,7 +140,7 @@ def check_failed_load(
 
 
 @pytest.mark.parametrize("readers_lease_s", [LEASE_S, 60 * LEASE_S])
-def test_a_lease_is_kept_while_its_reader_queues(
+def test_lease_is_renewed_while_reader_is_queued(
     model: Path, gate: Gate, readers_lease_s: float
 ) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
@@ -159,9 +159,9 @@ def test_a_lease_is_kept_while_its_reader_queues(
 # --- messages ----------------------------------------------------------------------------------
 
 
-@pytest.mark.usefixtures("impatience")
+@pytest.mark.usefixtures("short_retry_intervals")
 @pytest.mark.parametrize("seed", range(3))
-def test_messages_lost_repeated_and_late(model: Path, gate: Gate, seed: int) -> None:
+def test_lost_repeated_and_late_messages(model: Path, gate: Gate, seed: int) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
         first = await prefill(both.prefill, PROMPT)
         async with relay(first["remote_host"], first["remote_port"]) as between:
@@ -181,16 +181,14 @@ async def through(between: Relay, both: Pair) -> Answer:
 
 
 @pytest.fixture
-def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Questions are repeated sooner than in production, where answers come from other hosts."""
+def short_retry_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry requests sooner than in production, where responses come from other hosts."""
     monkeypatch.setattr(side_channel, "TRY_TIMEOUT_S", 0.3)
 
 
-@pytest.mark.usefixtures("impatience")
+@pytest.mark.usefixtures("short_retry_intervals")
 @pytest.mark.parametrize("lost", [("done",), ("leasereply",), ("hello",), ("welcome",)], ids=str)
-def test_a_kind_of_message_that_never_arrives(
-    model: Path, gate: Gate, lost: tuple[str, ...]
-) -> None:
+def test_message_type_that_never_arrives(model: Path, gate: Gate, lost: tuple[str, ...]) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
         first = await prefill(both.prefill, PROMPT)
         async with relay(first["remote_host"], first["remote_port"]) as between:
@@ -205,7 +203,7 @@ def test_a_kind_of_message_that_never_arrives(
 # --- other epochs ------------------------------------------------------------------------
 
 
-def test_a_restarted_holder_is_another_one(model: Path, gate: Gate) -> None:
+def test_restarted_prefill_instance_has_new_epoch(model: Path, gate: Gate) -> None:
     async def main() -> None:
         expected = await expected_of(model)
         port = free_port()
@@ -224,8 +222,10 @@ def test_a_restarted_holder_is_another_one(model: Path, gate: Gate) -> None:
     asyncio.run(main())
 
 
-def test_a_holder_that_ends_while_requests_queue_for_its_kv(model: Path, gate: Gate) -> None:
-    """More prompts than the decode side has blocks for: some load, some wait for blocks."""
+def test_prefill_instance_lost_while_requests_are_queued_for_its_kv(
+    model: Path, gate: Gate
+) -> None:
+    """More prompts than fit D's blocks: some load, some wait for blocks."""
 
     async def main() -> None:
         prompts = [prompt_of(200, seed=seed) for seed in range(4)]
@@ -249,17 +249,15 @@ def test_a_holder_that_ends_while_requests_queue_for_its_kv(model: Path, gate: G
 # --- what does not fit -------------------------------------------------------------------------
 
 
-def test_another_models_kv_is_refused_with_both_named(
-    model: Path, gate: Gate, tmp_path: Path
-) -> None:
+def test_other_model_is_rejected_naming_both(model: Path, gate: Gate, tmp_path: Path) -> None:
     other = write_model(tmp_path / "other", seed=5)
     check_mismatch(model, other, {}, {}, "model differs")
 
 
-def test_an_adapter_merged_on_one_side_is_refused_with_both_named(
+def test_adapter_merged_on_one_side_is_rejected_naming_both(
     model: Path, gate: Gate, tmp_path: Path
 ) -> None:
-    """Its files have the same names, sizes and headers; one query and one value matrix differ."""
+    """The files have the same names, sizes and headers; one query and one value matrix differ."""
     merged = merge_adapter(model, tmp_path / "merged", ("q_proj", "v_proj"))
     for prefills, decodes in ((model, merged), (merged, model)):
         reason = check_mismatch(prefills, decodes, {}, {}, "model differs")
@@ -268,9 +266,7 @@ def test_an_adapter_merged_on_one_side_is_refused_with_both_named(
             assert model_fingerprint(directory, "float32").weights in reason
 
 
-def test_another_rotation_is_refused_with_both_named(
-    model: Path, gate: Gate, tmp_path: Path
-) -> None:
+def test_other_rope_is_rejected_naming_both(model: Path, gate: Gate, tmp_path: Path) -> None:
     scaled = tmp_path / "scaled"
     shutil.copytree(model, scaled)
     config = json.loads((scaled / "config.json").read_text())
@@ -298,19 +294,19 @@ def merge_adapter(model: Path, merged: Path, modules: tuple[str, ...]) -> Path:
     return merged
 
 
-def test_another_secret_is_no_peer(model: Path, gate: Gate) -> None:
+def test_peer_with_other_secret_is_rejected(model: Path, gate: Gate) -> None:
     check_mismatch(
         model, model, {"secret": "one"}, {"secret": "two"}, "has another secret", is_heard=False
     )
 
 
-def test_another_dtype_is_refused_with_both_named(model: Path, gate: Gate) -> None:
+def test_other_dtype_is_rejected_naming_both(model: Path, gate: Gate) -> None:
     reason = check_mismatch(model, model, {}, {"dtype": "bfloat16"}, "the model's dtype differs")
     assert "float32" in reason
     assert "bfloat16" in reason
 
 
-def test_another_type_of_kv_is_refused_with_both_named(model: Path, gate: Gate) -> None:
+def test_other_kv_dtype_is_rejected_naming_both(model: Path, gate: Gate) -> None:
     reason = check_mismatch(model, model, {}, {"kv_cache_dtype": "fp8"}, "the dtype of KV differs")
     assert "float32" in reason
     assert "float8_e4m3fn" in reason
@@ -325,8 +321,8 @@ def check_mismatch(
     *,
     is_heard: bool = True,
 ) -> str:
-    """Both live on after the refusal, which names the reason; returns it. Facts are judged where
-    they are heard."""
+    """Both instances survive the rejection, which names the reason; returns it. The receiver of the
+    metadata checks it."""
     failing = {**GATED, "load_failure": LoadFailurePolicy.FAIL}
 
     async def main() -> str:
@@ -348,7 +344,7 @@ def check_mismatch(
     return asyncio.run(main())
 
 
-def test_a_taken_port_ends_the_start_and_leaves_nothing(model: Path) -> None:
+def test_taken_port_fails_start_and_leaves_nothing(model: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -359,12 +355,12 @@ def test_a_taken_port_ends_the_start_and_leaves_nothing(model: Path) -> None:
     running.engine.close()
 
 
-def test_an_unknown_transport_ends_the_start(model: Path) -> None:
+def test_unknown_transport_fails_start(model: Path) -> None:
     with pytest.raises(ConfigError, match="pigeon"):
         start(make_config(model, Role.PREFILL, transports=("pigeon",)))
 
 
-def test_malformed_params_are_refused_and_hurt_nobody(model: Path, gate: Gate) -> None:
+def test_malformed_params_are_rejected_without_side_effects(model: Path, gate: Gate) -> None:
     bad: list[KVTransferDict] = [
         {"do_remote_prefill": True},
         {"do_remote_prefill": "yes"},
@@ -386,7 +382,7 @@ def test_malformed_params_are_refused_and_hurt_nobody(model: Path, gate: Gate) -
 # --- aborts ------------------------------------------------------------------------------------
 
 
-def test_an_abort_gives_a_finished_prefills_blocks_back(model: Path, gate: Gate) -> None:
+def test_abort_frees_blocks_of_finished_prefill(model: Path, gate: Gate) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
         params = await prefill(both.prefill, PROMPT)
         for _ in range(2):
@@ -398,7 +394,7 @@ def test_an_abort_gives_a_finished_prefills_blocks_back(model: Path, gate: Gate)
     run(model, scenario)
 
 
-def test_an_abort_while_the_kv_comes_in_is_drained_first(model: Path, gate: Gate) -> None:
+def test_abort_during_load_drains_transfer_first(model: Path, gate: Gate) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
         gate.close()
         answer = asyncio.create_task(ask_pair(both, PROMPT))
@@ -410,7 +406,7 @@ def test_an_abort_while_the_kv_comes_in_is_drained_first(model: Path, gate: Gate
     run(model, scenario)
 
 
-def test_an_abort_while_waiting_for_blocks(model: Path, gate: Gate) -> None:
+def test_abort_while_waiting_for_blocks(model: Path, gate: Gate) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
         gate.close()
         first = asyncio.create_task(ask_pair(both, prompt_of(400)))
@@ -425,7 +421,7 @@ def test_an_abort_while_waiting_for_blocks(model: Path, gate: Gate) -> None:
     run(model, scenario, decode={"num_kv_blocks": 34})
 
 
-def test_an_abort_while_decoding(model: Path, gate: Gate) -> None:
+def test_abort_while_decoding(model: Path, gate: Gate) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
         seen: list[int] = []
         endless = replace(GREEDY, max_tokens=400)
@@ -440,7 +436,7 @@ def test_an_abort_while_decoding(model: Path, gate: Gate) -> None:
     run(model, scenario)
 
 
-def test_an_abort_of_a_prefill_that_waits_its_turn(model: Path, gate: Gate) -> None:
+def test_abort_of_queued_prefill(model: Path, gate: Gate) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
         endless = replace(GREEDY, max_tokens=400)
         busy = asyncio.create_task(ask(both.prefill, PROMPT, endless))
@@ -455,8 +451,8 @@ def test_an_abort_of_a_prefill_that_waits_its_turn(model: Path, gate: Gate) -> N
     run(model, scenario, prefill={"max_num_seqs": 1})
 
 
-def test_an_abort_during_prefill(model: Path, gate: Gate) -> None:
-    """Chunks of 16 tokens: it takes many steps, and ends in the middle."""
+def test_abort_during_prefill(model: Path, gate: Gate) -> None:
+    """Chunks of 16 tokens: the prefill takes many steps and is aborted in the middle."""
 
     async def scenario(both: Pair, expected: list[int]) -> None:
         answers = [

@@ -1,5 +1,5 @@
-"""An instance that stands still, and a network that carries one way only: real processes, stopped
-and not killed."""
+"""A frozen instance, and a network that carries one direction only; real processes, stopped and not
+killed."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ IN_PROCESS = {"transports": ("shm",), "lease_s": LEASE_S}
 PROMPTS = [prompt_of(200, seed=seed) for seed in range(3)]
 
 
-def test_a_frozen_decode_instance_holds_nothing_of_its_peer(model: Path) -> None:
-    """P frees what D does not renew. When D goes on it computes the prompt itself, and is right."""
+def test_frozen_decode_instance_holds_no_blocks_of_peer(model: Path) -> None:
+    """P frees blocks whose lease D does not renew. When D continues, it computes the prompt itself,
+    with the right tokens."""
 
     async def main() -> None:
         async with instance(model) as single:
@@ -48,8 +49,8 @@ def test_a_frozen_decode_instance_holds_nothing_of_its_peer(model: Path) -> None
     asyncio.run(main())
 
 
-def test_a_decode_instance_whose_steps_hang_lets_its_peer_go(model: Path) -> None:
-    """Its connector's thread lives and could renew leases for ever; one of its ranks is stopped."""
+def test_decode_instance_with_hung_steps_releases_leases(model: Path) -> None:
+    """The connector's thread lives and could renew leases for ever; one of the ranks is stopped."""
 
     async def main() -> None:
         async with instance(model, Role.PREFILL, **IN_PROCESS) as first:
@@ -73,7 +74,7 @@ def test_a_decode_instance_whose_steps_hang_lets_its_peer_go(model: Path) -> Non
 
 
 class OneWay:
-    """Carries bytes between two ports, until it carries what the server says no more."""
+    """Forwards bytes between two ports, until told to drop those from the server."""
 
     def __init__(self) -> None:
         self.is_cut = threading.Event()
@@ -84,7 +85,7 @@ class OneWay:
     async def serve(
         self, target: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
-        """One connection."""
+        """Serve one connection."""
         there, back = await asyncio.open_connection("127.0.0.1", target)
         self._writers += [writer, back]
         for source, sink, is_reply in ((reader, back, False), (there, writer, True)):
@@ -103,20 +104,20 @@ class OneWay:
             sink.close()
 
     async def close(self) -> None:
-        """End every connection."""
+        """Close every connection."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         for writer in self._writers:
             writer.transport.abort()
-        for _ in range(3):  # connections end
+        for _ in range(3):  # connections close
             await asyncio.sleep(0)
 
 
 @asynccontextmanager
 async def one_way(target: int) -> AsyncIterator[OneWay]:
-    """A port in front of another one."""
+    """A forwarding port in front of another one."""
     between = OneWay()
 
     async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -131,8 +132,9 @@ async def one_way(target: int) -> AsyncIterator[OneWay]:
         await between.close()
 
 
-def test_a_network_that_carries_one_way_only_ends_in_right_tokens(model: Path) -> None:
-    """P hears D and D never hears P: neither waits for ever, and no block stays behind."""
+def test_one_way_network_failure_gives_right_tokens(model: Path) -> None:
+    """P receives from D, but D never receives from P: neither waits for ever, and no block is
+    lost."""
 
     async def main() -> None:
         async with instance(model) as single:

@@ -1,4 +1,4 @@
-"""A pair that doesn't fit behind a proxy: no request pays for finding out."""
+"""An incompatible pair behind a proxy: no request pays for detecting it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BODY = {"model": "tiny-llama", "prompt": "A language model answers", "max_tokens
 
 
 @pytest.mark.parametrize("flow", list(CONNECTORS))
-def test_the_proxy_leaves_a_pair_alone_that_does_not_go_together(flow: str) -> None:
+def test_proxy_avoids_incompatible_pair(flow: str) -> None:
     options = ("--kv-connector", CONNECTORS[flow], "--num-kv-blocks", "512")
     with (
         serving(TINY_LLAMA, "prefill", *options) as prefill,

@@ -1,4 +1,5 @@
-"""One side is killed, in every state that a request may be in there; the other one serves on."""
+"""One side is killed while requests are in every possible state; the other one continues to
+serve."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ OPTIONS = ("--transport", NAME, "--lease-seconds", str(LEASE_S))
 PROMPTS = [prompt_of(200, seed=seed) for seed in range(5)]
 TESTS = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.usefixtures("impatience")
+pytestmark = pytest.mark.usefixtures("short_timeouts")
 
 
 @pytest.fixture(autouse=True)
@@ -43,18 +44,18 @@ def plugins_for_children(plugin_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.fixture
-def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
+def short_timeouts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(side_channel, "TRY_TIMEOUT_S", 0.3)
 
 
 async def answers_of(model: Path, prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """What a single instance says."""
+    """The answers of a single instance."""
     async with instance(model) as single:
         return [(await ask(single, prompt)).tokens for prompt in prompts]
 
 
 def check(answer: Answer, expected: list[int], policy: LoadFailurePolicy) -> None:
-    """Right tokens or an error that is one; never wrong tokens."""
+    """Check for the right tokens or a proper error, never wrong tokens."""
     if policy is LoadFailurePolicy.RECOMPUTE or answer.finish is not FinishReason.ERROR:
         assert answer.tokens == expected
         assert answer.finish is FinishReason.LENGTH
@@ -69,8 +70,8 @@ def check(answer: Answer, expected: list[int], policy: LoadFailurePolicy) -> Non
     ids=lambda policy: policy.value,
 )
 def test_a_killed_prefill_instance(model: Path, gate: Gate, policy: LoadFailurePolicy) -> None:
-    """Two of its prompts are being read, one waits for blocks, one was never asked for, and one
-    is being prefilled. It comes back at the same ports, as somebody else."""
+    """Two of P's prompts are being read, one waits for blocks, one was never requested, and one is
+    being prefilled. P restarts at the same ports with a new epoch."""
 
     async def main() -> None:
         expected = await answers_of(model, PROMPTS)
@@ -116,7 +117,7 @@ async def serve_on(model: Path, kv_port: int, decode: Instance, expected: list[i
 
 
 def test_a_frozen_prefill_instance(model: Path, gate: Gate) -> None:
-    """It says nothing and is not gone; when it goes on, its leases have run out."""
+    """P is silent but alive; when it continues, its leases have expired."""
 
     async def main() -> None:
         expected = await answers_of(model, PROMPTS[:3])
@@ -143,7 +144,7 @@ def test_a_frozen_prefill_instance(model: Path, gate: Gate) -> None:
 
 
 def test_a_killed_decode_instance(model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It was reading some prompts and had others queue; the holder gets all its blocks back."""
+    """D was reading some prompts and had others queued; P frees all their blocks."""
     monkeypatch.setenv("MOONCAKE_TEST_GATE", "closed")
 
     async def main() -> None:
@@ -173,7 +174,7 @@ async def kill_reader(first: Instance, victim: Served) -> None:
     assert all(isinstance(end, httpx.HTTPError) for end in ended)
 
 
-def test_a_decode_instance_killed_while_it_decodes(model: Path, gate: Gate) -> None:
+def test_decode_instance_killed_while_decoding(model: Path, gate: Gate) -> None:
     async def main() -> None:
         options = {"transports": (NAME,), "lease_s": LEASE_S}
         async with instance(model, Role.PREFILL, **options) as first:

@@ -1,5 +1,5 @@
-"""A decode instance is lost while it streams: its streams go on at another one, from the same token
-as if nothing had happened."""
+"""A decode instance is lost while it streams: its streams are migrated to another one and continue
+at the same token."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ FLOWS = {"pull": (), "push": ("--kv-connector", "MooncakeLayerwiseConnector")}
 
 @dataclass(frozen=True)
 class Deployment:
-    """A proxy that migrates streams, before a P and two D's."""
+    """A proxy that migrates streams, in front of one P and two D's."""
 
     url: str
     decodes: list[Served]
 
     def stream(self, number: int, is_chat: bool, progress: list[int]) -> str:
-        """What one client is told; how many events have come is counted."""
+        """The tokens that one client receives; counts the events received so far."""
         client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=90)
         limits = {"max_tokens": NUM_TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
         text = PAGE[30 * number : 30 * number + 200]
@@ -50,7 +50,8 @@ class Deployment:
         return said
 
     def stream_all(self, begun: threading.Event | None = None) -> list[str]:
-        """What all clients are told; the event is set when each has some of its answer."""
+        """The tokens that all clients receive; sets the event when each has a part of its
+        answer."""
         progress = [0] * NUM_STREAMS
         with ThreadPoolExecutor(NUM_STREAMS) as threads:
             answers = [
@@ -76,7 +77,7 @@ def deployed(flow: str) -> Iterator[Deployment]:
 
 
 @pytest.mark.parametrize("flow", list(FLOWS))
-def test_streams_of_a_decoder_that_dies_go_on(flow: str) -> None:
+def test_streams_of_lost_decoder_are_migrated(flow: str) -> None:
     with deployed(flow) as deployment, ThreadPoolExecutor(1) as threads:
         wanted = deployment.stream_all()
         begun = threading.Event()

@@ -1,4 +1,5 @@
-"""KV kept in fp8: half the memory, the same tokens together and apart, scales of the checkpoint."""
+"""fp8 KV: half the memory, the same tokens from one instance and from a pair, and scales from the
+checkpoint."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ async def answers(model: Path, **options: object) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
-def test_apart_says_what_one_says(tmp_path: Path, family: str) -> None:
+def test_pair_gives_tokens_of_single_instance(tmp_path: Path, family: str) -> None:
     model = write_model(tmp_path, family)
 
     async def main() -> None:
@@ -35,12 +36,12 @@ def test_apart_says_what_one_says(tmp_path: Path, family: str) -> None:
     asyncio.run(main())
 
 
-def test_a_scale_of_the_checkpoint_keeps_large_keys(tmp_path: Path) -> None:
-    """Keys too large for fp8 are cut off without the scale that their checkpoint has for them."""
+def test_checkpoint_scale_preserves_large_keys(tmp_path: Path) -> None:
+    """Keys beyond the fp8 range are clipped without the scale in their checkpoint."""
     plain, large, scaled = (write_model(tmp_path / name) for name in ("plain", "large", "scaled"))
     weights = load_file(plain / "model.safetensors")
     for name, weight in weights.items():
-        # the scores stay what they are: keys a thousand times as large, queries as much smaller
+        # attention scores stay the same: keys a thousand times as large, queries as much smaller
         factor = {"k_proj.weight": 1024.0, "q_proj.weight": 1 / 1024}
         weights[name] = weight * factor.get(".".join(name.split(".")[-2:]), 1.0)
     save_file(weights, large / "model.safetensors", {"format": "pt"})

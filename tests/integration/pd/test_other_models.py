@@ -1,4 +1,4 @@
-"""Latent caches and experts across both connectors: the tokens of one instance."""
+"""Latent caches and experts over both connectors give the tokens of one instance."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.push import ask_pushed, push_pair
 
 LENGTHS = (1, 17, 100, 300)
 CHUNK = 64
-"""Tokens per step: the longer prompts are prefilled in several."""
+"""Tokens per step, so that longer prompts are prefilled in several steps."""
 
 Options = dict[str, Any]
 SIDES: list[tuple[Options, Options]] = [
@@ -26,7 +26,7 @@ EXPERT_SIDES: tuple[Options, Options] = (
     {"tp_size": 2, "ep_size": 2, "ep_dispatch_min_tokens": 16},
     {"tp_size": 4, "ep_size": 2, "ep_dispatch_min_tokens": 1},
 )
-"""All pairs of sizes are in ``make test-grid``, of these with ``--experts``."""
+"""``make test-grid`` covers all pairs of sizes, those of these models with ``--experts``."""
 
 CASES = [
     *(("deepseek_v3", sides) for sides in SIDES),
@@ -48,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize(("family", "sides"), CASES, ids=str)
-def test_pulled_tokens_are_those_of_one_instance(
+def test_pull_gives_tokens_of_single_instance(
     family: str, sides: tuple[Options, Options], models: dict[str, Path]
 ) -> None:
     async def main() -> None:
@@ -67,7 +67,7 @@ def test_pulled_tokens_are_those_of_one_instance(
 
 
 @pytest.mark.parametrize(("family", "sides"), PUSHED_CASES, ids=str)
-def test_pushed_tokens_are_those_of_one_instance(
+def test_push_gives_tokens_of_single_instance(
     family: str, sides: tuple[Options, Options], models: dict[str, Path]
 ) -> None:
     async def main() -> None:
@@ -86,10 +86,10 @@ def test_pushed_tokens_are_those_of_one_instance(
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
-def test_a_latent_crosses_once_per_rank_that_wants_it(
+def test_latent_is_transferred_once_per_receiving_rank(
     tp_size: int, models: dict[str, Path]
 ) -> None:
-    """Every rank of P holds all latents: each of D's reads them from one."""
+    """Every rank of P holds all latents, so each rank of D reads them from one."""
 
     async def main() -> None:
         sides = {"prefill": {"tp_size": 2}, "decode": {"tp_size": tp_size}}

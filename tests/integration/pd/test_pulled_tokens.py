@@ -1,4 +1,4 @@
-"""What only a prefill that is read after it has ended can do, and what comes of it."""
+"""Cases that only exist where a prefill is read after it has completed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from support.push import run_beside_one
 from mooncake_engine.messages import FinishReason
 
 run = partial(run_beside_one, pair)
-"""Of a model, a scenario, and the pair's options."""
+"""Runs a scenario, given a model and the pair's options."""
 
 
-def test_an_answer_of_one_token_ends_with_the_peers(model: Path) -> None:
+def test_answer_of_one_token_ends_with_peers_token(model: Path) -> None:
     async def scenario(single: Instance, both: Pair) -> None:
         case = prompt_of(30), replace(GREEDY, max_tokens=1)
         found = await ask_pair(both, *case)
@@ -26,7 +26,7 @@ def test_an_answer_of_one_token_ends_with_the_peers(model: Path) -> None:
     run(model, scenario)
 
 
-def test_a_prompt_that_leaves_room_for_one_token(model: Path) -> None:
+def test_prompt_one_token_short_of_context_length(model: Path) -> None:
     async def scenario(single: Instance, both: Pair) -> None:
         case = prompt_of(511), replace(GREEDY, max_tokens=None)
         found = await ask_pair(both, *case)
@@ -36,7 +36,7 @@ def test_a_prompt_that_leaves_room_for_one_token(model: Path) -> None:
     run(model, scenario)
 
 
-def test_eos_as_the_first_token_is_the_whole_answer(model: Path) -> None:
+def test_eos_as_first_token_ends_answer(model: Path) -> None:
     async def scenario(single: Instance, both: Pair) -> None:
         prompt = prompt_of(40)
         first = (await ask(single, prompt)).tokens[0]
@@ -48,7 +48,7 @@ def test_eos_as_the_first_token_is_the_whole_answer(model: Path) -> None:
     run(model, scenario)
 
 
-def test_one_prefill_may_not_be_read_twice(model: Path) -> None:
+def test_prefill_is_read_at_most_once(model: Path) -> None:
     """The lease ends with the first reader; a second one computes the prompt itself."""
 
     async def scenario(single: Instance, both: Pair) -> None:

@@ -1,7 +1,7 @@
-"""Unequal sizes, ranks as processes: tensor-parallel ranks, stages of a pipeline, and data-parallel
-ranks of them.
+"""P and D of different sizes, with ranks as processes: tensor-parallel ranks, pipeline stages, and
+data-parallel ranks of them.
 
-``ci/test_grid.py`` has all pairs.
+``ci/test_grid.py`` covers all pairs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ RATIOS = [
 
 
 @pytest.mark.parametrize(("connector", "prefill", "decode", "name"), RATIOS)
-def test_unequal_sizes_say_the_same(
+def test_unequal_sizes_give_same_tokens(
     tmp_path: Path, connector: str, prefill: str, decode: str, name: str
 ) -> None:
     async def main() -> None:

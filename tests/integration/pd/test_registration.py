@@ -1,4 +1,4 @@
-"""A fleet without a list: instances announce themselves to a proxy, and leave it."""
+"""A fleet without a static list: instances register themselves with a proxy, and deregister."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def instances(url: str) -> list[dict[str, Any]]:
 
 
 def until(url: str, condition: Callable[[list[str]], bool]) -> list[str]:
-    """The roles of the instances that are up, once they are as wanted."""
+    """Wait until the roles of the instances that are up are as expected."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         roles = sorted(each["role"] for each in instances(url) if each["state"] == "up")
@@ -73,13 +73,14 @@ def ask(url: str) -> httpx.Response:
 
 
 @pytest.mark.timeout(300)
-def test_a_fleet_meets_at_the_proxy_and_outlives_it(proxy_url: str, secret: Path) -> None:
+def test_instances_register_again_after_proxy_restart(proxy_url: str, secret: Path) -> None:
     with instance("prefill", proxy_url, secret) as p, instance("decode", proxy_url, secret) as d:
         with proxy(proxy_url, secret, "--workers", "2"):
             assert until(proxy_url, lambda roles: len(roles) == 2) == ["decode", "prefill"]
             expected = ask(proxy_url)
             assert expected.status_code == 200, expected.text
-        with proxy(proxy_url, secret) as second:  # it knows nobody, and is told
+        # it starts with an empty pool, and instances register
+        with proxy(proxy_url, secret) as second:
             until(proxy_url, lambda roles: len(roles) == 2)
             said = ask(proxy_url).json()["choices"][0]["text"]
             assert said == expected.json()["choices"][0]["text"]
@@ -96,7 +97,9 @@ def test_a_fleet_meets_at_the_proxy_and_outlives_it(proxy_url: str, secret: Path
 
 
 @pytest.mark.timeout(120)
-def test_with_another_secret_nobody_gets_in(proxy_url: str, secret: Path, tmp_path: Path) -> None:
+def test_registration_with_other_secret_is_rejected(
+    proxy_url: str, secret: Path, tmp_path: Path
+) -> None:
     wrong = tmp_path / "wrong"
     wrong.write_text("another")
     with proxy(proxy_url, secret), instance("both", proxy_url, wrong) as refused:

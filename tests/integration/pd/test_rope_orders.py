@@ -1,5 +1,7 @@
-"""A prefill instance that keeps the rope rows of latents as pairs, as vLLM does, and a decode
-instance of ours, which turns them: it says what one instance says, however they came."""
+"""A P that stores rope rows of latents interleaved, as vLLM does, and a D that reorders them.
+
+The tokens are those of one instance, pulled or pushed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ LENGTHS = (1, 16, 17, 150)
 
 
 class KeepsPairs:
-    """Ops that turn what ``rope`` has rotated, of queries and of rows, before it is kept."""
+    """Ops that reorder the output of ``rope``, of queries and of rows, before it is stored."""
 
     write_latents = ComposedLatentWrites.write_latents
 
@@ -49,7 +51,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def prefill_keeps_pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An instance with the role of a prefill instance does, and says so; others don't."""
+    """Instances with the prefill role store pairs and publish that they do; others don't."""
     build_engine, latent_ops = support.pd.build_engine, ParallelContext.latent_ops
     meaning = EnginePlan.kv_meaning.fget
     assert meaning is not None
@@ -81,15 +83,13 @@ def prefill_keeps_pairs(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     [{}, {"tp_size": 2, "block_size": 8}, {"kv_pool": "dram=8M,chunk=32"}],
     ids=["alike", "ranks", "pool"],
 )
-def test_rows_are_turned_before_they_are_used(
-    model: Path, way: str, decode: dict[str, Any]
-) -> None:
+def test_rope_rows_are_reordered_before_use(model: Path, way: str, decode: dict[str, Any]) -> None:
     make_both, ask_both = WAYS[way]
 
     async def scenario(single: Instance, both: Any) -> None:
         for length in LENGTHS:
             expected = await ask(single, prompt_of(length))
-            for _ in range(2):  # the second time D has blocks of it
+            for _ in range(2):  # the second time, D has blocks of the prompt
                 found = await ask_both(both, prompt_of(length))
                 assert (found.tokens, found.error) == (expected.tokens, None)
         assert both.decode.stat("load_failures") == 0

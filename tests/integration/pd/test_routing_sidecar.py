@@ -1,5 +1,8 @@
-"""A pair behind llm-d's routing sidecar, whose endpoint picker names the prefill instance in a
-header: the answers of a single instance, over every API, and KV that came from the peer."""
+"""A pair behind llm-d's routing sidecar.
+
+The endpoint picker names the prefill instance in a header. Every API gives a single instance's
+answers, and the KV comes from the peer.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +33,14 @@ VARYING = {"id", "created", "created_at", "completed_at", "system_fingerprint", 
 
 @dataclass(frozen=True)
 class Pods:
-    """What a picker chooses from: instances, and the sidecar in the decode pod."""
+    """The instances that a picker chooses from, and the sidecar in the decode pod."""
 
     prefill: str
     decode: str
     sidecar: str
 
     def ask(self, path: str, body: dict[str, Any], prefiller: str = "") -> httpx.Response:
-        """Through the sidecar, as a gateway whose picker named ``prefiller``."""
+        """Send a request through the sidecar, as a gateway whose picker chose ``prefiller``."""
         headers = {"x-request-id": "of-the-gateway"}
         if prefiller:
             headers[PREFILLER] = prefiller.removeprefix("http://")
@@ -45,7 +48,7 @@ class Pods:
         return httpx.post(url, json=GREEDY | body, headers=headers, timeout=60.0)
 
     def received(self) -> float:
-        """Bytes of KV that D pulled so far."""
+        """Bytes of KV that D has pulled so far."""
         lines = httpx.get(f"{self.sidecar}/metrics").text.splitlines()
         return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(RECEIVED))
 
@@ -62,9 +65,7 @@ def pods() -> Iterator[Pods]:
 
 
 @pytest.mark.parametrize("path", REQUESTS)
-def test_the_answer_is_that_of_one_instance_and_its_kv_came_from_the_peer(
-    pods: Pods, path: str
-) -> None:
+def test_answer_equals_single_instance_and_kv_comes_from_peer(pods: Pods, path: str) -> None:
     alone = pods.ask(path, REQUESTS[path])
     before = pods.received()
     found = pods.ask(path, REQUESTS[path], pods.prefill)
@@ -83,7 +84,7 @@ def test_streams_are_whole(pods: Pods, path: str) -> None:
     assert pods.received() > before
 
 
-def test_an_answer_that_ends_with_its_first_token(pods: Pods) -> None:
+def test_answer_ending_with_first_token(pods: Pods) -> None:
     body = {"prompt": PAGE[:300], "max_tokens": 1}
     alone = pods.ask("/v1/completions", body).json()
     assert same(pods.ask("/v1/completions", body, pods.prefill).json()) == same(alone)
@@ -93,14 +94,14 @@ def test_an_answer_that_ends_with_its_first_token(pods: Pods) -> None:
     assert same(pods.ask("/v1/completions", stopped, pods.prefill).json()) == same(expected)
 
 
-def test_what_the_prefill_instance_refuses_the_client_is_told(pods: Pods) -> None:
+def test_prefill_rejection_reaches_client(pods: Pods) -> None:
     answer = pods.ask("/v1/completions", {"prompt": "a", "suffix": "x"}, pods.prefill)
     assert answer.status_code == 400
     assert "suffix" in answer.json()["error"]["message"]
 
 
 def same(found: Any) -> Any:
-    """Without what differs from one request to the next."""
+    """The answer without the fields that differ from one request to the next."""
     if isinstance(found, dict):
         return {name: same(value) for name, value in found.items() if name not in VARYING}
     return [same(value) for value in found] if isinstance(found, list) else found

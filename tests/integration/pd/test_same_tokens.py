@@ -1,4 +1,4 @@
-"""What prefill and decode apart say is what one instance says, token for token, by either way."""
+"""A pair gives the tokens of one instance, by pull and by push."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mooncake_engine.sampling_params import SamplingParams
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=12, ignore_eos=True)
 PENALISED = replace(SEEDED, repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.4)
 CHUNK = 64
-"""Tokens per step: longer prompts are prefilled, and pushed, in several."""
+"""Tokens per step, so that longer prompts are prefilled, and pushed, in several."""
 TOKEN_BYTES = 2 * 2 * 2 * 16 * 4
 """Layers, planes, heads, dimension, float32."""
 
@@ -30,13 +30,13 @@ Scenario = Callable[[Instance, Both, AskBoth], Coroutine[Any, Any, None]]
 
 @pytest.fixture(params=list(WAYS))
 def way(request: pytest.FixtureRequest) -> str:
-    """How KV comes to D."""
+    """How D gets the KV: by pull or by push."""
     name: str = request.param
     return name
 
 
 def run(way: str, model: Path, scenario: Scenario, **options: Any) -> None:
-    """Run a scenario on a single instance and a pair to which KV comes that way."""
+    """Run a scenario on a single instance and on a pair that transfers KV in this way."""
     make_both, ask_both = WAYS[way]
 
     async def ask_by_the_way(single: Instance, both: Both) -> None:
@@ -61,7 +61,7 @@ def test_prompts_of_every_length(way: str, model: Path, transport: str) -> None:
 
 
 @pytest.mark.parametrize(("prefill_size", "decode_size"), [(16, 16), (128, 16), (16, 128), (8, 32)])
-def test_block_sizes_may_differ(way: str, model: Path, prefill_size: int, decode_size: int) -> None:
+def test_different_block_sizes(way: str, model: Path, prefill_size: int, decode_size: int) -> None:
     async def scenario(single: Instance, both: Both, ask_both: AskBoth) -> None:
         for length in (5, 100, 128, 300):
             prompt = prompt_of(length)
@@ -98,7 +98,7 @@ def test_prefix_cache_hits_on_either_side(
     run(way, model, scenario)
 
 
-def test_a_prompt_that_the_decode_side_has_whole_moves_nothing(way: str, model: Path) -> None:
+def test_fully_cached_prompt_transfers_nothing(way: str, model: Path) -> None:
     async def scenario(single: Instance, both: Both, ask_both: AskBoth) -> None:
         prompt = prompt_of(64)
         first, second = await ask_both(prompt), await ask_both(prompt)
@@ -109,7 +109,7 @@ def test_a_prompt_that_the_decode_side_has_whole_moves_nothing(way: str, model: 
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_many_requests_of_mixed_lengths_at_once(way: str, model: Path, transport: str) -> None:
+def test_many_concurrent_requests_of_mixed_lengths(way: str, model: Path, transport: str) -> None:
     async def scenario(single: Instance, both: Both, ask_both: AskBoth) -> None:
         prompts = [prompt_of(1 + 37 * index % 190, seed=index) for index in range(32)]
         samplings = [replace(GREEDY, max_tokens=2 + index % 11) for index in range(32)]
@@ -125,7 +125,7 @@ def test_many_requests_of_mixed_lengths_at_once(way: str, model: Path, transport
 
 
 @pytest.mark.parametrize("sampling", [SEEDED, PENALISED], ids=["seeded", "penalised"])
-def test_seeded_sampling_continues_where_it_was(
+def test_seeded_sampling_continues_at_its_position(
     way: str, model: Path, sampling: SamplingParams
 ) -> None:
     async def scenario(single: Instance, both: Both, ask_both: AskBoth) -> None:
@@ -137,7 +137,7 @@ def test_seeded_sampling_continues_where_it_was(
     run(way, model, scenario)
 
 
-def test_log_probabilities_include_the_first_tokens(way: str, model: Path) -> None:
+def test_log_probabilities_include_first_token(way: str, model: Path) -> None:
     async def scenario(single: Instance, both: Both, ask_both: AskBoth) -> None:
         case = prompt_of(30), replace(GREEDY, logprobs=3)
         expected, found = await ask(single, *case), await ask_both(*case)
@@ -157,7 +157,7 @@ def assert_close(found: Answer, expected: Answer) -> None:
         )
 
 
-def test_a_stop_token_after_the_border_ends_the_answer(way: str, model: Path) -> None:
+def test_stop_token_sampled_by_decode_ends_answer(way: str, model: Path) -> None:
     async def scenario(single: Instance, both: Both, ask_both: AskBoth) -> None:
         prompt = prompt_of(40)
         third = (await ask(single, prompt)).tokens[2]

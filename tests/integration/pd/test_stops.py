@@ -1,4 +1,5 @@
-"""A prefill instance that is told to stop: its peers still get what they were promised."""
+"""Graceful shutdown of a prefill instance: its peers can still fetch the KV that it holds for
+them."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def prefill() -> Iterator[Served]:
 
 
 def refuses_by_now(served: Served) -> None:
-    """Until its signal has arrived."""
+    """Wait until the instance has received its signal and rejects requests."""
     deadline = time.monotonic() + 30
     while (answer := httpx.get(f"{served.url}/ready")).status_code == 200:
         assert time.monotonic() < deadline, "it still takes requests"
@@ -31,7 +32,7 @@ def refuses_by_now(served: Served) -> None:
     assert answer.json()["error"]["code"] == "shutting_down"
 
 
-def test_it_goes_when_its_kv_was_fetched(prefill: Served) -> None:
+def test_prefill_instance_exits_when_its_kv_was_fetched(prefill: Served) -> None:
     with serving(TINY_LLAMA, "decode") as decode:
         held = asyncio.run(prefill.prefill(PROMPT))
         prefill.program.process.send_signal(signal.SIGTERM)
@@ -44,11 +45,11 @@ def test_it_goes_when_its_kv_was_fetched(prefill: Served) -> None:
     assert "draining is incomplete" not in prefill.program.error_text
 
 
-def test_a_second_signal_does_not_wait(prefill: Served) -> None:
+def test_second_signal_exits_without_waiting(prefill: Served) -> None:
     asyncio.run(prefill.prefill(PROMPT))
     prefill.program.process.send_signal(signal.SIGTERM)
     refuses_by_now(prefill)
-    time.sleep(1.1)  # signals within a second are one stop
+    time.sleep(1.1)  # signals within one second count as one stop
     assert prefill.program.process.poll() is None
     assert prefill.program.end(signal.SIGINT) == 0
     assert (

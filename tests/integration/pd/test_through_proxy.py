@@ -1,4 +1,5 @@
-"""A whole deployment, with clients that leave and instances that die, seen by the openai client."""
+"""A whole deployment through the openai client, with clients that disconnect and instances that
+die."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ EXPIRED = "mooncake:kv_transfer_leases_expired_total"
 
 @dataclass(frozen=True)
 class Deployment:
-    """A proxy before one instance of each role."""
+    """A proxy in front of one instance of each role."""
 
     url: str
     prefill: Served
@@ -34,7 +35,7 @@ class Deployment:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30.0)
 
     def wait_until_idle(self, *instances: Served, within_s: float = 5.0) -> None:
-        """Every block of these is back within that time."""
+        """Wait until every block of these instances is free, within that time."""
         for served in instances or (self.prefill, self.decode):
             wait_until(lambda url=served.url: not usage(url), within_s)
 
@@ -47,7 +48,7 @@ def deployment() -> Iterator[Deployment]:
 
 @pytest.fixture
 def early() -> Iterator[Deployment]:
-    """Prompts of 100 tokens and more are pulled while they are computed, in chunks of 64."""
+    """A deployment that pulls prompts of 100 tokens and more early, in chunks of 64."""
     with ExitStack() as stack:
         yield deploy(stack, "--early-pull-tokens", "100", chunk=64)
 
@@ -79,7 +80,7 @@ def wait_until(is_true: Callable[[], bool], within_s: float) -> None:
         time.sleep(0.02)
 
 
-def test_an_answer_streamed_and_whole(deployment: Deployment) -> None:
+def test_streamed_and_non_streamed_answer(deployment: Deployment) -> None:
     ask = deployment.client.completions.create
     case = {"model": "tiny-llama", "prompt": PAGE[:300], "max_tokens": 30, "temperature": 0}
     whole = ask(**case).choices[0].text
@@ -88,7 +89,7 @@ def test_an_answer_streamed_and_whole(deployment: Deployment) -> None:
     deployment.wait_until_idle()
 
 
-def test_a_client_that_leaves_a_stream_frees_both_sides(deployment: Deployment) -> None:
+def test_client_disconnect_from_stream_frees_both_sides(deployment: Deployment) -> None:
     stream = deployment.client.completions.create(
         model="tiny-llama", prompt=PAGE[:400], stream=True, **ENDLESS
     )
@@ -99,15 +100,17 @@ def test_a_client_that_leaves_a_stream_frees_both_sides(deployment: Deployment) 
     deployment.wait_until_idle()
 
 
-def test_a_client_that_leaves_a_whole_answer_frees_both_sides(deployment: Deployment) -> None:
+def test_client_disconnect_from_non_streamed_request_frees_both_sides(
+    deployment: Deployment,
+) -> None:
     client = deployment.client.with_options(timeout=0.3)
     with pytest.raises(openai.APITimeoutError):
         client.completions.create(model="tiny-llama", prompt=PAGE[:400], **ENDLESS)
     deployment.wait_until_idle()
 
 
-def test_a_client_that_leaves_several_answers_ends_all_their_leases(deployment: Deployment) -> None:
-    """Each has blocks of its own on both sides; none of them has to run out."""
+def test_client_disconnect_from_several_choices_ends_all_leases(deployment: Deployment) -> None:
+    """Each choice has its own blocks on both sides; none is left to expire."""
     expired = figure(deployment.prefill.url, EXPIRED)
     stream = deployment.client.completions.create(
         model="tiny-llama", prompt=PAGE[:400], n=3, stream=True, **ENDLESS
@@ -126,8 +129,8 @@ def test_a_client_that_leaves_several_answers_ends_all_their_leases(deployment: 
 ORDER = {"prompt": PAGE[:200], "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
 
 
-def test_a_prefill_as_of_vllm(deployment: Deployment) -> None:
-    """Its token says no log probabilities, and one lease stands for several answers."""
+def test_prefill_as_by_vllm(deployment: Deployment) -> None:
+    """P's token has no log probabilities, and one lease serves several choices."""
 
     def post(url: str, **more: Any) -> dict[str, Any]:
         case = {"prompt": PAGE[40:343], "max_tokens": 8, "temperature": 0, "seed": 1}
@@ -155,7 +158,7 @@ def test_a_prefill_as_of_vllm(deployment: Deployment) -> None:
     deployment.wait_until_idle()
 
 
-def test_an_abort_over_http_frees_a_held_prompt(deployment: Deployment) -> None:
+def test_abort_over_http_frees_held_prompt(deployment: Deployment) -> None:
     url = deployment.prefill.url
     answer = httpx.post(f"{url}/v1/completions", json=ORDER).json()
     assert usage(url) > 0
@@ -170,7 +173,7 @@ def test_an_abort_over_http_frees_a_held_prompt(deployment: Deployment) -> None:
     [{"remote_port": 2**80}, {"remote_block_ids": "all"}, {"last_token_id": -1}],
     ids=str,
 )
-def test_malformed_params_are_a_clients_error(
+def test_malformed_params_return_client_error(
     deployment: Deployment, change: dict[str, object]
 ) -> None:
     answer = httpx.post(f"{deployment.prefill.url}/v1/completions", json=ORDER).json()
@@ -182,8 +185,8 @@ def test_malformed_params_are_a_clients_error(
     deployment.wait_until_idle()
 
 
-def test_instances_that_die(deployment: Deployment) -> None:
-    """The last test here. The decode instance dies in the middle of a stream, then its peer."""
+def test_instance_deaths(deployment: Deployment) -> None:
+    """Runs last: the decode instance dies in mid-stream, then its peer."""
     stream = deployment.client.completions.create(
         model="tiny-llama", prompt=PAGE[:400], stream=True, **ENDLESS
     )
@@ -201,8 +204,11 @@ def test_instances_that_die(deployment: Deployment) -> None:
 
 
 def wait_until_pulled_early(deployment: Deployment, decode: Served) -> None:
-    """A proxy does it once it knows the topology of both instances. Leaves the page's beginning out
-    of the prefix caches: what P has to compute is what D can read meanwhile."""
+    """Wait until the proxy uses early pulls, which it does once it knows both instances' topology.
+
+    The prompts keep the page's first part out of the prefix caches: D can only read early what P
+    has to compute.
+    """
     received = "mooncake:kv_transfer_bytes_received_early_total"
     starts = iter(range(800, 1400, 20))
 
@@ -216,8 +222,9 @@ def wait_until_pulled_early(deployment: Deployment, decode: Served) -> None:
     wait_until(is_pulled_early, 20.0)
 
 
-def test_long_prompts_are_pulled_while_they_are_computed(early: Deployment) -> None:
-    """Streamed and whole, several choices the other way, then P dies with a prompt half done."""
+def test_long_prompts_are_pulled_early(early: Deployment) -> None:
+    """Streamed and not, several choices by the other flow, then P dies in the middle of a
+    prompt."""
     ask = early.client.completions.create
     case = {"model": "tiny-llama", "prompt": PAGE[:600], "max_tokens": 30, "temperature": 0}
     received = "mooncake:kv_transfer_bytes_received_early_total"
@@ -225,7 +232,8 @@ def test_long_prompts_are_pulled_while_they_are_computed(early: Deployment) -> N
     before = figure(early.decode.url, received)
     whole = ask(**case).choices[0].text
     assert whole == PAGE[600:630]
-    wait_until(lambda: figure(early.decode.url, received) > before, 5.0)  # told after the answer
+    # published after the answer
+    wait_until(lambda: figure(early.decode.url, received) > before, 5.0)
     again = {**case, "prompt": PAGE[50:750]}
     assert "".join(c.choices[0].text for c in ask(**again, stream=True)) == PAGE[750:780]
     before = figure(early.decode.url, received)
@@ -237,7 +245,7 @@ def test_long_prompts_are_pulled_while_they_are_computed(early: Deployment) -> N
     early.wait_until_idle(early.decode)
 
 
-def test_a_client_that_leaves_an_early_pull_frees_both_sides(early: Deployment) -> None:
+def test_client_disconnect_from_early_pull_frees_both_sides(early: Deployment) -> None:
     stream = early.client.completions.create(
         model="tiny-llama", prompt=PAGE[:400], stream=True, **ENDLESS
     )
@@ -247,8 +255,8 @@ def test_a_client_that_leaves_an_early_pull_frees_both_sides(early: Deployment) 
     early.wait_until_idle()
 
 
-def test_workers_pull_early_through_ports_of_their_own(early: Deployment) -> None:
-    """Which they open when they have seen that both instances can do it."""
+def test_workers_pull_early_through_their_own_ports(early: Deployment) -> None:
+    """Workers open these ports when they have seen that both instances support early pulls."""
     argv = ["--port", "0", "--prefill", early.prefill.url, "--decode", early.decode.url]
     with running("mooncake_proxy", *argv, "--workers", "2", "--early-pull-tokens", "100") as proxy:
         workers = Deployment(proxy.wait_for("listens on").split()[-1], early.prefill, early.decode)

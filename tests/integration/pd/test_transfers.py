@@ -1,4 +1,4 @@
-"""Transfers that are slow, broken, spoilt or cancelled, by a transport that does as it is told."""
+"""Transfers that are slow, fail, deliver corrupted KV or are cancelled, by a scripted transport."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PROMPT = prompt_of(100)
 def run(
     model: Path, scenario: Callable[[Pair, list[int]], Coroutine[Any, Any, None]], **options: Any
 ) -> None:
-    """Run a scenario on a pair, with what a single instance says to PROMPT."""
+    """Run a scenario on a pair, with a single instance's answer to PROMPT."""
 
     async def main() -> None:
         async with instance(model) as single:
@@ -47,7 +47,7 @@ def run(
     asyncio.run(main())
 
 
-def test_the_first_token_is_there_before_the_kv(model: Path, gate: Gate) -> None:
+def test_first_token_is_sent_before_kv_arrives(model: Path, gate: Gate) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
         gate.close()
         params = await prefill(both.prefill, PROMPT)
@@ -63,7 +63,7 @@ def test_the_first_token_is_there_before_the_kv(model: Path, gate: Gate) -> None
     run(model, scenario)
 
 
-def test_the_decode_side_computes_no_token_of_the_prompt(
+def test_decode_instance_computes_no_prompt_token(
     model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans: list[StepPlan] = []
@@ -84,8 +84,9 @@ def test_the_decode_side_computes_no_token_of_the_prompt(
     run(model, scenario)
 
 
-def test_spoilt_kv_changes_the_answer(model: Path, gate: Gate) -> None:
-    """The control: if this did not show, none of the comparisons would mean anything."""
+def test_corrupted_kv_changes_the_answer(model: Path, gate: Gate) -> None:
+    """The control: if corruption went unnoticed, no comparison of tokens here would mean
+    anything."""
 
     async def scenario(both: Pair, expected: list[int]) -> None:
         gate.spoils = True
@@ -94,7 +95,7 @@ def test_spoilt_kv_changes_the_answer(model: Path, gate: Gate) -> None:
     run(model, scenario, prefix_caching=False)
 
 
-def test_a_cancelled_load_leaves_the_others_alone(model: Path, gate: Gate) -> None:
+def test_cancelled_load_does_not_affect_other_loads(model: Path, gate: Gate) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
         gate.close()
         params = [await prefill(both.prefill, PROMPT) for _ in range(2)]
@@ -116,7 +117,7 @@ def test_a_cancelled_load_leaves_the_others_alone(model: Path, gate: Gate) -> No
 
 
 def test_many_stuck_loads_can_all_be_cancelled(model: Path, gate: Gate) -> None:
-    """More than there are threads that load."""
+    """More loads than there are loader threads."""
 
     async def scenario(both: Pair, expected: list[int]) -> None:
         gate.close()
@@ -132,7 +133,7 @@ def test_many_stuck_loads_can_all_be_cancelled(model: Path, gate: Gate) -> None:
     run(model, scenario, lease_s=30.0, transfer_timeout_s=30.0)
 
 
-def test_a_holder_whose_reads_hang_delays_no_other(model: Path, gate: Gate) -> None:
+def test_hung_reads_from_one_peer_delay_no_other_peer(model: Path, gate: Gate) -> None:
     async def main() -> None:
         options: dict[str, Any] = {**GATED, "lease_s": 30.0, "transfer_timeout_s": 30.0}
         async with (
@@ -156,7 +157,7 @@ POLICIES = pytest.mark.parametrize("policy", list(LoadFailurePolicy), ids=lambda
 
 
 @POLICIES
-def test_a_transfer_that_takes_too_long(model: Path, gate: Gate, policy: LoadFailurePolicy) -> None:
+def test_slow_transfer_times_out(model: Path, gate: Gate, policy: LoadFailurePolicy) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
         gate.close()
         await check_failed_load(both, expected, policy, "TransferTimeout")
@@ -168,7 +169,7 @@ def test_a_transfer_that_takes_too_long(model: Path, gate: Gate, policy: LoadFai
 
 
 @POLICIES
-def test_a_transfer_that_breaks(model: Path, gate: Gate, policy: LoadFailurePolicy) -> None:
+def test_failed_transfer(model: Path, gate: Gate, policy: LoadFailurePolicy) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
         gate.num_failures = 1
         await check_failed_load(both, expected, policy, "PeerLost")
@@ -181,7 +182,7 @@ def test_a_transfer_that_breaks(model: Path, gate: Gate, policy: LoadFailurePoli
 async def check_failed_load(
     both: Pair, expected: list[int], policy: LoadFailurePolicy, reason: str
 ) -> None:
-    """Right tokens, or an error that says why; never anything else."""
+    """Check that the answer has the right tokens or an error with its reason."""
     answer = await ask_pair(both, PROMPT)
     if policy is LoadFailurePolicy.RECOMPUTE:
         assert answer.tokens == expected
@@ -193,8 +194,8 @@ async def check_failed_load(
     assert reason in answer.error
 
 
-def test_block_ids_that_the_holder_does_not_have(model: Path, gate: Gate) -> None:
-    """Well-formed, and wrong: a failed load, and nothing worse."""
+def test_unknown_block_ids_fail_the_load(model: Path, gate: Gate) -> None:
+    """Well-formed but wrong ids fail the load, and nothing else."""
 
     async def scenario(both: Pair, expected: list[int]) -> None:
         for table in ([], [0], [2**31 - 1] * 7, [100_000 + n for n in range(7)]):
@@ -215,7 +216,7 @@ UNREACHABLE = [
 
 
 @pytest.mark.parametrize("change", UNREACHABLE, ids=str)
-def test_a_holder_that_is_not_there(model: Path, gate: Gate, change: dict[str, Any]) -> None:
+def test_unreachable_prefill_instance(model: Path, gate: Gate, change: dict[str, Any]) -> None:
     async def scenario(both: Pair, expected: list[int]) -> None:
         params = {**await prefill(both.prefill, PROMPT), **change}
         assert (await ask(both.decode, PROMPT, GREEDY, params)).tokens == expected

@@ -1,4 +1,5 @@
-"""The proxy installs into an empty environment without torch, and only with what it imports."""
+"""The proxy installs into an empty environment without torch, with only its imported
+dependencies."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ PACKAGES = [str(ROOT / name) for name in ("api", "conductor", "proxy")]
 
 @pytest.fixture(scope="module")
 def empty_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fresh environment with nothing but the proxy in it."""
+    """A fresh environment with only the proxy installed."""
     folder = tmp_path_factory.mktemp("alone")
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin/python"
@@ -28,7 +29,7 @@ def empty_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_the_proxy_brings_no_torch_and_no_sibling_but_those_it_imports(
+def test_proxy_installs_no_torch_and_only_imported_siblings(
     empty_environment: Path,
 ) -> None:
     listed = subprocess.run(
@@ -45,7 +46,7 @@ def test_the_proxy_brings_no_torch_and_no_sibling_but_those_it_imports(
 
 
 @pytest.mark.timeout(300)
-def test_the_proxy_runs_there(empty_environment: Path) -> None:
+def test_proxy_runs_in_empty_environment(empty_environment: Path) -> None:
     command = [str(empty_environment / "bin/mooncake-proxy"), "--help"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert "--prefill" in done.stdout
