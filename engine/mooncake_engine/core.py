@@ -179,9 +179,9 @@ class EngineCore:
         return bool(self._in_flight) and (is_full or not is_launched)
 
     @property
-    def answers(self) -> Sequence[Connection]:
+    def step_connections(self) -> Sequence[Connection]:
         """The executor's connections that become readable when its ranks report a step."""
-        return self._executor.answers
+        return self._executor.step_connections
 
     def conclude(self, plan: StepPlan, *, is_launched: bool) -> list[TokenUpdate]:
         """Finish the iteration that planned ``plan``: wait for the oldest step if necessary, and

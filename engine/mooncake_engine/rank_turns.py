@@ -119,7 +119,7 @@ class RankTurns(Generic[T]):
     def _launch(self, core: EngineCore) -> list[TokenUpdate]:
         plan = core.plan()
         is_launched = core.launch(plan)
-        if core.must_wait(is_launched=is_launched) and core.answers:
+        if core.must_wait(is_launched=is_launched) and core.step_connections:
             self._in_flight.append(_Turn(core, plan, is_launched))
             return []
         return core.conclude(plan, is_launched=is_launched)
@@ -135,9 +135,9 @@ class RankTurns(Generic[T]):
     def _await_steps(self, wait_timeout_s: float) -> list[_Turn]:
         """Returns the turns whose step has completed on at least one rank; the other ranks of the
         same step report at about the same time."""
-        turns = {answer: turn for turn in self._in_flight for answer in turn.core.answers}
+        turns = {each: turn for turn in self._in_flight for each in turn.core.step_connections}
         readable = wait([self._inbox.fileno(), *turns], wait_timeout_s)
-        over = [turn for answer, turn in turns.items() if answer in readable]
+        over = [turn for each, turn in turns.items() if each in readable]
         return [turn for turn in self._in_flight if turn in over]
 
     def _wait_timeout_s(self) -> float:

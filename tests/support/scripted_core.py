@@ -36,7 +36,7 @@ class ScriptedExecutor:
     compiles_grammars: bool = False
     expert_load: None = None
     waited_s: tuple[()] = ()
-    answers: tuple[Connection, ...] = ()
+    step_connections: tuple[Connection, ...] = ()
     live: dict[str, tuple[NewRequest, list[int]]] = field(default_factory=dict)
     seen: list[NewRequest] = field(default_factory=list)
     is_closed: bool = False

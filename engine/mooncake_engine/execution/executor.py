@@ -130,7 +130,7 @@ class Executor(Protocol):
         ...
 
     @property
-    def answers(self) -> Sequence[Connection]:
+    def step_connections(self) -> Sequence[Connection]:
         """Connections to pass to ``multiprocessing.connection.wait``: one becomes readable when a
         rank has finished the oldest submitted step, or has died. Empty if the rank runs in this
         process."""

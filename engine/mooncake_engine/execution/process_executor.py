@@ -58,7 +58,7 @@ class ProcessExecutor(Executor):
         self._ranks = self._processes.ranks_of(dp_rank)
         self._expert_loads: list[ExpertLoad | None] = [None for _ in self._ranks]
         self._waited_s: list[WaitedSeconds] = [{} for _ in self._ranks]
-        self._answers = tuple(rank.orders for rank in self._ranks)
+        self._step_connections = tuple(rank.orders for rank in self._ranks)
         kv_infos = [self._processes.kv_infos[rank.rank] for rank in self._ranks]
         self._info = executor_info(plan, tuple(kv_infos))
 
@@ -81,8 +81,8 @@ class ProcessExecutor(Executor):
         return _SubmittedStep(plan.step, self._collect)
 
     @property
-    def answers(self) -> Sequence[Connection]:
-        return self._answers
+    def step_connections(self) -> Sequence[Connection]:
+        return self._step_connections
 
     def _collect(self) -> StepResult:
         """Wait for the oldest submitted step; returns its result."""

@@ -32,7 +32,7 @@ class DistantExecutor(ScriptedExecutor):
         super().__init__()
         self.held = False
         reader, self._writer = Pipe(duplex=False)
-        self.answers = (reader,)
+        self.step_connections = (reader,)
 
     def submit(self, plan: StepPlan) -> PendingStep:  # type: ignore[override]
         """Start a step, which stays in flight until the ranks reply."""
@@ -51,7 +51,7 @@ class DistantExecutor(ScriptedExecutor):
 
     def _wait(self) -> None:
         try:
-            self.answers[0].recv_bytes()
+            self.step_connections[0].recv_bytes()
         except EOFError:
             raise EngineDead("rank 0 of 2 died") from None
 
