@@ -116,7 +116,7 @@ class PeerInstance:
                     f"{claimed}, it has {found}; pass on the parameters as the instance wrote them"
                 )
 
-    async def shake_hands(self) -> None:
+    async def handshake(self) -> None:
         """Exchange metadata, once, and send the peer's ranks to ours.
 
         Raises:
@@ -144,7 +144,7 @@ class PeerInstance:
         """Send Hello again, to a peer that has evicted our metadata.
 
         Raises:
-            HandshakeRefused, LeaseLost, KVTransferError: see ``shake_hands``.
+            HandshakeRefused, LeaseLost, KVTransferError: see ``handshake``.
         """
         await self._exchange_metadata()
 
@@ -261,7 +261,7 @@ class PeerTable:
         """
         peer = self.get(remote)
         try:
-            await peer.shake_hands()
+            await peer.handshake()
         except HandshakeRefused:
             raise
         except KVTransferError as exc:

@@ -173,7 +173,7 @@ class PushSender:
     async def _open(self, request_id: str, push: _Push) -> None:
         try:
             peer = self._peers.get(push.remote)
-            await peer.shake_hands()
+            await peer.handshake()
             self._peers.forget_predecessors(push.remote)
             peer.check_claims(push.remote)
             push.last_heard = (

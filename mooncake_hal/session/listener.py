@@ -202,7 +202,7 @@ class Listener:
         if isinstance(pending.sock, ssl.SSLSocket):
             shake_hands_tls(pending.sock)
         handshake = self._credentials.accept(self._epoch, foreign_user(pending.sock))
-        return shake_hands(pending.sock, handshake, deadline, self._limits.stranger_frame_bytes)
+        return run_handshake(pending.sock, handshake, deadline, self._limits.stranger_frame_bytes)
 
 
 def foreign_user(sock: socket.socket) -> str:
@@ -246,7 +246,7 @@ def shake_hands_tls(sock: ssl.SSLSocket) -> None:
         raise PeerLost(f"the connection broke during the TLS handshake: {exc}") from exc
 
 
-def shake_hands(
+def run_handshake(
     sock: socket.socket, handshake: Handshake, deadline: float, limit: int = 4096
 ) -> Proven:
     """Run one side of a handshake over a blocking socket; reads no bytes beyond it.
@@ -314,7 +314,7 @@ def dial(
         raise PeerLost(f"{protocol}: can't connect to {where}: {exc}") from exc
     try:
         tune(sock)
-        proven = shake_hands(sock, credentials.connect(epoch), deadline)
+        proven = run_handshake(sock, credentials.connect(epoch), deadline)
         sock.settimeout(None)
     except OSError as exc:
         sock.close()

@@ -333,7 +333,7 @@ class Book:
         assert isinstance(answer, kind)
         return answer
 
-    async def shake_hands(self) -> None:
+    async def handshake(self) -> None:
         """Send Hello once."""
         if not self.is_known:
             await self.say_hello()

@@ -16,7 +16,7 @@ import pytest
 
 from mooncake_hal.errors import TransferError
 from mooncake_hal.session import authentication, frames
-from mooncake_hal.session.listener import shake_hands
+from mooncake_hal.session.listener import run_handshake
 from mooncake_hal.testing.transports import TransportKit, one_span
 from mooncake_hal.testing.transports_buffers import Buffer
 from mooncake_hal.transport import Endpoint
@@ -101,7 +101,7 @@ def prove(target: Target, connection: socket.socket) -> frames.Seals:
     versions = {"tcp": tcp_sockets.VERSION, "shm": shm_transport.VERSION}
     version = versions.get(name, adapter_messages.VERSION)
     credentials = authentication.Credentials(SECRET, name, version)
-    proven = shake_hands(connection, credentials.connect(None), time.monotonic() + 10)
+    proven = run_handshake(connection, credentials.connect(None), time.monotonic() + 10)
     connection.settimeout(10)
     return frames.Seals.of_client(proven)
 
@@ -366,7 +366,7 @@ def test_a_server_that_lies_to_its_client(attack: Callable[[str], Target]) -> No
                 connection, _ = listener.accept()
                 with connection:
                     connection.settimeout(10)
-                    shake_hands(connection, credentials.accept(epoch), time.monotonic() + 10)
+                    run_handshake(connection, credentials.accept(epoch), time.monotonic() + 10)
                     connection.recv(1000)
                     connection.sendall(reply)
 

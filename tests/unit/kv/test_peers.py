@@ -149,7 +149,7 @@ def test_hands_that_were_refused_are_not_offered_again() -> None:
         peer = PeerInstance("a", client, handshake_of(Ranks(), incompatible))
         for _ in range(3):
             with pytest.raises(HandshakeRefused, match=r"^model differs$"):
-                await peer.shake_hands()
+                await peer.handshake()
         assert client.num_asked == 1
         assert "a" in incompatible
 

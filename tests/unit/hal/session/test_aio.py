@@ -25,7 +25,7 @@ from mooncake_hal.errors import (
 from mooncake_hal.session.aio import AsyncListener, AsyncSession, connect, listen
 from mooncake_hal.session.authentication import Credentials, fresh_epoch
 from mooncake_hal.session.frames import LENGTH_BYTES, Seals, SessionRequest, frame
-from mooncake_hal.session.listener import shake_hands
+from mooncake_hal.session.listener import run_handshake
 from mooncake_hal.session.strangers import LIMITS
 
 OURS = Credentials(b"a secret", "side channel", 1)
@@ -250,7 +250,7 @@ async def member(listener: AsyncListener) -> tuple[socket.socket, Seals]:
 
     def work() -> tuple[socket.socket, Seals]:
         sock = socket.create_connection((HOST, listener.port))
-        proven = shake_hands(sock, OURS.connect(None), time.monotonic() + 5)
+        proven = run_handshake(sock, OURS.connect(None), time.monotonic() + 5)
         sock.setblocking(False)
         return sock, Seals.of_client(proven)
 
