@@ -1,6 +1,6 @@
-"""An attack: a function that is given a target and an allowance, and runs in a process of its own.
+"""An attack: a function that is called with a target and its attempts, in a process of its own.
 
-So neither its threads nor its descriptors disturb those who watch the target, and it can be ended.
+Its threads and descriptors therefore don't disturb the bystanders, and it can be killed.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from support.programs import descendants
 
 MAX_COMPLAINTS = 20
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["support.abuse.catalogue"])  # fuzzers take seconds to import
+FORKS.set_forkserver_preload(["support.abuse.catalogue"])  # importing the fuzzers takes seconds
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A running deployment, as its attackers know it.
+    """A running deployment from an attacker's point of view.
 
     Args:
         proxy: its URL.
         prefills, decodes: URLs of the instances.
         pids: process ids by name.
-        topologies: what ``/kv/topology`` says, by URL.
-        key: of a client.
-        secret: of the deployment; only to see that members still get in.
-        slack: how much longer things may take than on a quiet machine.
+        topologies: answers of ``/kv/topology``, by URL.
+        key: an API key of a client.
+        secret: of the deployment; only to check that members can still connect.
+        slack: factor on timeouts relative to a quiet machine.
     """
 
     proxy: str
@@ -51,19 +51,19 @@ class Target:
 
     @property
     def instances(self) -> tuple[str, ...]:
-        """All of them."""
+        """URLs of all instances."""
         return (*self.prefills, *self.decodes)
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of a client."""
+        """Headers with a client's key."""
         return {"authorization": f"Bearer {self.key}"}
 
 
 class Attempts:
-    """Counts an attack's tries, ends it after its time, and takes its complaints.
+    """Counts an attack's tries, stops it after its time, and collects its complaints.
 
-    Iterating gives the number of each try.
+    Iterating yields the number of each try.
     """
 
     def __init__(
@@ -91,16 +91,16 @@ class Attempts:
 
     @property
     def left_s(self) -> float:
-        """Seconds."""
+        """Remaining seconds."""
         return self._deadline - time.monotonic()
 
     def note(self, tries: int = 1) -> None:
-        """So many more tries."""
+        """Count further tries."""
         with self._count.get_lock():
             self._count.value += tries
 
     def complain(self, about: str) -> None:
-        """Something that may not be, and fails the row."""
+        """Report a violation, which fails the row."""
         self._num_complaints += 1
         if self._num_complaints <= MAX_COMPLAINTS:
             self._complaints.put(about)
@@ -108,18 +108,18 @@ class Attempts:
 
 @dataclass(frozen=True, slots=True)
 class Attack:
-    """A row to be.
+    """An attack, which becomes a row of the table.
 
     Args:
         name: in the table and for ``--only``.
-        about: what it does, for ``--list``.
-        run: does it.
-        bounds: what it may do to others.
-        max_attempts: tries.
-        at_least_s: what it needs before the first try counts, and a few more.
-        connectors: which deployments it is for; the first one in the short form.
-        is_short: a part of the short form.
-        stops: names of processes that it stops, whose silence is no news.
+        about: description for ``--list``.
+        run: the attack's function.
+        bounds: limits of its effects on others.
+        max_attempts: maximum number of tries.
+        at_least_s: seconds that the first tries take.
+        connectors: deployments that it applies to; the short run uses the first one.
+        is_short: whether it is part of the short run.
+        stops: names of processes that it stops; their silence is expected.
     """
 
     name: str
@@ -134,11 +134,11 @@ class Attack:
 
 
 GRACE_S = 30.0
-"""An attack that takes no notice of the end of its time gets so much more, then it is killed."""
+"""Time by which an attack may exceed its duration before it is killed."""
 
 
 class Running:
-    """An attack under way, in a process of its own."""
+    """A running attack in a process of its own."""
 
     def __init__(self, attack: Attack, target: Target, seconds: float, seed: int) -> None:
         self.attack = attack
@@ -157,7 +157,7 @@ class Running:
 
     @property
     def is_over(self) -> bool:
-        """Whether it has ended; one that is late is killed."""
+        """Whether it has ended; kills it if it is overdue."""
         if self._process.is_alive() and time.monotonic() > self._deadline:
             self._is_late = True
             self.kill()
@@ -165,11 +165,11 @@ class Running:
 
     @property
     def tries(self) -> int:
-        """So far."""
+        """Number of tries so far."""
         return int(self._count.value)
 
     def finish(self) -> tuple[str, ...]:
-        """Its complaints, and why it ended if not by itself."""
+        """Its complaints, and the reason if it did not end by itself."""
         self._process.join()
         found = []
         while not self._complaints.empty():
@@ -182,8 +182,8 @@ class Running:
         return tuple(found)
 
     def kill(self) -> None:
-        """At once, with what it started; what it stopped goes on."""
-        with suppress(ValueError):  # it is over, and closed
+        """Kill it and its descendants, and continue the processes that it stopped."""
+        with suppress(ValueError):  # it is over and closed
             for pid in (*descendants(self._process.pid or 0), self._process.pid):
                 with suppress(ProcessLookupError):
                     os.kill(pid or 0, signal.SIGKILL)
@@ -200,14 +200,14 @@ def _perform(
     seed: int,
     *shared: Any,
 ) -> None:
-    """Top of the attacker's process."""
+    """Main function of the attacker's process."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     os.nice(1)
     attempts = Attempts(seconds, max_attempts, seed, *shared)
     try:
         run(target, attempts)
-    except Exception:  # the top of a process: reported, and the row fails
+    except Exception:  # top of a process: reported, and the row fails
         attempts.complain(f"the attack broke: {traceback.format_exc()[-600:]}")
     shared[1].close()
     shared[1].join_thread()

@@ -1,4 +1,4 @@
-"""Attacks of a client with a key: what requests may say."""
+"""Attacks by a client with a key, through the content of requests."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def send(
     requests: Callable[[Attempts], Iterable[tuple[str, Any]]],
     allowed: frozenset[int],
 ) -> None:
-    """Post what ``requests`` make, paths and bodies, again and again."""
+    """Post the paths and bodies that ``requests`` yields, repeatedly."""
     made = _cycle(requests, attempts)
     for _ in attempts:
         path, body = next(made)
@@ -42,7 +42,7 @@ def _cycle(
 
 
 def extreme_sampling(attempts: Attempts) -> Iterator[tuple[str, Any]]:
-    """Every value at and beyond the end of its range, those that were deadly first."""
+    """Every value at and beyond the limits of its range, formerly deadly ones first."""
     for body in each_value():
         yield COMPLETIONS, body
     while True:
@@ -50,7 +50,7 @@ def extreme_sampling(attempts: Attempts) -> Iterator[tuple[str, Any]]:
 
 
 def many_tools(_: Attempts) -> Iterator[tuple[str, Any]]:
-    """Tens of thousands of tools, all with names of their own."""
+    """Tens of thousands of tools, all with different names."""
     for number in (129, 24_000, 100_000):
         tools = [{"type": "function", "function": {"name": f"f{i}"}} for i in range(number)]
         yield CHAT, {"messages": [USER], "tools": tools}
@@ -77,7 +77,7 @@ def many_messages(_: Attempts) -> Iterator[tuple[str, Any]]:
 
 
 def huge_stops(_: Attempts) -> Iterator[tuple[str, Any]]:
-    """Stop strings and ids, and biases, beyond all measure."""
+    """Stop strings, stop ids and biases far beyond their limits."""
     plain = {"prompt": "hello", "max_tokens": 2}
     yield COMPLETIONS, {**plain, "stop_token_ids": list(range(1_000_000))}
     yield COMPLETIONS, {**plain, "stop": "x" * (1 << 20)}
@@ -87,13 +87,13 @@ def huge_stops(_: Attempts) -> Iterator[tuple[str, Any]]:
 
 
 def long_ids(_: Attempts) -> Iterator[tuple[str, Any]]:
-    """Ids to turn into text, up to the limit and beyond."""
+    """Token ids to detokenise, up to the limit and beyond."""
     for number in (100_000, 1 << 20, (1 << 20) + 1, 4 << 20):
         yield "/detokenize", {"tokens": [65] * number}
 
 
 def odd_json(_: Attempts) -> Iterator[tuple[str, Any]]:
-    """Bodies that are deep, broken, doubled, or of another type."""
+    """Bodies that are deeply nested, truncated, doubled, or of another type."""
     yield COMPLETIONS, b"[" * 100_000
     yield COMPLETIONS, b'{"prompt":' + b"[" * 200_000 + b"]" * 200_000 + b"}"
     yield CHAT, b'{"messages":[{"role":"user","content":"\\ud800"}]}'
@@ -107,7 +107,7 @@ def odd_json(_: Attempts) -> Iterator[tuple[str, Any]]:
 
 
 def many_choices(_: Attempts) -> Iterator[tuple[str, Any]]:
-    """As many answers as one request may ask for, and more."""
+    """The maximum number of choices in one request, and more."""
     yield COMPLETIONS, {"prompt": ["a"] * 1025, "max_tokens": 1}
     yield COMPLETIONS, {"prompt": ["a"] * 64, "n": 64, "max_tokens": 1}
     yield COMPLETIONS, {"prompt": ["a"] * 128, "n": 128, "max_tokens": 1}
@@ -115,7 +115,7 @@ def many_choices(_: Attempts) -> Iterator[tuple[str, Any]]:
 
 
 def urgent_requests(_: Attempts) -> Iterator[tuple[str, Any]]:
-    """Requests that claim to come before everybody else's."""
+    """Requests that claim priority over all others."""
     yield COMPLETIONS, {"prompt": "hello world", "max_tokens": 64, "priority": -(10**9)}
     yield COMPLETIONS, {"prompt": "hello world", "max_tokens": 64, "priority": -(2**63)}
 
@@ -149,7 +149,7 @@ def grammar_bombs(_: Attempts) -> Iterator[tuple[str, Any]]:
 
 
 def made_up_kv_params(attempts: Attempts) -> Iterator[tuple[str, Any]]:
-    """What only the proxy may say: a client's word of it changes nothing."""
+    """Fields that only the proxy may set; from a client they must have no effect."""
     numbers = attempts.numbers
     plain = {"prompt": "hello world", "max_tokens": 3, "temperature": 0}
     remote = {

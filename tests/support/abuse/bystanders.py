@@ -1,4 +1,5 @@
-"""Those who must not notice an attack: ordinary requests, health checks, and memory."""
+"""The bystanders of an attack, which must not be affected: ordinary requests, health checks,
+memory."""
 
 from __future__ import annotations
 
@@ -20,27 +21,27 @@ AT_ONCE = 2
 DEADLINE_S = 60.0
 PROBE_EVERY_S = 0.25
 LATE_S = 10.0
-"""For an answer about health that is still due when an attack is over."""
+"""Timeout of health checks that are still unanswered when an attack is over."""
 NUM_CASES = 12
 Json = dict[str, Any]
 
 
 class Answer(NamedTuple):
-    """What is compared."""
+    """The compared part of an answer."""
 
     token_ids: tuple[int, ...]
     text: str
 
 
 class Case(NamedTuple):
-    """An ordinary request and its answer."""
+    """An ordinary request and its expected answer."""
 
     body: Json
     answer: Answer
 
 
 def ordinary_bodies() -> list[Json]:
-    """Continuations of the page that the tiny model knows by heart: greedy, seeded, streamed."""
+    """Prefixes of the page that the tiny model has memorised: greedy, seeded, streamed."""
     page = (TINY_LLAMA / "page.txt").read_text()
     bodies: list[Json] = []
     for number in range(NUM_CASES):
@@ -58,10 +59,11 @@ def ordinary_bodies() -> list[Json]:
 
 
 async def make_cases(target: Target) -> list[Case]:
-    """Each request, answered by one decode instance alone and by the proxy, which must agree.
+    """Answers to each request from one decode instance alone and through the proxy, which must
+    agree.
 
     Raises:
-        AssertionError: they do not, so nothing could be compared later.
+        AssertionError: they don't, so there is nothing to compare later answers with.
     """
     cases = []
     async with _client(target) as client:
@@ -76,7 +78,7 @@ async def make_cases(target: Target) -> list[Case]:
 
 @asynccontextmanager
 async def _client(target: Target) -> AsyncIterator[httpx.AsyncClient]:
-    # A connection for each request: both workers are asked, and a full backlog is noticed.
+    # A new connection per request reaches both workers and notices a full backlog.
     limits = httpx.Limits(max_keepalive_connections=0)
     options: Json = {"timeout": DEADLINE_S * target.slack, "limits": limits, "verify": NO_TLS}
     async with httpx.AsyncClient(trust_env=False, headers=target.headers, **options) as client:
@@ -84,15 +86,15 @@ async def _client(target: Target) -> AsyncIterator[httpx.AsyncClient]:
 
 
 class Refused(Exception):
-    """An ordinary request got an error."""
+    """An ordinary request failed."""
 
 
 async def ask(client: httpx.AsyncClient, url: str, body: Json) -> Answer:
-    """The whole answer.
+    """Send a request and read the whole answer.
 
     Raises:
         Refused: another status than 200, or an error in the stream.
-        httpx.HTTPError: no whole answer.
+        httpx.HTTPError: the answer is incomplete.
     """
     response = await client.post(f"{url}/v1/completions", json=body)
     if response.status_code != 200:
@@ -112,12 +114,12 @@ def _answer(choices: Sequence[Json]) -> Answer:
 
 @dataclass
 class Bystanders:
-    """Ordinary traffic and health checks over a time.
+    """Ordinary traffic and health checks during attacks.
 
     Args:
-        target: what they ask.
-        cases: and what they must be told.
-        stopped: processes whose silence is no news.
+        target: the deployment.
+        cases: requests and their expected answers.
+        stopped: processes whose silence is expected.
     """
 
     target: Target
@@ -130,7 +132,7 @@ class Bystanders:
 
     @asynccontextmanager
     async def around(self) -> AsyncIterator[None]:
-        """They ask until the block ends; then each case is asked once more."""
+        """Send requests and health checks until the block ends, then each case once more."""
         ending = asyncio.Event()
         numbers = itertools.count()
         async with _client(self.target) as client:
@@ -151,7 +153,7 @@ class Bystanders:
                 await self._one(client, case)
 
     def urls(self) -> dict[str, str]:
-        """Of the instances and the proxy, by name."""
+        """URLs of the instances and the proxy, by name."""
         roles = {"prefill": self.target.prefills, "decode": self.target.decodes}
         urls = {f"{role}-{i}": url for role, pool in roles.items() for i, url in enumerate(pool)}
         return urls | {"proxy": self.target.proxy}
@@ -167,7 +169,7 @@ class Bystanders:
             answer = await ask(client, self.target.proxy, case.body)
         except (Refused, httpx.HTTPError) as exc:
             self.unanswered.append(f"{type(exc).__name__} {exc}")
-            await asyncio.sleep(0.1)  # a server that refuses at once is not asked in a tight loop
+            await asyncio.sleep(0.1)  # no tight loop if a server rejects at once
             return
         if answer == case.answer:
             self.right += 1
@@ -177,7 +179,8 @@ class Bystanders:
     async def _probes(
         self, client: httpx.AsyncClient, name: str, url: str, ending: asyncio.Event
     ) -> None:
-        """A question at every interval, whether or not the one before is answered."""
+        """Send a health check at every interval, whether or not the previous one has been
+        answered."""
         under_way: set[asyncio.Task[None]] = set()
         while not ending.is_set():
             probe = asyncio.create_task(self._probe(client, name, f"{url}/health", ending))

@@ -1,4 +1,4 @@
-"""Runs attacks against a deployment while others use it, one after the other or mixed."""
+"""Runs attacks against a deployment under ordinary load, one after another or mixed."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from support.abuse.verdicts import Bounds, Largest, Outcome
 
 POLL_S = 0.05
 MIXED = 3
-"""Attacks at once in a soak."""
+"""Concurrent attacks in a soak."""
 IDLE_S = 60.0
 HELD_MIB = 256
-"""Memory that a process may keep after all attacks: what its allocator does not give back."""
+"""MiB that a process may keep after all attacks: memory that its allocator does not return."""
 Report = Callable[[Outcome], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is the same for all attacks.
+    """Settings shared by all attacks.
 
     Args:
-        seconds: of each.
-        seed: of everything that is random.
-        slack: how much longer things may take than on a quiet machine.
-        scratch: takes logs.
+        seconds: duration of each attack.
+        seed: of all random choices.
+        slack: factor on timeouts relative to a quiet machine.
+        scratch: folder for logs.
     """
 
     seconds: float
@@ -43,7 +43,8 @@ class Plan:
 
 
 class Field:
-    """A deployment that is started when it is first attacked, and again after it lost a part."""
+    """A deployment that is started at its first attack, and restarted after it has lost a
+    process."""
 
     def __init__(self, connector: str, plan: Plan) -> None:
         self._connector = connector
@@ -59,7 +60,7 @@ class Field:
         self._stack.close()
 
     def ready(self) -> tuple[Deployment, list[Case]]:
-        """A whole deployment, and what to ask it."""
+        """The complete deployment, and the cases to ask it."""
         if self._running is not None and self._running[0].lost():
             self._stack.close()
             self._running = None
@@ -74,13 +75,13 @@ class Field:
 
 
 async def _warm_up(started: Deployment, cases: Sequence[Case]) -> None:
-    """What is allocated once is no growth."""
+    """Send ordinary requests, so that one-time allocations don't count as growth."""
     async with Bystanders(started.target, cases).around():
         await asyncio.sleep(2.0)
 
 
 def run_each(attacks: Sequence[Attack], plan: Plan, report: Report) -> list[Outcome]:
-    """One attack after the other, those on one kind of deployment together."""
+    """Run the attacks one after another, grouped by the kind of deployment."""
     outcomes = []
     for connector in sorted({attack.connectors[0] for attack in attacks}):
         with Field(connector, plan) as field:
@@ -94,7 +95,7 @@ def run_each(attacks: Sequence[Attack], plan: Plan, report: Report) -> list[Outc
 
 
 def soak(attacks: Sequence[Attack], minutes: float, plan: Plan, report: Report) -> list[Outcome]:
-    """Several attacks at once, others in every round, until the time is over."""
+    """Run several attacks at once, another selection in every round, until the time is over."""
     numbers = random.Random(plan.seed)
     outcomes, ends = [], time.monotonic() + 60 * minutes
     with ExitStack() as stack:
@@ -114,7 +115,7 @@ def soak(attacks: Sequence[Attack], minutes: float, plan: Plan, report: Report) 
 
 
 def attack_once(attacks: Sequence[Attack], seconds: float, field: Field, plan: Plan) -> Outcome:
-    """Attacks at once, with bystanders; what came of it."""
+    """Run attacks at once, with bystanders; returns the outcome."""
     running, cases = field.ready()
     target = running.target
     stopped = tuple(name for attack in attacks for name in attack.stops)
@@ -143,8 +144,8 @@ def attack_once(attacks: Sequence[Attack], seconds: float, field: Field, plan: P
 
 
 def afterwards(connector: str, field: Field) -> Outcome:
-    """What is left of a deployment after all attacks: it is whole, answers as before, and gives
-    back its blocks and its memory."""
+    """The deployment's state after all attacks: complete, with the same answers as before, and with
+    all blocks and memory released."""
     running, cases = field.ready()
     bystanders = Bystanders(running.target, cases)
     complaints = asyncio.run(_settle(running, bystanders))
@@ -163,7 +164,7 @@ def afterwards(connector: str, field: Field) -> Outcome:
 
 
 async def _settle(running: Deployment, bystanders: Bystanders) -> list[str]:
-    from support.pd_processes import Served  # torch comes with it: not for every attacker
+    from support.pd_processes import Served  # imports torch, which not every attacker needs
 
     complaints = []
     async with bystanders.around():
@@ -184,7 +185,7 @@ async def _watch(under_way: Sequence[Running], bystanders: Bystanders) -> None:
 
 
 def _together(bounds: Sequence[Bounds]) -> Bounds:
-    """Of several attacks at once: each may take its share of memory, and fail its requests."""
+    """Bounds of several attacks at once: the sums of their bounds."""
     return Bounds(
         sum(each.growth_mib for each in bounds),
         sum(each.silence_s for each in bounds),

@@ -1,4 +1,4 @@
-"""Attacks of whoever reaches an HTTP port, key or no key: what connections may do."""
+"""Attacks by anyone who reaches an HTTP port, with or without a key, through connections."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from support.abuse.wire import (
 )
 
 FLOOD = 1500
-"""Connections at once; a descriptor at either end for each."""
+"""Concurrent connections; each takes a descriptor at either end."""
 PATIENCE_S = 5.0
 ASK = {"prompt": "hello world", "max_tokens": 4, "temperature": 0}
 
 
 def doors(target: Target) -> Sequence[tuple[str, int]]:
-    """The proxy, and an instance of each role."""
+    """URLs of the proxy and of one instance of each role."""
     return [address(url) for url in (target.proxy, target.prefills[0], target.decodes[0])]
 
 
 def unread_pipeline(target: Target, attempts: Attempts) -> None:
-    """Pipelined requests by the megabyte, whose answers nobody reads."""
+    """Megabytes of pipelined requests whose answers are never read."""
     piece = head("/metrics", {}, "GET") * 2000
     for number in attempts:
         with suppress(*ENDED), connection(doors(target)[number % 3]) as sock:
@@ -43,7 +43,7 @@ def unread_pipeline(target: Target, attempts: Attempts) -> None:
 
 
 def never_reading(target: Target, attempts: Attempts) -> None:
-    """Clients that ask for long streams and large pages and never read them, 200 a second."""
+    """Clients that request long streams and large pages and never read them, 200 per second."""
     body = {**ASK, "max_tokens": 512, "stream": True, "ignore_eos": True, "n": 4}
     with ExitStack() as stack:
         for number in attempts:
@@ -60,7 +60,7 @@ def never_reading(target: Target, attempts: Attempts) -> None:
 
 
 def endless_trailers(target: Target, attempts: Attempts) -> None:
-    """Chunked bodies whose trailers never end, or claim to be the key."""
+    """Chunked bodies whose trailers never end, or pretend to contain the key."""
     fields = {"transfer-encoding": "chunked", **target.headers}
     for number in attempts:
         with suppress(*ENDED), connection(doors(target)[number % 3]) as sock:
@@ -70,7 +70,7 @@ def endless_trailers(target: Target, attempts: Attempts) -> None:
 
 
 def endless_extensions(target: Target, attempts: Attempts) -> None:
-    """Chunk extensions and one-byte chunks without end."""
+    """Endless chunk extensions and one-byte chunks."""
     fields = {"transfer-encoding": "chunked", **target.headers}
     for number in attempts:
         with suppress(*ENDED), connection(doors(target)[number % 3]) as sock:
@@ -80,7 +80,7 @@ def endless_extensions(target: Target, attempts: Attempts) -> None:
 
 
 def bodies_without_key(target: Target, attempts: Attempts) -> None:
-    """Large bodies of clients that have no key: nothing of them is kept."""
+    """Large bodies from clients without a key, of which nothing may be buffered."""
     length = 60 * MIB
     for number in attempts:
         with ExitStack() as stack, suppress(*ENDED):
@@ -96,7 +96,7 @@ def bodies_without_key(target: Target, attempts: Attempts) -> None:
 
 
 def many_headers(target: Target, attempts: Attempts) -> None:
-    """Heads of tens of thousands of fields, and of many megabytes."""
+    """Heads with tens of thousands of fields, and heads of many megabytes."""
     for number in attempts:
         with suppress(*ENDED), connection(doors(target)[number % 3]) as sock:
             sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
@@ -106,7 +106,7 @@ def many_headers(target: Target, attempts: Attempts) -> None:
 
 
 def slow_requests(target: Target, attempts: Attempts) -> None:
-    """Heads and bodies that come byte by byte on hundreds of connections."""
+    """Heads and bodies sent byte by byte on hundreds of connections."""
     whole = request("/v1/completions", target.headers, ASK)
     with ExitStack() as stack:
         socks: list[socket.socket] = []
@@ -126,7 +126,7 @@ def slow_requests(target: Target, attempts: Attempts) -> None:
 
 
 def idle_flood(target: Target, attempts: Attempts) -> None:
-    """Connections by the thousand that say nothing, or hang up at once."""
+    """Thousands of connections that stay silent or disconnect at once."""
     while not attempts.is_over:
         with ExitStack() as stack:
             for number in attempts:
@@ -142,7 +142,7 @@ def idle_flood(target: Target, attempts: Attempts) -> None:
 
 
 def cleartext_http2(target: Target, attempts: Attempts) -> None:
-    """Requests that offer h2c, as JDK's client and curl do: they are served over HTTP/1.1."""
+    """Requests that offer h2c, as JDK's client and curl do; they must be served over HTTP/1.1."""
     fields = {
         "connection": "Upgrade, HTTP2-Settings, close",
         "upgrade": "h2c",
@@ -164,7 +164,7 @@ def cleartext_http2(target: Target, attempts: Attempts) -> None:
 
 
 def pipelined_continue(target: Target, attempts: Attempts) -> None:
-    """``Expect: 100-continue`` behind a request whose answer is still being streamed."""
+    """``Expect: 100-continue`` after a request whose answer is still being streamed."""
     body = {**ASK, "max_tokens": 32, "stream": True, "ignore_eos": True}
     fields = {"expect": "100-continue", "connection": "close", "content-length": "2"}
     for _ in attempts:
@@ -178,7 +178,7 @@ def pipelined_continue(target: Target, attempts: Attempts) -> None:
 
 
 def odd_requests(target: Target, attempts: Attempts) -> None:
-    """Paths that climb, missing and doubled hosts, methods and versions that do not exist."""
+    """Path traversal, missing and duplicate hosts, unknown methods and versions."""
     key = f"authorization: {target.headers['authorization']}\r\n".encode()
     lines = (
         b"GET /v1/models/../../metrics HTTP/1.1\r\nhost: x\r\n",
@@ -202,7 +202,7 @@ def odd_requests(target: Target, attempts: Attempts) -> None:
 
 
 def leaving_clients(target: Target, attempts: Attempts) -> None:
-    """Long requests whose clients leave at once, behind each other in the queue."""
+    """Long requests whose clients disconnect at once, queued behind each other."""
     body = {**ASK, "prompt": [5] * 1500, "max_tokens": 400, "ignore_eos": True}
     with ExitStack() as stack:
         for number in attempts:
@@ -229,7 +229,7 @@ def wrong_keys(target: Target, attempts: Attempts) -> None:
 
 
 def scraped_pages(target: Target, attempts: Attempts) -> None:
-    """The pages that need no key, as fast as they come."""
+    """The pages that need no key, requested in a tight loop."""
     paths = ("/", "/view", "/metrics", "/health", "/ready", "/kv/topology", "/openapi.json")
     with httpx.Client(timeout=30.0 * target.slack, trust_env=False) as client:
         for number in attempts:
@@ -240,7 +240,7 @@ def scraped_pages(target: Target, attempts: Attempts) -> None:
 
 
 SMALL = Bounds(growth_mib=32)
-"""Of what is refused unread."""
+"""Bounds of attacks whose data is rejected unread."""
 ATTACKS = (
     Attack("unread-pipeline", "Pipelined requests whose answers nobody reads", unread_pipeline),
     Attack("never-reading", "Clients that never read their answers", never_reading),

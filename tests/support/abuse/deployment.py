@@ -1,4 +1,4 @@
-"""The deployment that is attacked: two instances of each role and a proxy with two workers."""
+"""The attacked deployment: two instances of each role and a proxy with two workers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ INSTANCE_OPTIONS = (
 
 @dataclass
 class Deployment:
-    """Its processes, and what they were when it was whole.
+    """The deployment's processes, and those that it started with.
 
     Args:
-        target: as attackers know it.
+        target: the attackers' view.
         programs: instances by name, and the proxy.
     """
 
@@ -41,7 +41,7 @@ class Deployment:
         self._pids = self.pids()
 
     def pids(self) -> dict[int, str]:
-        """Processes by id, children of the programs included."""
+        """Names by process id, including the programs' children."""
         found = {program.process.pid: name for name, program in self.programs.items()}
         for pid, name in list(found.items()):
             children = descendants(pid)
@@ -49,18 +49,18 @@ class Deployment:
         return found
 
     def lost(self) -> tuple[str, ...]:
-        """Names of processes that are no more, even where others have taken their place."""
+        """Names of the original processes that have exited, even if they were replaced."""
         return tuple(name for pid, name in self._pids.items() if not is_running(pid))
 
 
 @contextmanager
 def deployment(connector: str, scratch: Path, slack: float) -> Iterator[Deployment]:
-    """A fresh deployment, ready.
+    """Start a new deployment and wait until it is ready.
 
     Args:
         connector: ``pull`` or ``push``.
-        scratch: takes keys and logs.
-        slack: of its target.
+        scratch: folder for keys and logs.
+        slack: the target's.
     """
     key, secret = "a-clients-key", secrets.token_hex(32)
     (scratch / "keys").write_text(key + "\n")
@@ -104,7 +104,7 @@ def deployment(connector: str, scratch: Path, slack: float) -> Iterator[Deployme
 
 
 def _when_ready(url: str) -> object:
-    """The JSON behind a URL, once it answers 200."""
+    """Wait until a URL answers 200; returns its JSON."""
     deadline = time.monotonic() + START_S
     while True:
         response = httpx.get(url, timeout=30.0, trust_env=False)
@@ -116,7 +116,7 @@ def _when_ready(url: str) -> object:
 
 
 class ResidentMemory:
-    """Resident memory of processes, above what it was when this was made.
+    """Growth of processes' resident memory since this object was created.
 
     Args:
         names: of the processes, by id.
@@ -130,7 +130,7 @@ class ResidentMemory:
         self._names = names
 
     def growth_mib(self) -> dict[str, float]:
-        """By name; processes that have ended are left out."""
+        """MiB by name; processes that have exited are left out."""
         found = {}
         for pid, before in self._before.items():
             if (now := _mib_of(pid, self.figure)) is not None:
@@ -139,7 +139,7 @@ class ResidentMemory:
 
 
 class PeakMemory(ResidentMemory):
-    """The same at its peak since this was made."""
+    """Growth of processes' peak memory since this object was created."""
 
     figure = "VmHWM"
 
@@ -158,4 +158,4 @@ def _mib_of(pid: int, name: str) -> float | None:
     for line in lines:
         if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024 / MIB
-    return None  # nobody has waited for it yet
+    return None  # a zombie

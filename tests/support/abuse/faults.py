@@ -1,4 +1,4 @@
-"""Attacks that need a hand on the machine, or a deployment of their own beside the first."""
+"""Attacks that control processes of the machine, or use a deployment of their own."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ FROZEN_S = 1.5
 PATIENCE_S = 20.0
 FAKES = 3
 ERRORS = 2000
-"""With a path of a kilobyte each: twice what is queued for a standard error that is stuck."""
+"""With paths of a kilobyte each, twice the queue limit of a stuck standard error."""
 
 
 def frozen(target: Target, attempts: Attempts, name: str) -> None:
-    """A process is stopped for a while, goes on, and is stopped again."""
+    """A process is repeatedly stopped and continued."""
     pid = target.pids[name]
     for _ in attempts:
         os.kill(pid, signal.SIGSTOP)
@@ -40,7 +40,8 @@ def frozen(target: Target, attempts: Attempts, name: str) -> None:
 
 
 def query_of_death(_: Target, attempts: Attempts) -> None:
-    """Requests during which instances hang up: two at most, none of the other role."""
+    """Requests that make every instance hang up: they may reach two instances of one role, and none
+    of the other."""
     asyncio.run(_query_of_death(attempts))
 
 
@@ -89,7 +90,7 @@ def _url_of(program: Program) -> str:
 
 
 def stuck_stderr_of_proxy(target: Target, attempts: Attempts) -> None:
-    """A proxy before the same instances, whose standard error is full, or read by nobody."""
+    """A proxy in front of the same instances whose standard error is full or not read."""
     argv = ["mooncake_proxy", "--port", "0", "--access-log", "all", "--log-level", "debug"]
     for role, urls in (("prefill", target.prefills), ("decode", target.decodes)):
         for url in urls:
@@ -98,7 +99,7 @@ def stuck_stderr_of_proxy(target: Target, attempts: Attempts) -> None:
 
 
 def stuck_stderr_of_instance(target: Target, attempts: Attempts) -> None:
-    """An instance of its own, whose standard error is full, or read by nobody."""
+    """A separate instance whose standard error is full or not read."""
     argv = ["mooncake_engine.cli", "serve", "--model", str(TINY_LLAMA), "--port", "0"]
     argv += ["--threads", "1", "--num-kv-blocks", "64", "--access-log", "all"]
     _with_stuck_stderr(target, attempts, argv)
@@ -138,11 +139,11 @@ def _full() -> Iterator[Path]:
 
 @contextmanager
 def _unread() -> Iterator[Path]:
-    """a pipe that nobody reads"""
+    """an unread pipe"""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "pipe"
         os.mkfifo(path)
-        end = os.open(path, os.O_RDWR)  # keeps it open, and never reads
+        end = os.open(path, os.O_RDWR)  # keeps the pipe open without reading it
         try:
             yield path
         finally:

@@ -1,4 +1,4 @@
-"""Attacks by well-kept fuzzers: raw bytes from hypothesis, requests from schemathesis."""
+"""Attacks by established fuzzers: raw bytes from hypothesis, requests from schemathesis."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from support.abuse.wire import ENDED, connection, read_all
 
 CORPUS = Path(__file__).parent / "corpus"
 EXAMPLES = 30
-"""In a row, before others get their turn."""
+"""Consecutive examples before the next target's turn."""
 ANSWER_S = 0.05
 CASE_S = 30.0
 SERVED_BY_PROXY = ("/v1/", "/tokenize", "/detokenize", "/health", "/metrics")
 ALLOWED_5XX = frozenset({501, 503, 504})
-"""Not served here, overloaded, and beyond the time that the request itself gave."""
+"""Allowed errors: not implemented, overloaded, and past the request's own timeout."""
 
 
 def read_corpus(name: str) -> list[bytes]:
-    """Lines of a file, which are written as Python bytes."""
+    """A file's lines, which are written as Python bytes literals."""
     lines = (CORPUS / f"{name}.txt").read_text().splitlines()
     return [
         line.encode("latin-1").decode("unicode_escape").encode("latin-1")
@@ -40,7 +40,7 @@ def read_corpus(name: str) -> list[bytes]:
 
 
 def mutations(corpus: list[bytes]) -> st.SearchStrategy[bytes]:
-    """Entries, their pieces put together anew, with noise in between."""
+    """Corpus entries, recombined pieces of them, and noise in between."""
     entry = st.sampled_from(corpus)
     piece = st.tuples(entry, st.integers(0, 200), st.integers(1, 200)).map(
         lambda drawn: drawn[0][drawn[1] : drawn[1] + drawn[2]]
@@ -54,7 +54,7 @@ def mutations(corpus: list[bytes]) -> st.SearchStrategy[bytes]:
 def fuzz(
     attempts: Attempts, strategy: st.SearchStrategy[bytes], send: Callable[[int, bytes], None]
 ) -> None:
-    """Draw and send until the time is up."""
+    """Generate and send data until the time is up."""
     rounds = 0
 
     def once(data: bytes) -> None:
@@ -86,7 +86,7 @@ def _examples(
 
 
 def raw_http(target: Target, attempts: Attempts) -> None:
-    """Bytes against the HTTP parsers."""
+    """Random bytes sent to the HTTP parsers."""
     doors = http_doors(target)
 
     def send(rounds: int, data: bytes) -> None:
@@ -102,7 +102,7 @@ def raw_http(target: Target, attempts: Attempts) -> None:
 
 
 def raw_sessions(target: Target, attempts: Attempts) -> None:
-    """Bytes against side channels and transports."""
+    """Random bytes sent to side channels and transports."""
     doors = peer_doors(target)
 
     def send(rounds: int, data: bytes) -> None:
@@ -114,7 +114,7 @@ def raw_sessions(target: Target, attempts: Attempts) -> None:
 
 
 def from_the_schema(target: Target, attempts: Attempts) -> None:
-    """Requests that fit the published OpenAPI schema, and requests that don't."""
+    """Requests that match the published OpenAPI schema, and requests that don't."""
     warnings.simplefilter("ignore", HypothesisWarning)
     published = httpx.get(f"{target.decodes[0]}/openapi.json", timeout=60.0, trust_env=False)
     found = schemathesis.openapi.from_dict(published.json()).get_all_operations()
@@ -144,7 +144,7 @@ def from_the_schema(target: Target, attempts: Attempts) -> None:
             operation = served[rounds % len(served)]
             for mode in (GenerationMode.POSITIVE, GenerationMode.NEGATIVE):
                 strategy = operation.as_strategy(generation_mode=mode)
-                with suppress(Unsatisfiable):  # a request without parts can't be wrong
+                with suppress(Unsatisfiable):  # a request without parameters can't be made invalid
                     _examples(attempts, rounds)(given(strategy)(once))()
             rounds += 1
 

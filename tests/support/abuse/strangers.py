@@ -1,4 +1,4 @@
-"""Attacks of whoever reaches the ports between instances, or an instance past the proxy."""
+"""Attacks by anyone who reaches the ports between instances, or an instance behind the proxy."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from mooncake_kv.pool.hinted_stores import MAX_HINTED_STORES
 from mooncake_kv.side_channel import credentials_of
 
 HELD = 100
-"""Silent connections to each door at once."""
+"""Concurrent silent connections per port."""
 MEMBER_S = 5.0
 READ_S = 20.0
 LAST = {"connection": "close"}
@@ -47,11 +47,11 @@ ASK = {"prompt": "hello world", "max_tokens": 3, "temperature": 0}
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """Where an instance listens for others.
+    """A port of an instance for other instances.
 
     Args:
-        protocol: what is spoken there.
-        where: host and port, or an abstract name.
+        protocol: the protocol spoken there.
+        where: host and port, or the name of an abstract socket.
     """
 
     protocol: str
@@ -91,7 +91,8 @@ def _door(name: str, data: str) -> Door:
 
 
 def check_members_get_in(target: Target, attempts: Attempts) -> None:
-    """Who knows the secret is let in at every side channel, whoever else is at the door."""
+    """Check that a member, who knows the secret, can connect to every side channel during the
+    attack."""
     for topology in target.topologies.values():
         where = topology["host"], topology["port"]
         timeout = MEMBER_S * target.slack
@@ -106,7 +107,7 @@ def check_members_get_in(target: Target, attempts: Attempts) -> None:
 
 
 def silent_strangers(target: Target, attempts: Attempts) -> None:
-    """Connections that say nothing, at every port between instances."""
+    """Silent connections to every port between instances."""
     found = doors(target)
     while not attempts.is_over:
         with ExitStack() as stack:
@@ -119,7 +120,7 @@ def silent_strangers(target: Target, attempts: Attempts) -> None:
 
 
 def slow_strangers(target: Target, attempts: Attempts) -> None:
-    """Handshakes byte by byte, more at once than may be in one."""
+    """More concurrent byte-by-byte handshakes than are allowed."""
     found = doors(target)
     with ExitStack() as stack:
         socks: list[socket.socket] = []
@@ -136,7 +137,7 @@ def slow_strangers(target: Target, attempts: Attempts) -> None:
 
 
 def endless_frames(target: Target, attempts: Attempts) -> None:
-    """Frames that announce gigabytes, frames of the largest size, and frames without end."""
+    """Frames that announce gigabytes, frames of the maximum size, and endless frames."""
     found = doors(target)
     allowed = (4096).to_bytes(4, "big") + b"x" * 4096
     heads = (b"\xff\xff\xff\xff", (16 << 20).to_bytes(4, "big"), b"\0\0\0\0", allowed)
@@ -151,7 +152,7 @@ def endless_frames(target: Target, attempts: Attempts) -> None:
 
 
 def wrong_proofs(target: Target, attempts: Attempts) -> None:
-    """Well-formed handshakes of those who don't know the secret."""
+    """Well-formed handshakes without knowledge of the secret."""
 
     async def enter(host: str, port: int, secret: bytes) -> None:
         (await connect(host, port, credentials_of(secret), timeout=CONNECT_S)).close("")
@@ -166,7 +167,7 @@ def wrong_proofs(target: Target, attempts: Attempts) -> None:
 
 
 def unknown_peers(target: Target, attempts: Attempts) -> None:
-    """Requests straight to an instance that name peers nobody knows, each another one."""
+    """Requests sent directly to an instance, each naming another unknown peer."""
     with ExitStack() as stack:
         for number in attempts:
             params = {
@@ -189,13 +190,14 @@ def unknown_peers(target: Target, attempts: Attempts) -> None:
 
 
 UNNAMEABLE = ("a..b", "x" * 70, "10.0.0.1\0", "\u00e9" * 70, ".", "")
-"""Hosts that no name server can be asked for: requests that name them are refused."""
+"""Hosts that no name server can be asked for; requests that name them must be rejected."""
 MAX_NEW_THREADS = MAX_HINTED_STORES + 24
-"""Of an instance that is told of stores: one for each that it connects to, and a few for names."""
+"""Maximum number of new threads in an instance that receives store hints: one for each store that
+it connects to, and a few for name look-ups."""
 
 
 def made_up_stores(target: Target, attempts: Attempts) -> None:
-    """Requests straight to an instance that name stores at hosts that are none, or nobody's."""
+    """Requests sent directly to an instance that name stores on invalid or unused hosts."""
     before = {name: num_threads(target, name) for name in INSTANCES}
     for number in attempts:
         is_nameable = number % 2
@@ -217,7 +219,7 @@ def made_up_stores(target: Target, attempts: Attempts) -> None:
 
 
 def num_threads(target: Target, name: str) -> int:
-    """Of a program and its children."""
+    """Threads of a program and its children."""
     pids = [target.pids[name], *descendants(target.pids[name])]
     return sum(len(list(Path(f"/proc/{pid}/task").iterdir())) for pid in pids)
 
@@ -233,11 +235,11 @@ ANSWERS = (
     b"HTTP/1.1 202 X\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
     b"",
 )
-"""What a metaserver says that is none; the last one says nothing and keeps the line open."""
+"""Invalid answers of a metaserver; the last one is silence on an open connection."""
 
 
 def metaserver_urls(target: Target, attempts: Attempts) -> None:
-    """Requests straight to a decode instance that name a metaserver which answers amiss."""
+    """Requests sent directly to a decode instance that name a misbehaving metaserver."""
     stop = threading.Event()
     with socket.create_server(("127.0.0.1", 0), backlog=512) as listener:
         serving = threading.Thread(target=partial(_answer_amiss, listener, stop))

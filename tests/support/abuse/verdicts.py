@@ -1,4 +1,4 @@
-"""What an attack did to a deployment, and whether that is within its bounds. Pure."""
+"""An attack's effects on a deployment, and whether they are within its bounds. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 MIB = 1 << 20
 SHOWN = 3
-"""Reasons of one kind that are written out."""
+"""Number of reasons of one kind that are listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What an attack may do to others. An instance lost and a wrong answer have no bound but zero.
+    """Limits of an attack's effects on others. Lost processes and wrong answers are never allowed.
 
     Args:
-        growth_mib: peak memory of any process, above what it held before.
-        silence_s: longest time that any process that is not stopped left ``/health`` unanswered.
-        unanswered: ordinary requests that get an error.
+        growth_mib: growth of any process' peak memory.
+        silence_s: longest time for which a process that is not stopped left ``/health`` unanswered.
+        unanswered: number of failed ordinary requests.
     """
 
     growth_mib: int = 64
@@ -25,19 +25,19 @@ class Bounds:
     unanswered: int = 0
 
     def slacken(self, factor: float) -> Bounds:
-        """For a machine that does other things meanwhile: times are longer, the rest stays."""
+        """Bounds for a busy machine: the times are multiplied, everything else stays."""
         return Bounds(self.growth_mib, self.silence_s * factor, self.unanswered)
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """The largest figure of several processes, and whose it is."""
+    """The largest value of several processes, and the process' name."""
 
     value: float = 0.0
     whose: str = ""
 
     def or_larger(self, value: float, whose: str) -> Largest:
-        """This one, or that."""
+        """The larger of this value and another one."""
         return Largest(value, whose) if value > self.value else self
 
 
@@ -47,15 +47,15 @@ class Outcome:
 
     Args:
         attack: its name.
-        tries: how often it was tried.
-        lost: processes that ended.
-        right: ordinary requests that were answered, token for token as before.
-        wrong: what ordinary requests got instead.
-        unanswered: ordinary requests that got an error.
-        growth_mib: peak memory growth.
+        tries: number of tries.
+        lost: processes that exited.
+        right: number of ordinary requests whose answers were the same as before, token for token.
+        wrong: other answers to ordinary requests.
+        unanswered: errors of ordinary requests.
+        growth_mib: growth of peak memory.
         silence_s: longest silence of ``/health``.
-        complaints: what the attack itself saw that may not be.
-        bounds: of all this.
+        complaints: violations that the attack itself detected.
+        bounds: limits of all these.
     """
 
     attack: str
@@ -71,7 +71,7 @@ class Outcome:
 
 
 def problems(outcome: Outcome) -> list[str]:
-    """Why this outcome fails; empty if it does not."""
+    """Reasons why this outcome fails; empty if it passes."""
     bounds, found = outcome.bounds, []
     if not outcome.tries:
         found.append("nothing was tried")
@@ -106,7 +106,7 @@ def head() -> str:
 
 
 def row(outcome: Outcome) -> str:
-    """One line of the table, its bounds beside the figures, and the reasons below if it fails."""
+    """One line of the table with bounds beside the values; if it fails, the reasons follow."""
     found, bounds = problems(outcome), outcome.bounds
     cells = (
         outcome.attack,
@@ -123,7 +123,7 @@ def row(outcome: Outcome) -> str:
 
 
 def summary(outcomes: Sequence[Outcome]) -> str:
-    """One line at the end."""
+    """The last line of a report."""
     failed = [outcome.attack for outcome in outcomes if problems(outcome)]
     tries = sum(outcome.tries for outcome in outcomes)
     end = f"FAILED: {', '.join(failed)}" if failed else "all within their bounds"

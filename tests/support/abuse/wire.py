@@ -1,4 +1,4 @@
-"""What attackers speak with: raw sockets, and a client that takes any answer."""
+"""The attackers' means of communication: raw sockets, and a client that accepts any answer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CONNECT_S = 10.0
 READ_BYTES = 1 << 16
 CHUNK_BYTES = 1 << 20
 ENDED = (OSError, EOFError)
-"""How a connection ends that the other side did not want."""
+"""Exceptions when the other side closes a connection."""
 
 
 def address(url: str) -> tuple[str, int]:
@@ -47,7 +47,7 @@ def request(path: str, fields: Mapping[str, str], body: Any) -> bytes:
 
 
 def read_all(sock: socket.socket, seconds: float) -> bytes:
-    """What comes until the other side closes, or the time is up."""
+    """Bytes received until the other side closes or the time is up."""
     found = bytearray()
     deadline = time.monotonic() + seconds
     with suppress(*ENDED):
@@ -61,8 +61,8 @@ def read_all(sock: socket.socket, seconds: float) -> bytes:
 
 
 def send_forever(sock: socket.socket, piece: bytes, attempts: Attempts, max_bytes: int) -> int:
-    """Push pieces until the other side ends it, blocks for a second, or has taken so much; how
-    many bytes it took."""
+    """Send pieces until the other side closes, blocks for a second, or has received ``max_bytes``;
+    returns the number of bytes sent."""
     sent = 0
     sock.settimeout(1.0)
     with suppress(*ENDED):
@@ -73,7 +73,7 @@ def send_forever(sock: socket.socket, piece: bytes, attempts: Attempts, max_byte
 
 @contextmanager
 def client(target: Target, seconds: float = 60.0) -> Iterator[httpx.Client]:
-    """Of the proxy, with a client's key."""
+    """A client of the proxy with a client's key."""
     options: dict[str, Any] = {"timeout": seconds * target.slack, "verify": NO_TLS}
     with httpx.Client(
         base_url=target.proxy, headers=target.headers, trust_env=False, **options
@@ -99,7 +99,8 @@ def post(
     what: str,
     seconds: float = 60.0,
 ) -> None:
-    """One request through the proxy; complain of no answer, or of one that is not allowed."""
+    """Send one request through the proxy; complain if there is no answer or its status is not
+    allowed."""
     with client(target, seconds) as made:
         try:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()

@@ -1,7 +1,7 @@
-"""Libraries that pass for CANN, so that the real torch-npu and mooncake's engine load without it.
+"""Stub libraries in place of CANN, with which the real torch-npu and mooncake's engine load.
 
-Their unresolved symbols are looked up in the packages themselves: those that ``runtime.c`` and
-``hixl.cpp`` have are real enough to work over host memory, the others return 0.
+Their unresolved symbols are read from the packages themselves. The functions in ``runtime.c`` and
+``hixl.cpp`` work over host memory; all others return 0.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def build(packages: Sequence[Path], providers: Sequence[Path], folder: Path) -> 
 
     Args:
         packages: folders whose libraries need CANN.
-        providers: libraries that have some of their symbols, such as torch's.
-        folder: where to.
+        providers: libraries that define some of the packages' symbols, such as torch's.
+        folder: output folder.
 
     Returns: the libraries, in the order to load them in.
     """
@@ -49,13 +49,13 @@ def build(packages: Sequence[Path], providers: Sequence[Path], folder: Path) -> 
             for number, symbol in enumerate(sorted(missing - provided))
         )
     )
-    # torch-npu looks symbols up in one library or another, and in what that one needs
+    # torch-npu looks a symbol up in one library or another, and in that library's dependencies
     rest = [_compile(folder, name, empty, *ours) for name in names if name not in (RUNTIME, HIXL)]
     return [*ours, *rest]
 
 
 def built(packages: Sequence[Path], providers: Sequence[Path], folder: Path) -> list[Path]:
-    """Return the libraries, compiled once per version of what is in this folder; see ``build``."""
+    """Return the libraries, compiled once per version of this folder's files; see ``build``."""
     texts = [path.read_bytes() for path in sorted(HERE.glob("*.*"))]
     wanted = folder / hashlib.sha256(b"".join(texts)).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
@@ -68,7 +68,7 @@ def built(packages: Sequence[Path], providers: Sequence[Path], folder: Path) -> 
 
 
 def preload(libraries: Iterable[Path]) -> None:
-    """Load them for good; what is imported afterwards finds their names and symbols."""
+    """Load the libraries for good; packages imported afterwards find their names and symbols."""
     for library in libraries:
         ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 

@@ -1,4 +1,4 @@
-"""Numbers for the real torch-npu: the CPU's kernels for aten, plain torch for its own ops."""
+"""Kernels for the real torch-npu: the CPU's for aten ops, plain torch for its own ops."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ COMPUTED = frozenset(
         "triu_indices",
     )
 )
-"""Ops that torch-npu has in its own table of those it makes, views and copies tensors by, and that
-ask CANN for an operator all the same."""
+"""Ops for creating, viewing and copying tensors that torch-npu implements itself, but with
+operators from CANN."""
 
 
 def compile_overlay(folder: Path) -> Path:
@@ -52,11 +52,12 @@ def compile_overlay(folder: Path) -> Path:
 
 
 NOT_REFERENCES = ("__init__", "registry", "formats", "distributed_experts")
-"""Of the emulation's kernels: the last ones talk over groups that only its own device has."""
+"""Modules of the emulation that have no kernels for this; the last one needs groups that only the
+emulated device has."""
 
 
 def take_over(folder: Path) -> int:
-    """Give aten's ops on the NPU the CPU's kernels; returns how many."""
+    """Register the CPU's kernels for aten ops on the NPU; returns how many."""
     import torch_npu
 
     torch.ops.load_library(str(compile_overlay(folder)))
@@ -64,12 +65,12 @@ def take_over(folder: Path) -> int:
     listed = yaml.safe_load(table.read_text())["supported"]
     names = {f"aten::{entry if isinstance(entry, str) else entry['func']}" for entry in listed}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there was a kernel already
+        warnings.simplefilter("ignore")  # about existing kernels
         return int(torch.ops.cann_stub.take_over(sorted(names - COMPUTED)))
 
 
 def use_references() -> None:
-    """Give torch-npu's own ops the emulated NPU's reference kernels; see ``registry``."""
+    """Register the emulated NPU's reference kernels for torch-npu's own ops; see ``registry``."""
     from support.cann_stub import registry
 
     package = ModuleType("torch_npu.kernels")

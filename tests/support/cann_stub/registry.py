@@ -1,6 +1,6 @@
-"""In place of the emulated NPU's registry: the same reference kernels, behind the real torch-npu.
+"""Replaces the emulated NPU's registry: the same reference kernels, behind the real torch-npu.
 
-What they make must have the shapes and dtypes that torch-npu's own meta kernels say.
+Their results must have the shapes and dtypes that torch-npu's own meta kernels predict.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 UNKNOWN = object()
 
 checked: Counter[str] = Counter()
-"""How often each op was compared with its meta kernel."""
+"""Number of comparisons of each op with its meta kernel."""
 
 
 def require(holds: bool, message: str) -> None:
-    """Refuse what the device would refuse."""
+    """Raise an error where the device would."""
     if not holds:
         raise RuntimeError(message)
 
@@ -36,7 +36,7 @@ def kernel(name: str, *, takes_nz: bool = False) -> Callable[[_Function], _Funct
 
     Args:
         name: of the op, with its overload.
-        takes_nz: whether it reads the private format NZ; there is none without CANN.
+        takes_nz: whether it reads the private format NZ, which does not exist without CANN.
     """
     op = getattr(torch.ops.npu, name.partition(".")[0])
     overload = getattr(op, name.partition(".")[2] or "default")
@@ -65,15 +65,15 @@ def format_cast(
     customize_dtype: int | None = None,
     input_dtype: int | None = None,
 ) -> Tensor:
-    """A copy: memory formats are CANN's, without it all memory is plain rows."""
+    """Copy: memory formats are CANN's; without it, all memory is in plain rows."""
     require(acl_format in (ND, NZ), f"formats {ND} and {NZ} are known here, not {acl_format}")
     return x.clone()
 
 
 def _override(name: str, function: Callable[..., Any]) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torch-npu has a kernel already
-        for key in ("PrivateUse1", "AutogradPrivateUse1"):  # some have theirs at the latter only
+        warnings.simplefilter("ignore")  # about torch-npu's existing kernel
+        for key in ("PrivateUse1", "AutogradPrivateUse1"):  # some have theirs for the latter
             _library.impl(name, function, key, allow_override=True)
 
 
@@ -81,7 +81,7 @@ _override("npu_format_cast", format_cast)
 
 
 def _meta(overload: Any, args: Any, kwargs: Any) -> Any:
-    """What torch-npu's meta kernel says that the result will look like; ``UNKNOWN`` without one."""
+    """The result that torch-npu's meta kernel predicts; ``UNKNOWN`` if it has none."""
     shadows = tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, (args, kwargs))
     try:
         return overload(*shadows[0], **shadows[1])
@@ -101,7 +101,7 @@ def _compare(name: str, made: Any, wanted: Any) -> None:
 
 
 def _form(tensor: Tensor) -> object:
-    """What is compared; of a result that was not asked for there is one element, or none."""
+    """The properties to compare; an output that was not requested has one element or none."""
     return (tuple(tensor.shape) if tensor.numel() > 1 else "nothing", tensor.dtype)
 
 

@@ -1,7 +1,7 @@
 """Offers the emulated GPU as backend ``cuda`` to processes of their own.
 
-With this folder and ``tests`` on PYTHONPATH, TRITON_INTERPRET=1, and MOONCAKE_HAL_BLOCK=cuda, which
-keeps the plugin for real GPUs away; see ``support.emulated_devices``.
+Requires this folder and ``tests`` on PYTHONPATH, TRITON_INTERPRET=1, and MOONCAKE_HAL_BLOCK=cuda,
+which disables the plugin for real GPUs; see ``support.emulated_devices``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ def mooncake_hal_backend() -> BackendSpec:
 
 
 def load() -> Backend:
-    """Import it. With EMULATED_CUDA_KERNELS=interpreted it also computes as a GPU does, slowly."""
+    """Load the backend. EMULATED_CUDA_KERNELS=interpreted makes it compute with the GPU's kernels,
+    slowly."""
     from support.cuda_emulation import device_without_kernels, emulated_backend
 
     if os.environ.get("EMULATED_CUDA_KERNELS") == "interpreted":
@@ -41,7 +42,7 @@ def load() -> Backend:
 
 
 def load_host_copies(index: int) -> HostCopies:
-    """Of the emulated device."""
+    """Copies between the emulated device and the host."""
     from support.cuda_emulation import emulated_host_copies
 
     return emulated_host_copies(index)

@@ -1,7 +1,7 @@
 """mooncake's engine with its Ascend protocol, between processes of one host.
 
-The memory of an emulated NPU is its process' own: another one reads and writes it through the
-kernel, after asking that process what it has registered.
+The memory of an emulated NPU belongs to its process. Another process asks it for its registered
+regions, then reads and writes them through the kernel.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import threading
 PAGE = 2 << 20
 MOST_REGIONS = 256
 ANSWER_S = 3.0
-"""How long a stopped process is waited for, as the engine's own deadline would."""
+"""Timeout of an answer from a stopped process, in place of the engine's own."""
 REFUSED = -1
 _MOST_PIECES = 1024  # UIO_MAXIOV
 _SET_PTRACER, _ANYBODY = 0x59616D61, -1
@@ -42,9 +42,9 @@ class TransferEngine:
     ) -> int:
         if metadata_server != "P2PHANDSHAKE" or protocol != "ascend":
             return REFUSED
-        _libc.prctl(_SET_PTRACER, _ANYBODY, 0, 0, 0)  # refused where the kernel does not ask
+        _libc.prctl(_SET_PTRACER, _ANYBODY, 0, 0, 0)  # fails if the kernel doesn't need it
         self._listener = socket.create_server((local_hostname, 0))
-        known = (self._listener, self._lock, self._regions)  # not self: it ends with its last user
+        known = (self._listener, self._lock, self._regions)  # not self, or it never ends
         threading.Thread(target=_answer, args=known, daemon=True).start()
         return 0
 
@@ -103,7 +103,7 @@ class TransferEngine:
 
 
 def _answer(listener: socket.socket, lock: threading.Lock, regions: dict[int, int]) -> None:
-    """Tell whoever connects who this is and what it may touch, until the engine is gone."""
+    """Send each client this process' id and registered regions until the engine is closed."""
     with listener:
         while True:
             try:

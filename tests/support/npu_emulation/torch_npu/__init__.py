@@ -1,9 +1,9 @@
-"""Stands in for torch-npu on machines without an NPU: found under its name where this folder's
+"""Stands in for torch-npu on machines without an NPU: importable under its name if this folder's
 parent is on PYTHONPATH.
 
-The device is a PrivateUse1 device of torch over host memory (``csrc``); ops of ``torch.ops.npu``
-have torch-npu's own schemas (``schemas.json``, read from the live package) and kernels of plain
-torch (``kernels``) that refuse what Ascend's documentation says they refuse.
+The device is a PrivateUse1 device of torch over host memory (``csrc``). Ops of ``torch.ops.npu``
+have torch-npu's own schemas (``schemas.json``, read from the live package) and kernels in plain
+torch (``kernels``) that reject what Ascend's documentation says they reject.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from torch_npu import _C, kernels  # noqa: E402, F401  # they register themselve
 
 
 def _autoload() -> None:
-    """The entry point that ``import torch`` calls: importing this was all that it takes."""
+    """The entry point that ``import torch`` calls; importing this module has already done
+    everything."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Compiles the emulated device against the torch that is installed, once per version of both."""
+"""Compiles the emulated device against the installed torch, once per version of both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TIMEOUT_S = 600
 
 
 def library() -> Path:
-    """The compiled device; raises RuntimeError with the compiler's words if it does not build."""
+    """The compiled device; raises RuntimeError with the compiler's output if it does not build."""
     CACHE.mkdir(parents=True, exist_ok=True)
     built = CACHE / f"emulation-{_key()}.so"
     with (CACHE / "lock").open("w") as lock:

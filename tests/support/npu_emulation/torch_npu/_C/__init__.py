@@ -1,3 +1,3 @@
-"""The compiled half of torch-npu, as far as Python code names it."""
+"""The compiled half of torch-npu, as far as Python code imports it."""
 
 from torch_npu._C import _distributed_c10d  # noqa: F401

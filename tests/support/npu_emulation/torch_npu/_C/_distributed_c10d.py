@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_npu.npu.graphs import put_off
 
 by_comm_name: dict[str, Any] = {}
-"""Groups whose names ops may be given."""
+"""Groups by the names that are passed to ops."""
 _numbers = itertools.count()
 
 _c10d = torch._C._distributed_c10d
@@ -29,11 +29,11 @@ def _on_host(value: Any) -> Any:
 
 
 class ProcessGroupHCCL(dist.ProcessGroup):
-    """What torch_npu._C._distributed_c10d.ProcessGroupHCCL does, as far as it is used.
+    """The methods of torch_npu._C._distributed_c10d.ProcessGroupHCCL that are in use here.
 
     Args:
-        store, rank, size: as every process group takes them.
-        options: whose ``_timeout`` bounds each collective.
+        store, rank, size: as for every process group.
+        options: its ``_timeout`` bounds each collective.
     """
 
     class Options:
@@ -91,7 +91,7 @@ class ProcessGroupHCCL(dist.ProcessGroup):
 
 
 class _PutOff:
-    """The work of a collective that was captured: each replay waits for its own."""
+    """The work of a captured collective: each replay waits for its own."""
 
     def wait(self) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""The ops of ``torch.ops.npu``: every schema of torch-npu, kernels for those that are used here."""
+"""The ops of ``torch.ops.npu``: all of torch-npu's schemas, and kernels for the ops in use here."""
 
 from torch_npu.kernels import (  # noqa: F401
     attention,

@@ -1,8 +1,8 @@
 """Fused attention, version 1 and 2, over paged caches: float32 inside, rounded once.
 
-Limits are those of the ops' documentation in torch-npu 2.13. Where that is narrower than what
-vllm-ascend runs in production (TND over paged caches, float16, heads other than 128 wide), its
-practice decides.
+The limits are those of the ops' documentation in torch-npu 2.13. Where vllm-ascend uses more than
+the documentation allows in production (TND over paged caches, float16, head sizes other than 128),
+its practice counts.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Lengths = Sequence[int] | None
 
 @dataclass
 class Call:
-    """One call, whichever version.
+    """One call of either version.
 
     Args:
-        query, key, value: as the layout says.
+        query, key, value: in ``layout``.
         query_rope, key_rope: second part of queries and keys, for latent attention.
         mask: the compressed causal one, or None.
-        query_lens, kv_lens: as they came.
+        query_lens, kv_lens: as given.
         block_table: [sequences, blocks].
-        heads, kv_heads, block_size, sparse_mode: facts.
+        heads, kv_heads, block_size, sparse_mode: the op's arguments.
         scale: of the scores.
         layout: of queries and result.
     """
@@ -123,7 +123,7 @@ class Call:
     # ------------------------------------------------------------ layouts
 
     def _queries(self) -> list[Tensor]:
-        """Of each sequence: [tokens, heads, dim], the rope behind the rest."""
+        """Each sequence's queries: [tokens, heads, dim], with the rope part last."""
         query = self.query
         if self.query_rope is not None:
             query = torch.cat((query, self.query_rope), -1)
@@ -154,7 +154,7 @@ class Call:
         return stacked.permute(2, 0, 1, 3).contiguous()
 
     def _rows(self, cache: Tensor, row: int) -> Tensor:
-        """The tokens of a sequence: [tokens, kv heads, dim]."""
+        """A sequence's keys or values: [tokens, kv heads, dim]."""
         length = self.kv_lens[row]
         blocks = self.block_table[row, : -(-length // self.block_size)].long()
         require(bool(((blocks >= 0) & (blocks < len(cache))).all()), "block ids lie in the cache")
@@ -194,12 +194,12 @@ _V2 = ("actual_seq_qlen", "actual_seq_kvlen", "num_query_heads", "softmax_scale"
 def _call(
     inputs: tuple[Tensor, Tensor, Tensor], arguments: dict[str, Any], names: Sequence[str]
 ) -> Call:
-    """A call of one version; refuses whatever else it was given.
+    """A call of one version; rejects all other arguments.
 
     Args:
         inputs: query, key and value.
-        arguments: those with a keyword.
-        names: what that version calls lengths of queries and of KV, heads, and scale.
+        arguments: the keyword arguments.
+        names: that version's names of query lengths, KV lengths, heads, and scale.
     """
     query_lens, kv_lens, num_heads, scale = names
     taken = dict(arguments)

@@ -37,7 +37,7 @@ def scatter_pa_kv_cache(
 
 
 def _written_twice(slots: Tensor) -> Tensor:
-    """What lies in such a slot is not promised."""
+    """Slots that two tokens write; their content is unspecified."""
     found, counts = slots.unique(return_counts=True)
     return found[counts > 1]
 
@@ -60,7 +60,7 @@ def kv_rmsnorm_rope_cache(
     is_output_kv: bool = False,
     **others: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Elements 0 and 1, 2 and 3, ... are rotated together, and stored as halves."""
+    """Rotates the element pairs (0, 1), (2, 3), ... and stores them as halves."""
     given = sorted(name for name, value in others.items() if value is not None)
     require(not given, f"the emulation neither quantises nor takes values apart: {given}")
     require(cache_mode in ("PA", "PA_BNSD", "PA_NZ"), f"the emulation knows no {cache_mode!r}")
@@ -105,7 +105,7 @@ def _require_latents(tensors: tuple[Tensor, ...]) -> None:
 
 
 def _store(new: Tensor, cache: Tensor, slots: Tensor, is_nz: bool) -> None:
-    """Rows [tokens, 1, dim] into their slots, and poison where two tokens have one."""
+    """Write rows [tokens, 1, dim] into their slots; poison slots that two tokens share."""
     blocks, block_size, heads, dim = cache.shape
     rows = cache.view(blocks, block_size, dim)
     if is_nz:

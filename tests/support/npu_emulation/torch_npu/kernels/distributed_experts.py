@@ -1,4 +1,4 @@
-"""Experts of several NPUs: tokens go to them and come back over the emulated device's groups."""
+"""Experts on several NPUs: dispatch and combine of tokens over the emulated device's groups."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TOKENS, _CHOSEN = {"A2": 256, "A3": 512}, {"A2": 16, "A3": 8}
 
 
 def _limits(ids: Tensor, hidden: int, ranks: int, num_experts: int, global_bs: int) -> int:
-    """Tokens of a rank at most, for arguments that the documentation allows."""
+    """Check the arguments against the documented limits; returns the maximum tokens per rank."""
     family = os.environ.get("NPU_EMULATION_GENERATION", "A2")
     tokens, chosen = ids.shape
     require(ids.dtype == torch.int32, f"expert_ids is int32, not {ids.dtype}")
@@ -34,7 +34,7 @@ def _limits(ids: Tensor, hidden: int, ranks: int, num_experts: int, global_bs: i
 
 
 def _all(group: str, mine: Tensor, most: int) -> list[Tensor]:
-    """Every rank's, padded with -1 to as many rows."""
+    """Every rank's tensor, padded with -1 to the same number of rows."""
     gloo = by_comm_name[group]
     padded = mine.new_full((most, *mine.shape[1:]), -1)
     padded[: len(mine)] = mine
@@ -44,7 +44,7 @@ def _all(group: str, mine: Tensor, most: int) -> list[Tensor]:
 
 
 def _order(ids: list[Tensor], experts: range) -> list[tuple[int, int, int]]:
-    """(expert, rank, token) of what a rank's experts get, in the order of its rows."""
+    """(expert, rank, token) of a rank's rows, in order."""
     return [
         (expert, rank, token)
         for expert in experts

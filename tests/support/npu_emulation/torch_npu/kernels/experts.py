@@ -1,4 +1,4 @@
-"""Mixture of experts: routing, grouped matrix products, and the way back."""
+"""Mixture of experts: routing, grouped matrix products, unpermutation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Private memory formats: remembered, not carried out; see ``registry.kernel``."""
+"""Private memory formats: recorded, but not applied; see ``registry.kernel``."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _define_all() -> dict[str, torch.library.Library]:
-    """Define every op, as the live torch-npu of that version describes it."""
+    """Define every op with the schemas of the live torch-npu of that version."""
     text = Path(__file__).parents[1].joinpath("schemas.json").read_text()
     libraries = {name: torch.library.Library(name, "DEF") for name in ("npu", "atb")}
     for schema in json.loads(text)["schemas"]:
@@ -33,7 +33,7 @@ _libraries = _define_all()
 
 
 def require(holds: bool, message: str) -> None:
-    """Refuse what the device would refuse."""
+    """Raise an error where the device would."""
     if not holds:
         raise RuntimeError(message)
 
@@ -44,7 +44,7 @@ def kernel(name: str, *, takes_nz: bool = False) -> Callable[[_Function], _Funct
     Args:
         name: of the op, with its overload.
         takes_nz: whether it reads the private format NZ; the emulation keeps such memory as plain
-            rows and only remembers its format.
+            rows and only records its format.
     """
 
     def register(function: _Function) -> _Function:

@@ -1,4 +1,4 @@
-"""Norms, rotation and gate: float32 inside, rounded once."""
+"""Norms, rotation and gated activation: float32 inside, rounded once."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def is_initialized() -> bool:
 
 
 def init() -> None:
-    """Nothing is put off."""
+    """Initialisation is not deferred here."""
 
 
 _lazy_init = init
@@ -88,7 +88,7 @@ class device:  # torch's name
 
 
 def synchronize(where: Where = None) -> None:
-    """Work is done when its call returns."""
+    """Nothing to wait for: work is done when its call returns."""
 
 
 def get_device_name(where: Where = None) -> str:
@@ -137,7 +137,7 @@ def reset_peak_memory_stats(where: Where = None) -> None:
 
 
 def empty_cache() -> None:
-    """Freed memory is given back at once."""
+    """Nothing to free: no memory is cached."""
 
 
 # ---------------------------------------------------------------- random numbers
@@ -166,7 +166,7 @@ class Stream(torch.Stream):
 
 
 class Event:
-    """A point in a stream's work; torch.Event's methods insist on that very class."""
+    """A point in a stream's work; torch.Event's methods require that exact class."""
 
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._event = torch.Event("npu", enable_timing=enable_timing)

@@ -1,8 +1,8 @@
-"""``torch.npu.NPUGraph``: captured ops are kept, and run again at each replay.
+"""``torch.npu.NPUGraph``: records captured ops and runs them again at each replay.
 
-As on a device, nothing runs while it is captured: what the ops wrote is undone afterwards, what
-they made is poison until the first replay, and what would wait for the device, or read memory of
-the host that is not page-locked, is refused.
+As on a device, captured ops have no effect during the capture: their writes are undone afterwards,
+and their outputs are poison until the first replay. Ops that would wait for the device, or read
+host memory that is not page-locked, are rejected.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ UPDATED = {
     "npu::npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv"),
     "npu::npu_fused_infer_attention_score_v2": ("actual_seq_qlen", "actual_seq_kvlen"),
 }
-"""Ops whose host lists ``NPUGraph.update`` may change, and which ones: torch-npu's handlers."""
+"""Ops with host lists that ``NPUGraph.update`` may change, and the lists' names: torch-npu's
+handlers."""
 
 _WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 _capturing: list[_Recorder] = []
@@ -29,7 +30,7 @@ _capturing: list[_Recorder] = []
 
 @dataclass
 class _Recorded:
-    """One op.
+    """A recorded op.
 
     Args:
         function, args, kwargs: the call.
@@ -51,7 +52,7 @@ class _Recorded:
 
 @dataclass
 class _Called:
-    """Something else that a replay does in the ops' midst, such as a collective."""
+    """A call other than an op that a replay makes between the ops, such as a collective."""
 
     call: Callable[[], object]
 
@@ -60,7 +61,7 @@ class _Called:
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps the ops of a capture."""
+    """Records the ops of a capture."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class _Recorder(TorchDispatchMode):
                 raise RuntimeError(f"{function._schema.name} reads the host during capture")
 
     def _remember(self, function: Any, args: Any, kwargs: Any) -> None:
-        """Keep what the op is going to overwrite."""
+        """Save the memory that the op is going to overwrite."""
         for argument, value in zip(function._schema.arguments, args, strict=False):
             if argument.alias_info and argument.alias_info.is_write:
                 self._keep(value)
@@ -105,7 +106,7 @@ class _Recorder(TorchDispatchMode):
                 self._before[storage.data_ptr()] = (whole, whole.clone())
 
     def undo(self) -> None:
-        """Bring back what was overwritten; what was made is poison."""
+        """Restore overwritten memory, and poison outputs."""
         for whole, before in self._before.values():
             whole.copy_(before)
         for each in self._fresh:
@@ -114,7 +115,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def _is_pageable(tensor: Tensor) -> bool:
-    """Whether it is memory of the host that a device can't read by itself; numbers go along."""
+    """Whether it is host memory that a device can't read directly; scalars are passed by value."""
     return tensor.device.type == "cpu" and tensor.dim() > 0 and not tensor.is_pinned()
 
 
@@ -128,7 +129,7 @@ class NPUGraph:
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Before each op that is updated, the captured stream waits for its update."""
+        """Run the ops. On a device, the stream waits before each updated op for its update."""
         if self.auto_dispatch_capture and self._updated_ops() and not self._is_updated:
             raise RuntimeError("the replay would wait for ever: the graph was not updated")
         self._is_updated = False
@@ -140,7 +141,8 @@ class NPUGraph:
         return [op for op in ops if op.function._schema.name in UPDATED]
 
     def update(self, cpu_update_input: list[dict[str, Any]]) -> None:
-        """Change host lists of the captured attention ops; one dict for all, or one for each."""
+        """Change host lists of the captured attention ops; one dict for all ops, or one for
+        each."""
         if not self.auto_dispatch_capture:
             raise RuntimeError("The current graph configuration does not support update")
         wanted = self._updated_ops()
@@ -185,21 +187,21 @@ class graph:  # torch_npu's name
 
 
 def put_off(call: Callable[[], object]) -> bool:
-    """Leave a call to the replays, if a capture is under way."""
+    """If a capture is in progress, defer a call to the replays; returns whether one is."""
     if _capturing:
         _capturing[-1].ops.append(_Called(call))
     return bool(_capturing)
 
 
 class _Pool:
-    """What is known of a pool: the emulated device's graphs have memory of their own."""
+    """The lifetime of a pool; the emulated device's graphs don't share memory."""
 
     def __init__(self) -> None:
         self._graphs: WeakSet[NPUGraph] = WeakSet()
         self._is_used = False
 
     def take(self, graph: NPUGraph) -> None:
-        """One more graph; a pool ends with its last one, as torch's allocator has it."""
+        """Add a graph. As in torch's allocator, a pool ends with its last graph."""
         if self._is_used and not self._graphs:
             raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED: the pool has ended")
         self._is_used = True
@@ -210,7 +212,7 @@ _pools: list[_Pool] = []
 
 
 def graph_pool_handle() -> tuple[int, int]:
-    """Of a new pool."""
+    """The handle of a new pool."""
     _pools.append(_Pool())
     return (0, len(_pools) - 1)
 
