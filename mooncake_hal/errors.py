@@ -21,7 +21,7 @@ HalError
     ├── RegionUnknown         an address in no registered region
     ├── RegionRevoked         an address in a region that has been revoked
     ├── OutOfBounds           a span that crosses the end of its region
-    ├── RequestRefused        the peer received a request and rejected it
+    ├── RequestRejected       the peer received a request and rejected it
     ├── RequestNotSent        this end could not send a request; the session stays open
     └── VersionMismatch       the two ends use different protocol versions
 """
@@ -151,7 +151,7 @@ class OutOfBounds(TransferError):
     """A span starts in a region and ends outside it."""
 
 
-class RequestRefused(TransferError):
+class RequestRejected(TransferError):
     """The peer received a request and rejected it; the message has the peer's reason."""
 
 

@@ -8,7 +8,7 @@ such request need not import it.
 
 from __future__ import annotations
 
-from mooncake_api.errors import RequestRefused
+from mooncake_api.errors import RequestRejected
 
 RESPONSES_PATH = "/v1/responses"
 MESSAGES_PATH = "/v1/messages"
@@ -21,5 +21,5 @@ __all__ = [
     "FORMAT_PATHS",
     "MESSAGES_PATH",
     "RESPONSES_PATH",
-    "RequestRefused",
+    "RequestRejected",
 ]

@@ -1,12 +1,12 @@
 """The exceptions of this distribution.
 
-RequestRefused
+RequestRejected
 """
 
 from __future__ import annotations
 
 
-class RequestRefused(ValueError):
+class RequestRejected(ValueError):
     """A request that is malformed, or that can't be expressed as a chat request.
 
     Args:

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from mooncake_api.errors import RequestRefused
+from mooncake_api.errors import RequestRejected
 from mooncake_api.translation import NOT_HERE, Json, encode, read_request
 
 _INSTEAD = {
@@ -118,13 +118,13 @@ def read_messages_request(body: bytes) -> tuple[MessagesRequest, bytes]:
     """Parse a request; returns it with the body of the equivalent chat request.
 
     Raises:
-        RequestRefused: the request can't be expressed as a chat request; the message names the
+        RequestRejected: the request can't be expressed as a chat request; the message names the
             field.
     """
     request, others = read_request(body, MessagesRequest, _INSTEAD)
     for edit in request.context_management.edits if request.context_management else ():
         if not edit.type.startswith("clear_thinking") or edit.keep != "all":
-            raise RequestRefused(
+            raise RequestRejected(
                 f"context_management: {edit.type!r} is not supported: this server does not edit "
                 "messages; shorten them yourself",
                 param="context_management",
@@ -150,7 +150,7 @@ def count_tokens_request(body: bytes) -> bytes:
     """The body of a ``/tokenize`` request for a body of ``/v1/messages/count_tokens``.
 
     Raises:
-        RequestRefused: see ``read_messages_request``.
+        RequestRejected: see ``read_messages_request``.
     """
     request, _ = read_request(body, CountTokensRequest, {})
     messages = _conversation(request.system, request.messages)
@@ -205,7 +205,7 @@ def _tools(request: MessagesRequest) -> Json:
 
 def _tool(tool: Json, path: str) -> Json:
     if tool.get("type") not in (None, "custom"):
-        raise RequestRefused(
+        raise RequestRejected(
             f"{path}: tools of type {tool.get('type')!r} run on Anthropic's servers and are not "
             "supported; leave it out",
             param=path,
@@ -242,7 +242,7 @@ def _continued(messages: list[Json]) -> Json:
 def _check_continued(request: MessagesRequest) -> None:
     config = request.output_config or OutputConfig()
     if config.format or request.output_format:
-        raise RequestRefused(
+        raise RequestRejected(
             "messages end with a text of the model, which the answer would continue, but a schema "
             "describes a whole answer: leave that message or output_config.format out",
             param="output_config.format" if config.format else "output_format",
@@ -253,13 +253,13 @@ def _turn(message: Json, path: str) -> list[Json]:
     """The chat messages of one turn. Tool results become separate messages."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
-        raise RequestRefused(
+        raise RequestRejected(
             f"{path}.role: wanted user, assistant or system, found {role!r}", param=f"{path}.role"
         )
     if isinstance(content, str):
         return [{"role": role, "content": content}]
     if not isinstance(content, list):
-        raise RequestRefused(
+        raise RequestRejected(
             f"{path}.content: wanted a text or a list of blocks", param=f"{path}.content"
         )
     blocks = [(block, f"{path}.content[{i}]") for i, block in enumerate(content)]
@@ -305,7 +305,7 @@ def _result(block: Json, path: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
-        raise RequestRefused(f"{path}.content: wanted a text or blocks", param=f"{path}.content")
+        raise RequestRejected(f"{path}.content: wanted a text or blocks", param=f"{path}.content")
     return "".join(_text(part, f"{path}.content[{i}]") for i, part in enumerate(content))
 
 
@@ -319,8 +319,8 @@ def _kind(block: Any) -> Any:
     return block.get("type") if isinstance(block, dict) else None
 
 
-def _refused_block(kind: Any, path: str) -> RequestRefused:
-    return RequestRefused(
+def _refused_block(kind: Any, path: str) -> RequestRejected:
+    return RequestRejected(
         f"{path}: blocks of type {kind!r} are not supported, only text", param=path
     )
 

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from mooncake_api.errors import RequestRefused
+from mooncake_api.errors import RequestRejected
 from mooncake_api.translation import NOT_HERE, Json, encode, read_request
 
 _STATELESS = "responses are not stored: send the conversation in input"
@@ -95,7 +95,7 @@ def read_responses_request(body: bytes) -> tuple[ResponsesRequest, bytes]:
     """Parse a request; returns it with the body of the equivalent chat request.
 
     Raises:
-        RequestRefused: the request can't be expressed as a chat request; the message names the
+        RequestRejected: the request can't be expressed as a chat request; the message names the
             field.
     """
     request, others = read_request(body, ResponsesRequest, _INSTEAD)
@@ -109,22 +109,22 @@ def read_responses_request(body: bytes) -> tuple[ResponsesRequest, bytes]:
 
 def _check_stateless(request: ResponsesRequest) -> None:
     if request.store:
-        raise RequestRefused(
+        raise RequestRejected(
             "store: responses are not stored; send false or leave it out", param="store"
         )
     if request.background:
-        raise RequestRefused(
+        raise RequestRejected(
             "background: background responses are not supported; send false or leave it out",
             param="background",
         )
     if request.truncation not in (None, "disabled"):
-        raise RequestRefused(
+        raise RequestRejected(
             f"truncation {request.truncation!r} is not supported: shorten the input yourself",
             param="truncation",
         )
     for name in request.include or ():
         if name not in _INCLUDED:
-            raise RequestRefused(f"include {name!r} is not supported", param="include")
+            raise RequestRejected(f"include {name!r} is not supported", param="include")
 
 
 def _sampling(request: ResponsesRequest) -> Json:
@@ -191,7 +191,7 @@ def _offered(tool: Json, path: str) -> list[Json]:
     if kind != "namespace":
         return [_tool(tool, path)]
     if not isinstance(inner, list) or not isinstance(tool.get("name"), str):
-        raise RequestRefused(f"{path}: wanted a name and a list of tools", param=path)
+        raise RequestRejected(f"{path}: wanted a name and a list of tools", param=path)
     found = []
     for i, each in enumerate(inner):
         where = f"{path}.tools[{i}]"
@@ -218,7 +218,7 @@ def namespaces(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
 
 def _tool(tool: Json, path: str) -> Json:
     if tool.get("type") != "function":
-        raise RequestRefused(
+        raise RequestRejected(
             f"{path}: tools of type {tool.get('type')!r} are not supported, only 'function'; "
             "leave it out",
             param=path,
@@ -234,7 +234,7 @@ def _chosen(tools: list[Json], choice: Json) -> tuple[list[Json], str | Json]:
     if kind == "function":
         return tools, {"type": "function", "function": {"name": choice.get("name")}}
     if kind != "allowed_tools":
-        raise RequestRefused(f"tool_choice of type {kind!r} is not supported", param="tool_choice")
+        raise RequestRejected(f"tool_choice of type {kind!r} is not supported", param="tool_choice")
     listed = choice.get("tools")
     entries = listed if isinstance(listed, list) else []
     allowed = [entry.get("name") for entry in entries if isinstance(entry, dict)]
@@ -276,9 +276,9 @@ class _Turns:
         elif kind == "reasoning":
             self._add_reasoning(item, path)
         elif kind == "item_reference":
-            raise RequestRefused(f"{path}: item_reference: {_STATELESS}", param=path)
+            raise RequestRejected(f"{path}: item_reference: {_STATELESS}", param=path)
         else:
-            raise RequestRefused(
+            raise RequestRejected(
                 f"{path}: items of type {kind!r} are not supported; leave it out", param=path
             )
 
@@ -293,7 +293,7 @@ class _Turns:
     def _add_turn(self, item: Json, path: str) -> None:
         role, text = item.get("role"), _text(item.get("content"), f"{path}.content")
         if role not in ("user", "system", "developer", "assistant"):
-            raise RequestRefused(
+            raise RequestRejected(
                 f"{path}.role: wanted user, assistant, system or developer, found {role!r}",
                 param=f"{path}.role",
             )
@@ -331,7 +331,7 @@ def _text(content: Any, path: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise RequestRefused(f"{path}: wanted a string or a list of parts", param=path)
+        raise RequestRejected(f"{path}: wanted a string or a list of parts", param=path)
     return "".join(_part(part, f"{path}[{i}]") for i, part in enumerate(content))
 
 
@@ -340,7 +340,7 @@ def _part(part: Any, path: str) -> str:
     name = "refusal" if kind == "refusal" else "text"
     kinds = ("input_text", "output_text", "text", "summary_text", "reasoning_text", "refusal")
     if kind not in kinds or not isinstance(part.get(name), str):
-        raise RequestRefused(
+        raise RequestRejected(
             f"{path}: parts of type {kind!r} are not supported, only text", param=path
         )
     return str(part[name])
@@ -349,5 +349,5 @@ def _part(part: Any, path: str) -> str:
 def _word(item: Json, name: str, path: str) -> str:
     value = item.get(name)
     if not isinstance(value, str):
-        raise RequestRefused(f"{path}.{name}: wanted a string", param=f"{path}.{name}")
+        raise RequestRejected(f"{path}.{name}: wanted a string", param=f"{path}.{name}")
     return value

@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
-from mooncake_api.errors import RequestRefused
+from mooncake_api.errors import RequestRejected
 
 Json = dict[str, Any]
 encode = msgspec.json.Encoder().encode
@@ -38,7 +38,7 @@ class ApiFormat:
 
     Args:
         path: the path to which its requests are posted.
-        translate: parses a request's body; raises RequestRefused.
+        translate: parses a request's body; raises RequestRejected.
         error: translates an error, given its status and its body in OpenAI's format.
         request_type: the type of the body, for the OpenAPI schema.
         error_schema: the JSON schema of errors; None for OpenAI's.
@@ -81,7 +81,7 @@ def read_request(
         instead: fields to reject, each with what to do instead.
 
     Raises:
-        RequestRefused: the body is not a JSON object, or a field has a wrong type or is rejected.
+        RequestRejected: the body is not a JSON object, or a field has a wrong type or is rejected.
     """
     try:
         found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -89,25 +89,25 @@ def read_request(
     except msgspec.ValidationError as exc:
         raise _explained(str(exc)) from exc
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise RequestRefused(f"the body must be a JSON object: {exc}") from exc
+        raise RequestRejected(f"the body must be a JSON object: {exc}") from exc
     others = {}
     for name in found.keys() - set(request_type.__struct_encode_fields__):
         value = msgspec.json.decode(found[name])
         if value is None:
             continue
         if name in instead:
-            raise RequestRefused(f"{name} is not supported: {instead[name]}", param=name)
+            raise RequestRejected(f"{name} is not supported: {instead[name]}", param=name)
         others[name] = value
     return request, others
 
 
-def _explained(message: str) -> RequestRefused:
+def _explained(message: str) -> RequestRejected:
     match = _PATH.search(message)
     path = match["path"] if match else ""
     problem = message[: match.start()] if match else message
     if not path:
-        return RequestRefused(f"the body must be a JSON object: {problem[0].lower()}{problem[1:]}")
-    return RequestRefused(f"{path}: {problem[0].lower()}{problem[1:]}", param=path)
+        return RequestRejected(f"the body must be a JSON object: {problem[0].lower()}{problem[1:]}")
+    return RequestRejected(f"{path}: {problem[0].lower()}{problem[1:]}", param=path)
 
 
 def event(kind: str, payload: Json) -> bytes:

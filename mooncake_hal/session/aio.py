@@ -19,7 +19,7 @@ from typing import cast
 from mooncake_hal.errors import (
     PeerLost,
     RequestNotSent,
-    RequestRefused,
+    RequestRejected,
     TransferError,
     TransferTimeout,
 )
@@ -56,7 +56,7 @@ message is sent back as a refusal."""
 
 
 def _refuse_requests(session: AsyncSession, payload: bytes) -> bytes:
-    raise RequestRefused("the connecting side accepts no requests")
+    raise RequestRejected("the connecting side accepts no requests")
 
 
 class AsyncSession(asyncio.Protocol):
@@ -104,7 +104,7 @@ class AsyncSession(asyncio.Protocol):
         """Send a request and wait for its reply.
 
         Raises:
-            RequestRefused: the peer rejected it; the message has the peer's reason.
+            RequestRejected: the peer rejected it; the message has the peer's reason.
             TransferTimeout: no reply arrived in time; a later one is dropped.
             PeerLost: the session is over.
             RequestNotSent: too many requests are outstanding, or this one is too long.
@@ -222,7 +222,7 @@ class AsyncSession(asyncio.Protocol):
         if reply is None or reply.done():
             return  # the request timed out, or it was a keepalive
         if response.error:
-            reply.set_exception(RequestRefused(response.error))
+            reply.set_exception(RequestRejected(response.error))
         else:
             reply.set_result(response.payload)
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from mooncake_hal.errors import (
     PeerLost,
-    RequestRefused,
+    RequestRejected,
     TransferError,
     TransferTimeout,
 )
@@ -69,7 +69,7 @@ class RegionWatcher(Protocol):
 
 def refuse_requests(session: Session, payload: bytes) -> bytes:
     """Reject every request: the handler of an end that only sends requests."""
-    raise RequestRefused("the connecting side accepts no requests")
+    raise RequestRejected("the connecting side accepts no requests")
 
 
 class Session:
@@ -182,7 +182,7 @@ class Session:
         """Send a request and wait for its reply.
 
         Raises:
-            RequestRefused: the peer rejected it; the message has the peer's reason.
+            RequestRejected: the peer rejected it; the message has the peer's reason.
             PeerLost, TransferTimeout: no reply arrived.
         """
         return _result(self.start_request(payload), timeout)
@@ -340,7 +340,7 @@ class Session:
         if future is None:
             return  # no request of ours has that number
         if response.error:
-            future.set_exception(RequestRefused(f"the peer refused: {response.error}"))
+            future.set_exception(RequestRejected(f"the peer refused: {response.error}"))
         else:
             future.set_result(response.payload)
 

@@ -23,7 +23,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mooncake_api import COUNT_TOKENS_PATH, RequestRefused
+from mooncake_api import COUNT_TOKENS_PATH, RequestRejected
 from mooncake_api.api_formats import API_FORMATS, MESSAGES, count_tokens_request
 from mooncake_engine.errors import EngineDead, EngineError, EngineStalled, InvalidRequest
 from mooncake_engine.sampling_defaults import read_sampling_defaults
@@ -339,7 +339,7 @@ class PlainEndpoints:
         try:
             wanted = count_tokens_request(await self._body(request))
             counted = await self._tokenize(wanted)
-        except RequestRefused as exc:
+        except RequestRejected as exc:
             return translated_error(MESSAGES, InvalidRequest(str(exc), param=exc.param))
         except EngineError as exc:
             return translated_error(MESSAGES, exc)

@@ -14,7 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mooncake_api import RequestRefused
+from mooncake_api import RequestRejected
 from mooncake_api.api_formats import ApiFormat, Translation
 from mooncake_engine.errors import EngineError, InvalidRequest
 from mooncake_engine.server.generation_handler import read_body
@@ -42,7 +42,7 @@ class TranslatedEndpoint:
             translation = self.api_format.translate(body)
         except ClientDisconnect:
             return
-        except RequestRefused as exc:
+        except RequestRejected as exc:
             refused = InvalidRequest(str(exc), param=exc.param)
             await translated_error(self.api_format, refused)(scope, receive, send)
             return

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
-from mooncake_hal.errors import PeerLost, RequestNotSent, RequestRefused, TransferError
+from mooncake_hal.errors import PeerLost, RequestNotSent, RequestRejected, TransferError
 from mooncake_hal.session.aio import AsyncSession, connect
 from mooncake_hal.session.processes import ProcessName, this_process
 from mooncake_hal.session.strangers import LIMITS
@@ -318,7 +318,7 @@ class StoreClient:
         await self._take_turn(request)
         try:
             payload = await session.request(encode_message(request), timeout=REQUEST_TIMEOUT_S)
-        except (RequestRefused, RequestNotSent):
+        except (RequestRejected, RequestNotSent):
             raise
         except TransferError as exc:
             # The store may or may not have processed the request. Ending the session ends all of
@@ -400,7 +400,7 @@ class StoreClient:
         )
         try:
             payload = await session.request(encode_message(request), timeout=REQUEST_TIMEOUT_S)
-        except RequestRefused as exc:
+        except RequestRejected as exc:
             if str(exc) != self._refusal:
                 self._refusal = str(exc)
                 logger.warning("the store at %s rejects this client: %s", self._address.host, exc)

@@ -31,7 +31,7 @@ from typing import TypeVar
 
 from msgspec.structs import replace
 
-from mooncake_hal.errors import PeerLost, RequestRefused
+from mooncake_hal.errors import PeerLost, RequestRejected
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.session.aio import AsyncListener, AsyncSession, listen
 from mooncake_hal.session.processes import ProcessName, open_process
@@ -200,7 +200,7 @@ class StoreService:
         try:
             request = decode_request(payload)
         except BadFrame as exc:
-            raise RequestRefused(str(exc)) from exc
+            raise RequestRejected(str(exc)) from exc
         user = self._users.get(session)
         if user is None:
             user = self._users[session] = _SessionUser(self._store, session.peer_host)
@@ -296,7 +296,7 @@ class _SessionUser:
         """Reply at once; slow requests get a ticket (``NotYet``)."""
         reply = self._handle_transfer(request) or self._handle_session_or_operator(request)
         if reply is None:
-            raise RequestRefused(f"the store does not support {type(request).__name__}")
+            raise RequestRejected(f"the store does not support {type(request).__name__}")
         return reply
 
     def _handle_transfer(self, request: StoreRequest) -> StoreReply | None:
@@ -369,12 +369,14 @@ class _SessionUser:
             try:
                 return make(future.result())
             except (OSError, KVError) as exc:
-                raise RequestRefused(f"the store failed to execute the request: {exc}") from exc
+                raise RequestRejected(f"the store failed to execute the request: {exc}") from exc
 
         if future.done():
             return resolve()
         if len(self._tickets) >= MAX_TICKETS:
-            raise RequestRefused(f"too many pending replies: {MAX_TICKETS} have not been collected")
+            raise RequestRejected(
+                f"too many pending replies: {MAX_TICKETS} have not been collected"
+            )
         self._last_ticket += 1
         self._tickets[self._last_ticket] = _Ticket(future.done, resolve)
         return NotYet(self._last_ticket)
@@ -382,7 +384,7 @@ class _SessionUser:
     def _collect(self, number: int) -> StoreReply:
         ticket = self._tickets.get(number)
         if ticket is None:
-            raise RequestRefused(f"no pending reply has ticket {number}")
+            raise RequestRejected(f"no pending reply has ticket {number}")
         if not ticket.is_done():
             return NotYet(number)
         del self._tickets[number]

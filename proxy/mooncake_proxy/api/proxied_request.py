@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from msgspec import Raw, Struct, field
 
-from mooncake_api import RequestRefused
+from mooncake_api import RequestRejected
 from mooncake_proxy.api.openai_bodies import (
     Fields,
     OpenAIEndpoint,
@@ -273,7 +273,7 @@ class UntranslatedRequest:
         """
         try:
             translation = self._format.translate(request.body)
-        except RequestRefused as exc:
+        except RequestRejected as exc:
             raise BadRequest(str(exc), param=exc.param) from exc
         request.body = translation.chat_body
         request.translation = translation

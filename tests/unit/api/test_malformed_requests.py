@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mooncake_api import RequestRefused
+from mooncake_api import RequestRejected
 from mooncake_api.api_formats import API_FORMATS, count_tokens_request
 
 Json = dict[str, Any]
@@ -95,7 +95,7 @@ def test_any_value_in_any_place(path: str) -> None:
             body = json.dumps(replaced(BODIES[path], place, value)).encode()
             try:
                 translation = API_FORMATS[path].translate(body)
-            except RequestRefused:
+            except RequestRejected:
                 continue
             num_taken += 1
             assert isinstance(json.loads(translation.chat_body)["messages"], list)
@@ -109,7 +109,7 @@ def test_any_value_in_a_count_request() -> None:
         for value in ODD:
             try:
                 counted = count_tokens_request(json.dumps(replaced(body, place, value)).encode())
-            except RequestRefused:
+            except RequestRejected:
                 continue
             assert isinstance(json.loads(counted)["messages"], list)
 
@@ -125,7 +125,7 @@ def test_deep_nesting_is_rejected(path: str, depth: int) -> None:
     data = body.replace('"tools": []', f'"tools": [{tool}]').encode()
     try:
         translation = API_FORMATS[path].translate(data)
-    except RequestRefused:
+    except RequestRejected:
         assert depth > 400
     else:
         assert translation.chat_body

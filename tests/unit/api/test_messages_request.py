@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mooncake_api import RequestRefused
+from mooncake_api import RequestRejected
 from mooncake_api.api_formats import count_tokens_request
 from mooncake_api.messages_request import read_messages_request
 
@@ -209,6 +209,6 @@ def test_count_tokens_renders_the_same_conversation() -> None:
     ],
 )
 def test_unsupported_fields_are_rejected_by_name(body: Json, param: str, words: str) -> None:
-    with pytest.raises(RequestRefused, match=words) as info:
+    with pytest.raises(RequestRejected, match=words) as info:
         chat_of(**body)
     assert info.value.param == param

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from mooncake_api import RequestRefused
+from mooncake_api import RequestRejected
 from mooncake_api.responses_request import read_responses_request
 
 Json = dict[str, Any]
@@ -159,14 +159,14 @@ def test_a_forced_call_without_tools_is_left_to_the_chat_endpoint() -> None:
     ],
 )
 def test_unsupported_fields_are_rejected_by_name(body: Json, param: str, words: str) -> None:
-    with pytest.raises(RequestRefused, match=words) as info:
+    with pytest.raises(RequestRejected, match=words) as info:
         chat_of(**body)
     assert info.value.param == param
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b'{"input": "\xff"}', b"[" * 2000])
 def test_a_body_that_is_not_an_object_is_rejected(body: bytes) -> None:
-    with pytest.raises(RequestRefused, match="JSON object"):
+    with pytest.raises(RequestRejected, match="JSON object"):
         read_responses_request(body)
 
 

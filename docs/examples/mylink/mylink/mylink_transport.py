@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import msgspec
 import numpy as np
 
-from mooncake_hal.errors import PeerLost, RequestRefused, TransferError, TransportUnavailable
+from mooncake_hal.errors import PeerLost, RequestRejected, TransferError, TransportUnavailable
 from mooncake_hal.session.addressing import host_identity
 from mooncake_hal.session.regions import AttachedRegions, check_spans
 from mooncake_hal.session.session import Session
@@ -120,7 +120,7 @@ class MyLinkPeer(DataPathPeer):  # inherits lost, a no-op: the session failed pe
                     self._local.table.find(local, nbytes)  # raises if it was revoked since
                     if is_read:
                         ctypes.memmove(local, found, nbytes)
-        except RequestRefused as exc:
+        except RequestRejected as exc:
             error = exc
             try:  # the peer may have revoked the region, for which the contract has its own error
                 self._session.barrier(1.0)

@@ -18,7 +18,7 @@ from mooncake_hal.errors import (
     PeerLost,
     PortsExhausted,
     RequestNotSent,
-    RequestRefused,
+    RequestRejected,
     TransferTimeout,
     VersionMismatch,
 )
@@ -87,7 +87,7 @@ def test_requests_and_refusals() -> None:
         big = b"x" * (1 << 20)
         replies = await asyncio.gather(*(session.request(big, timeout=5) for _ in range(8)))
         assert replies == [big] * 8
-        with pytest.raises(RequestRefused, match=r"^because$"):
+        with pytest.raises(RequestRejected, match=r"^because$"):
             await session.request(b"refuse", timeout=5)
         assert await session.request(b"still there", timeout=5) == b"still there"
         session.close()

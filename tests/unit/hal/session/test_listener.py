@@ -16,7 +16,7 @@ import pytest
 from mooncake_hal.errors import (
     AccessDenied,
     PeerLost,
-    RequestRefused,
+    RequestRejected,
     TransferError,
     TransferTimeout,
 )
@@ -264,7 +264,7 @@ def test_refusals_regions_and_descriptors(echo: Callable[..., Echo]) -> None:
     session.start("ours")
     session.barrier(5.0)
     [far] = target.sessions
-    with pytest.raises(RequestRefused, match="accepts no requests"):
+    with pytest.raises(RequestRejected, match="accepts no requests"):
         far.request(b"to the end that connected", 5.0)
     assert session.peer_process() > 0
     far.send(Registered(1, 4096, 64, "cpu", b"how"))
