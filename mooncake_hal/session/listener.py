@@ -200,7 +200,7 @@ class Listener:
         except OSError as exc:
             raise PeerLost(f"the peer has already left: {exc}") from exc
         if isinstance(pending.sock, ssl.SSLSocket):
-            shake_hands_tls(pending.sock)
+            run_tls_handshake(pending.sock)
         handshake = self._credentials.accept(self._epoch, foreign_user(pending.sock))
         return run_handshake(pending.sock, handshake, deadline, self._limits.stranger_frame_bytes)
 
@@ -229,7 +229,7 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int]:
     return process, user
 
 
-def shake_hands_tls(sock: ssl.SSLSocket) -> None:
+def run_tls_handshake(sock: ssl.SSLSocket) -> None:
     """Run either side of a TLS handshake, within the socket's timeout.
 
     Raises:

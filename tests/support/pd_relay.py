@@ -78,7 +78,7 @@ class Relay:
         back = Back(*self._target, self._credentials)
         with suppress(OSError, asyncio.IncompleteReadError):
             try:
-                seals = await _shake_hands(reader, writer, self._credentials)
+                seals = await _handshake(reader, writer, self._credentials)
                 while True:
                     message = seals.incoming.open(await _read(reader))
                     if isinstance(message, SessionRequest):
@@ -149,9 +149,7 @@ class Back:
             self._session.close()
 
 
-async def _shake_hands(
-    reader: StreamReader, writer: StreamWriter, credentials: Credentials
-) -> Seals:
+async def _handshake(reader: StreamReader, writer: StreamWriter, credentials: Credentials) -> Seals:
     handshake = credentials.accept(fresh_epoch())
     step = next(handshake)
     while True:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import msgspec
 
 from mooncake_hal.errors import TransferError
-from mooncake_hal.session.listener import shake_hands_tls
+from mooncake_hal.session.listener import run_tls_handshake
 
 logger = logging.getLogger(__name__)
 
@@ -115,13 +115,13 @@ class Tls:
         Takes ownership of the connection, whose timeout applies to the handshake.
 
         Raises:
-            AccessDenied, TransferTimeout, PeerLost: see ``shake_hands_tls``.
+            AccessDenied, TransferTimeout, PeerLost: see ``run_tls_handshake``.
         """
         wrapped = self.client.wrap_socket(
             connection, server_hostname=host, do_handshake_on_connect=False
         )
         try:
-            shake_hands_tls(wrapped)
+            run_tls_handshake(wrapped)
         except TransferError:
             wrapped.close()
             raise
