@@ -164,7 +164,7 @@ class ChunkPool(Protocol):
         load_id: str,
         keys: Sequence[bytes],
         hints: Sequence[PrefixSource] = (),
-        patience_s: float = 0.0,
+        timeout_s: float = 0.0,
     ) -> Sequence[ChunkSource] | None:
         """Returns the sources of the leading chunks that were found; None if ``ChunksFound``
         follows with them.
@@ -173,7 +173,7 @@ class ChunkPool(Protocol):
             load_id: id of the lookup.
             keys: keys of the chunks to find.
             hints: other stores to ask.
-            patience_s: timeout of the hinted stores' answers, in seconds.
+            timeout_s: timeout of the hinted stores' answers, in seconds.
         """
         ...
 

@@ -196,7 +196,7 @@ class PoolClient:
         load_id: str,
         keys: Sequence[bytes],
         hints: Sequence[PrefixSource] = (),
-        patience_s: float = 0.0,
+        timeout_s: float = 0.0,
     ) -> Sequence[ChunkSource] | None:
         """Find out where the leading chunks of a prompt can be loaded from.
 
@@ -204,7 +204,7 @@ class PoolClient:
             load_id: id of the look-up.
             keys: keys of all chunks of the prompt.
             hints: additional stores to probe.
-            patience_s: timeout in seconds of these stores' answers.
+            timeout_s: timeout in seconds of these stores' answers.
 
         Returns:
             The sources, if they are known at once. None: a ``ChunksFound`` event follows.
@@ -214,7 +214,7 @@ class PoolClient:
         probes = [store.probe(keys) for store in self._stores.all]
         if not hints and all(probe.done() for probe in probes):
             return self._found({n: probe.result() for n, probe in enumerate(probes)})
-        look_up = _LookUp(load_id, keys, probes, hints, patience_s)
+        look_up = _LookUp(load_id, keys, probes, hints, timeout_s)
         self._spawn(self._look_up(look_up), load_id)
         return None
 

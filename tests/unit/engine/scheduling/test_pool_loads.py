@@ -56,8 +56,8 @@ class Pool:
     def find(self, keys):
         return [HOME for _ in itertools.takewhile(self.stored.__contains__, keys)]
 
-    def lookup(self, load_id, keys, hints=(), patience_s=0.0):
-        self.hints.append((tuple(hints), patience_s))
+    def lookup(self, load_id, keys, hints=(), timeout_s=0.0):
+        self.hints.append((tuple(hints), timeout_s))
         if self.answers_at_once:
             return self.find(keys)
         self.asked[load_id] = keys
