@@ -214,6 +214,6 @@ class PoolSaves:
         """Commit a copied save if its blocks have kept their content, otherwise discard it."""
         copied = self._copying.pop(event.save_id)
         if event.is_complete:
-            is_right = copied.is_unchanged(self._blocks.pool)
-            self._pool.end_save(event.save_id, is_right=is_right)
+            is_unchanged = copied.is_unchanged(self._blocks.pool)
+            self._pool.end_save(event.save_id, is_unchanged=is_unchanged)
         self._retry_rejected()

@@ -190,8 +190,8 @@ class ChunkPool(Protocol):
         event follows."""
         ...
 
-    def end_save(self, save_id: str, *, is_right: bool) -> None:
-        """Commit a save if ``is_right``, that is, if the copied blocks kept their content until
+    def end_save(self, save_id: str, *, is_unchanged: bool) -> None:
+        """Commit a save if ``is_unchanged``, that is, if the copied blocks kept their content until
         the copy was complete; otherwise discard it."""
         ...
 

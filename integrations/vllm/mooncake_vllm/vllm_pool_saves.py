@@ -31,7 +31,7 @@ class SaveClient(Protocol):
     """The part of ``PoolClient`` that saves."""
 
     def save(self, save: SaveRequest) -> bool: ...
-    def end_save(self, save_id: str, *, is_right: bool) -> None: ...
+    def end_save(self, save_id: str, *, is_unchanged: bool) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,12 +216,12 @@ class PoolSaves:
             saved, name = copy.saved, copy.saved.request.request_id
             is_held = self._held.get(name) is saved
             is_current = is_held or self._current.get(name) is saved
-            is_right = is_current and saved.request.num_preemptions == copy.num_preemptions
+            is_unchanged = is_current and saved.request.num_preemptions == copy.num_preemptions
             is_last = is_held and not self._is_copied_from(saved)
             if is_last:
                 del self._held[name]
         if event.is_complete:
-            self._client.end_save(event.save_id, is_right=is_right)
+            self._client.end_save(event.save_id, is_unchanged=is_unchanged)
         if is_last:
             self._report(name)
 

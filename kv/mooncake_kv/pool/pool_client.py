@@ -251,9 +251,9 @@ class PoolClient:
         self._spawn(self._save(save), save.save_id)
         return True
 
-    def end_save(self, save_id: str, *, is_right: bool) -> None:
+    def end_save(self, save_id: str, *, is_unchanged: bool) -> None:
         """Answer ``ChunksCopied``: whether the copied blocks hold the KV of the chunks' tokens."""
-        self._loop.call(save_id, self._take_verdict, save_id, is_right)
+        self._loop.call(save_id, self._take_verdict, save_id, is_unchanged)
 
     # -- loop thread ----------------------------------------------------------------------------
 
@@ -516,10 +516,10 @@ class PoolClient:
         finally:
             del self._verdicts[save_id]
 
-    def _take_verdict(self, save_id: str, is_right: bool) -> None:
+    def _take_verdict(self, save_id: str, is_unchanged: bool) -> None:
         verdict = self._verdicts.get(save_id)
         if verdict is not None and not verdict.done():
-            verdict.set_result(is_right)
+            verdict.set_result(is_unchanged)
 
     def _cancel(self, load_id: str) -> None:
         if load_id in self._active:

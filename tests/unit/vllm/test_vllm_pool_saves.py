@@ -97,9 +97,9 @@ class Client:
             self.saves[save.save_id] = save
         return not self.refuses
 
-    def end_save(self, save_id: str, *, is_right: bool) -> None:
+    def end_save(self, save_id: str, *, is_unchanged: bool) -> None:
         save = self.saves.pop(save_id)
-        self.judged.append((save.first_chunk, len(save.keys), is_right))
+        self.judged.append((save.first_chunk, len(save.keys), is_unchanged))
 
 
 class Saves:
@@ -197,7 +197,7 @@ def test_blocks_stay_at_the_end_until_what_was_saved_before_is_copied() -> None:
     it.compute(40)
     assert it.end()
     it.copy_all()
-    assert all(is_right for _, _, is_right in it.client.judged)
+    assert all(is_unchanged for _, _, is_unchanged in it.client.judged)
     assert it.reported == ["a"]
 
 

@@ -76,9 +76,9 @@ class Pool:
         self.saves[save.save_id] = save
         return True
 
-    def end_save(self, save_id, *, is_right):
+    def end_save(self, save_id, *, is_unchanged):
         save = self.saves.pop(save_id)
-        if is_right:
+        if is_unchanged:
             self.stored.update(save.keys)
 
 

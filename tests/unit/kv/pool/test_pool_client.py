@@ -161,7 +161,7 @@ def test_saves_that_are_copied_hold_up_none_that_are_not(instance):
         report = RunsEnded(instance.ordered.get(timeout=WAIT_S), None, 0, 0.0, 0.0)
         instance.client.on_rank_message(0, encode(report))
     for _ in range(num_saves):
-        instance.client.end_save(instance.copied.get(timeout=WAIT_S), is_right=True)
+        instance.client.end_save(instance.copied.get(timeout=WAIT_S), is_unchanged=True)
     instance.await_saves()
     assert instance.client.stats.num_saved_chunks == num_saves
 
@@ -198,7 +198,7 @@ def stored(instance):
     instance.save()
     instance.client.on_rank_message(0, encode(RunsEnded("save", None, 0, 0.0)))
     assert instance.has_copied.wait(WAIT_S)
-    instance.client.end_save("save", is_right=True)
+    instance.client.end_save("save", is_unchanged=True)
     instance.await_saves()
     return instance
 
