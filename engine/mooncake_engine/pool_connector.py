@@ -115,7 +115,7 @@ class SchedulerPool:
 
     @property
     def publishes_saves(self) -> bool:
-        return self._stores.tells_what_is_saved
+        return self._stores.publishes_saves
 
     @property
     def kv_event_endpoints(self) -> KVEventEndpoints | None:

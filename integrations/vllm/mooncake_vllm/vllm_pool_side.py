@@ -129,7 +129,7 @@ class PoolSchedulerSide:
         self._saves = PoolSaves(
             self._client,
             self._pages,
-            publishes_tokens=self._stores.tells_what_is_saved,
+            publishes_tokens=self._stores.publishes_saves,
             report=lambda request_id: self._ranks.report(ReportSend(request_id)),
         )
 

@@ -112,7 +112,7 @@ class SaveRequest:
         step: see ``SaveRuns``.
         copy: set if the chunks came from another store; they are saved if the copy is worth it. The
             pool client sets ``num_copies``. None: chunks that another store has are not saved.
-        token_ids: tokens of the chunks to save; only where ``PoolStores.tells_what_is_saved``.
+        token_ids: tokens of the chunks to save; only where ``PoolStores.publishes_saves``.
         is_use: see ``ChunkStore.reserve``.
         num_refused: number of these chunks, from the first, whose save was refused before.
     """

@@ -148,7 +148,7 @@ class PoolStores:
         return None if arena is None else arena.kv_events
 
     @property
-    def tells_what_is_saved(self) -> bool:
+    def publishes_saves(self) -> bool:
         """Whether ``home`` has an observer or publishes events, so that saves must include their
         tokens."""
         return self._observer is not None or self.home_kv_events is not None
