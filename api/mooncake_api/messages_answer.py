@@ -57,13 +57,13 @@ class MessagesTranslation:
         self._writer = _MessageWriter(request)
         self._reader = ChatStreamReader(self._writer)
 
-    def whole(self, status: int, body: bytes) -> tuple[int, bytes]:
+    def complete(self, status: int, body: bytes) -> tuple[int, bytes]:
         if status != 200:
             return status, messages_error(status, body)
         if not write_answer(self._writer, body):
             message = "the instance did not return a chat completion"
             return 502, encode(_error(502, ChatError(message)))
-        return 200, encode(self._writer.whole())
+        return 200, encode(self._writer.complete())
 
     def events(self, data: bytes) -> bytes:
         return self._reader.feed(data)
@@ -147,7 +147,7 @@ class _MessageWriter:
         status = error.code if isinstance(error.code, int) else 500
         return event("error", _error(429 if error.code == "overloaded" else status, error))
 
-    def whole(self) -> Json:
+    def complete(self) -> Json:
         """The complete message, with the arguments of its calls decoded. Truncated arguments become
         an empty object."""
         for index, arguments in self._arguments.items():

@@ -41,7 +41,7 @@ class ResponsesTranslation:
         self._writer = _ResponseWriter(request)
         self._reader = ChatStreamReader(self._writer)
 
-    def whole(self, status: int, body: bytes) -> tuple[int, bytes]:
+    def complete(self, status: int, body: bytes) -> tuple[int, bytes]:
         if status != 200:
             return status, body
         if not write_answer(self._writer, body):

@@ -23,7 +23,7 @@ class Translation(Protocol):
     chat_body: bytes
     """The body for ``/v1/chat/completions``."""
 
-    def whole(self, status: int, body: bytes) -> tuple[int, bytes]:
+    def complete(self, status: int, body: bytes) -> tuple[int, bytes]:
         """Translate a complete chat response or an error; returns status and body. A body that is
         neither becomes a 502."""
 

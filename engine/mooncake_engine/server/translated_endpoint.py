@@ -99,7 +99,7 @@ class _TranslatingSend:
         elif self._is_stream:
             await self._send({**message, "body": self._translation.events(message["body"])})
         else:
-            status, body = self._translation.whole(self._head["status"], message["body"])
+            status, body = self._translation.complete(self._head["status"], message["body"])
             kept = [pair for pair in self._head["headers"] if pair[0] != b"content-length"]
             headers = [*kept, (b"content-length", str(len(body)).encode())]
             await self._send({**self._head, "status": status, "headers": headers})

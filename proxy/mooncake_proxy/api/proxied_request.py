@@ -278,7 +278,7 @@ class UntranslatedRequest:
         request.body = translation.chat_body
         request.translation = translation
 
-    def whole(self, status: int, body: bytes) -> tuple[int, bytes]:
+    def complete(self, status: int, body: bytes) -> tuple[int, bytes]:
         """Translate a whole response, which can only be an error."""
         return status, self._format.error(status, body)
 

@@ -26,7 +26,7 @@ class Pausable(Protocol):
 class AnswerTranslation(Protocol):
     """Translates OpenAI answers to the API format of the client."""
 
-    def whole(self, status: int, body: bytes) -> tuple[int, bytes]:
+    def complete(self, status: int, body: bytes) -> tuple[int, bytes]:
         """Translate a complete answer or an error."""
 
     def events(self, data: bytes) -> bytes:
@@ -96,7 +96,7 @@ class HttpRequest:
     def respond(self, status: int, body: bytes, content_type: str, headers: bytes = b"") -> None:
         """Send the whole response."""
         if self.translation is not None:
-            status, body = self.translation.whole(status, body)
+            status, body = self.translation.complete(status, body)
         self.status = status
         self._protocol.send(
             b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n%b"

@@ -206,7 +206,7 @@ def test_a_complete_answer_equals_the_stream(path: str) -> None:
     message = {"content": "At once. 🍵", "reasoning": "Hm, te", "tool_calls": calls}
     choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
     answer = HEAD | {"choices": [choice], "usage": USAGE}
-    status, body = translation_of(path).whole(200, json.dumps(answer).encode())
+    status, body = translation_of(path).complete(200, json.dumps(answer).encode())
     assert status == 200
     whole = json.loads(body)
     events = read(translation_of(path).events(STREAM))
@@ -226,21 +226,21 @@ def test_a_complete_answer_equals_the_stream(path: str) -> None:
 @pytest.mark.parametrize("path", BODIES)
 @pytest.mark.parametrize("body", [b"", b"{}", b'{"choices":[]}', b'{"choices":[{"index":0}]}'])
 def test_a_body_that_is_no_answer_is_an_error(path: str, body: bytes) -> None:
-    status, found = translation_of(path).whole(200, body)
+    status, found = translation_of(path).complete(200, body)
     assert status == 502
     assert "did not return a chat completion" in json.loads(found)["error"]["message"]
 
 
 def test_errors_are_translated() -> None:
     refused = b'{"error":{"message":"no","type":"invalid_request_error","param":"x","code":null}}'
-    assert translation_of("/v1/responses").whole(400, refused) == (400, refused)
-    status, body = translation_of("/v1/messages").whole(429, refused)
+    assert translation_of("/v1/responses").complete(400, refused) == (400, refused)
+    status, body = translation_of("/v1/messages").complete(429, refused)
     assert status == 429
     assert json.loads(body) == {
         "type": "error",
         "error": {"type": "rate_limit_error", "message": "no"},
     }
-    _, body = translation_of("/v1/messages").whole(502, b"<html>bad gateway</html>")
+    _, body = translation_of("/v1/messages").complete(502, b"<html>bad gateway</html>")
     assert "bad gateway" in json.loads(body)["error"]["message"]
 
 
