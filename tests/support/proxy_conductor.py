@@ -28,7 +28,7 @@ def conductor_of(s: Stand) -> ConductorRouting:
 
 def check_nothing_is_reserved(s: Stand) -> None:
     """Check that no prefill time and no decode slot is still reserved."""
-    for fleet in (conductor_of(s).pairs.conductor, conductor_of(s).whole.conductor):
+    for fleet in (conductor_of(s).pairs.conductor, conductor_of(s).coupled.conductor):
         assert len(fleet.book) == 0
         assert len(fleet.ledger) == 0
         assert not fleet.fleet.queues.num_requests.any()

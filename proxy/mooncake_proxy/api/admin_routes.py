@@ -268,7 +268,7 @@ class AdminHandlers:
             ({"instance": instance.name, "role": instance.spec.role.value, "tier": tier}, number)
             for router in self._routers
             if router.conductor is not None
-            for fleet in (router.conductor.pairs, router.conductor.whole)
+            for fleet in (router.conductor.pairs, router.conductor.coupled)
             for instance, tier, number in fleet.holdings.num_tokens()
         ]
         if held:

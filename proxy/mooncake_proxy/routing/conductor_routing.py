@@ -57,7 +57,7 @@ class ConductorRouting:
         self.refuses = config.admission != "none"
         # Two conductors: one for split requests, one for requests that a single instance serves.
         self.pairs = ConductorFleet(pool, config, self._open_feed, is_coupled=False, rng=rng)
-        self.whole = ConductorFleet(pool, config, self._open_feed, is_coupled=True, rng=rng)
+        self.coupled = ConductorFleet(pool, config, self._open_feed, is_coupled=True, rng=rng)
         # Measures the load of both roles; needs a TTFT objective to measure it against.
         ttft_s = self.pairs.conductor.settings.objectives.default.ttft_s
         self.roles: RoleWatch | None = None
@@ -79,7 +79,7 @@ class ConductorRouting:
         """
         if role not in (None, Role.BOTH):
             return  # requests that only decode instances serve are not placed by the conductor
-        fleet = self.pairs if role is None else self.whole
+        fleet = self.pairs if role is None else self.coupled
         if context.routed is not None:  # a new pass: end the reservation of the one before
             context.routed.fleet.ended(context.routed, self._now())
             context.routed = None
@@ -179,7 +179,7 @@ class ConductorRouting:
         The flag passed to `publish` is True for requests that a single instance serves.
         """
         self.pairs.exchange.start(partial(publish, False))
-        self.whole.exchange.start(partial(publish, True))
+        self.coupled.exchange.start(partial(publish, True))
 
     def apply(
         self,
@@ -190,29 +190,29 @@ class ConductorRouting:
         is_snapshot: bool = False,
     ) -> None:
         """Apply reservations of another proxy process; those in a snapshot may be known already."""
-        fleet = self.whole if is_whole else self.pairs
+        fleet = self.coupled if is_whole else self.pairs
         fleet.apply(owner, changes, self._now(), is_snapshot=is_snapshot)
 
     def snapshot(self) -> list[tuple[bool, list[ReservationChange]]]:
         """All reservations of this process; the flag marks requests that one instance serves."""
         now = self._now()
-        fleets = ((False, self.pairs), (True, self.whole))
+        fleets = ((False, self.pairs), (True, self.coupled))
         return [(is_whole, fleet.exchange.snapshot(now)) for is_whole, fleet in fleets]
 
     def portions(self) -> Iterator[tuple[bool, list[ReservationChange]]]:
         """Yield the snapshot in portions; each is up to date when it is yielded."""
-        for is_whole, fleet in ((False, self.pairs), (True, self.whole)):
+        for is_whole, fleet in ((False, self.pairs), (True, self.coupled)):
             for changes in fleet.exchange.portions(self._now):
                 yield is_whole, changes
 
     def retain(self, owner: str, request_ids: Collection[str]) -> None:
         """Release all reservations of another proxy process except these."""
-        for fleet in (self.pairs, self.whole):
+        for fleet in (self.pairs, self.coupled):
             fleet.exchange.retain(owner, request_ids, self._now())
 
     def forget(self, owner: str) -> None:
         """Release all reservations of another proxy process: it is gone."""
-        for fleet in (self.pairs, self.whole):
+        for fleet in (self.pairs, self.coupled):
             fleet.conductor.book.release_owner(owner, self._now())
 
     def explain(self, request_id: str) -> dict[str, Any]:
@@ -233,7 +233,7 @@ class ConductorRouting:
         """Do periodic work; called a few times per second."""
         now = self._now()
         self.pairs.sweep(now)
-        self.whole.sweep(now)
+        self.coupled.sweep(now)
 
     def role_change(self) -> tuple[Instance, Role] | None:
         """The instance that should switch its role now, if any; called a few times per second."""
@@ -278,7 +278,7 @@ class ConductorRouting:
             return ""
         if self._feed is None:
             return name
-        is_adapter = any(name in fleet.holdings.adapters for fleet in (self.pairs, self.whole))
+        is_adapter = any(name in fleet.holdings.adapters for fleet in (self.pairs, self.coupled))
         return name if is_adapter else ""
 
     def _open_feed(self) -> KVEventFeed:
@@ -291,7 +291,7 @@ class ConductorRouting:
 
     def _deliver(self, delivery: KVEventDelivery) -> Iterator[None]:
         yield from self.pairs.holdings.apply(delivery)
-        yield from self.whole.holdings.apply(delivery)
+        yield from self.coupled.holdings.apply(delivery)
 
     def _note(self, context: RequestContext, routed: RoutedRequest) -> None:
         context.routed = routed

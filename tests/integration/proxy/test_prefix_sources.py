@@ -126,9 +126,9 @@ def test_instance_of_both_roles_receives_fetch_source() -> None:
             await s.app.checker.check_all()
             assert (await post(s, BODY | {"prompt": IDS})).status_code == 200
             [home] = [fake for fake in s.decodes if fake.generated]
-            whole = conductor_of(s).whole
-            slot = next(n for n, name in whole.conductor.fleet.names.items() if name == home.url)
-            whole.conductor.fleet.queues.enter(slot, "other", BUSY_S, 1, s.app.router.now())
+            coupled = conductor_of(s).coupled
+            slot = next(n for n, name in coupled.conductor.fleet.names.items() if name == home.url)
+            coupled.conductor.fleet.queues.enter(slot, "other", BUSY_S, 1, s.app.router.now())
             assert (await post(s, BODY | {"prompt": IDS})).status_code == 200
             [other] = [fake for fake in s.decodes if fake is not home]
             [source] = other.generated[-1].body["kv_transfer_params"]["prefix_sources"]
