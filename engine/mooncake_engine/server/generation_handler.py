@@ -475,7 +475,7 @@ class GenerationEndpoint(Generic[RequestType]):
         context = await self.prepare(request, request_id, http.headers)
         context.note_sender(http.client.host if http.client else None)
         if not context.is_streamed:
-            await sender.whole(await self.handler.complete(context, self.builder))
+            await sender.send_json(await self.handler.complete(context, self.builder))
             return
         await self.handler.stream(context, self.builder, sender)
         await sender.end()

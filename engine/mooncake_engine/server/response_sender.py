@@ -72,7 +72,7 @@ class ResponseSender:
         self._pending: list[bytes] = []
         self._flushing: asyncio.Task[None] | None = None
 
-    async def whole(self, body: bytes) -> None:
+    async def send_json(self, body: bytes) -> None:
         """Send a complete JSON response."""
         await self._start(
             200, [(b"content-type", _JSON), (b"content-length", str(len(body)).encode())]
