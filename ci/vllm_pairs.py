@@ -26,7 +26,7 @@ from vllm_serving import (
     transfer_config,
 )
 
-PATIENCE_S = 120.0
+TIMEOUT_S = 120.0
 """For a transfer: where others work, too, a worker that got no processor once stood for 30 s."""
 FULL, SLIDING, LATENT = "full", "sliding", "latent"
 
@@ -167,7 +167,7 @@ def instance(python: Path, role: str, pair: Pair, transports: list[str]) -> Iter
     """A vLLM with our connector, in a deployment with a secret; not necessarily up yet."""
     SECRET.touch(mode=0o600)
     SECRET.write_text("of these pairs\n")
-    settings = {"transfer_timeout_seconds": PATIENCE_S, "secret_file": str(SECRET)}
+    settings = {"transfer_timeout_seconds": TIMEOUT_S, "secret_file": str(SECRET)}
     transfer = transfer_config(role, pair.flow, transports, **settings)
     size = pair.prefill if role == "kv_producer" else pair.decode
     words = (*MODELS[pair.model].words, *size.words, "--max-num-batched-tokens", "256")

@@ -13,7 +13,7 @@ from mooncake_kv.connector_worker import RankContext, RankMemory
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 2, (8, 8), "float32", 4)
 NUM_BLOCKS, BLOCK_SIZE = 4, 16
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 class Rank:
@@ -43,7 +43,7 @@ class Rank:
 
 def wait_for(found: Callable[[], object]) -> None:
     """Wait until the condition holds."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not found():
         assert time.monotonic() < deadline
         time.sleep(0.001)

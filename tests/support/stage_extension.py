@@ -8,7 +8,7 @@ from pathlib import Path
 from mooncake_engine.execution.worker_extension import ExtensionContext, LayerDone
 from mooncake_engine.scheduling.step_plan import StepPlan
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 PAUSE_S = 0.2
 SLOW = b"slow"
 
@@ -53,7 +53,7 @@ class StageExtension:
 
 
 def _wait_for(note: Path) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not note.exists():
         if time.monotonic() > deadline:
             raise RuntimeError(f"the first stage did not begin step {note.name} meanwhile")

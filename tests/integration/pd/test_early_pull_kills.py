@@ -24,7 +24,7 @@ from mooncake_kv import side_channel
 from mooncake_kv.params import KVTransferDict
 
 LEASE_S = 1.5
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 OPTIONS = ("--transport", "shm", "--lease-seconds", str(LEASE_S))
 SLOW = ("--max-num-batched-tokens", "1")
 """One step per token, so that P computes long enough to be killed meanwhile."""
@@ -78,7 +78,7 @@ async def begin(decode: Instance, server: Metaserver) -> asyncio.Task[list[int]]
 
     before = decode.stat("bytes_received")
     asking = asyncio.create_task(tokens())
-    await wait_until(lambda: decode.stat("bytes_received") > before, PATIENCE_S, decode.describe)
+    await wait_until(lambda: decode.stat("bytes_received") > before, TIMEOUT_S, decode.describe)
     assert not asking.done()
     return asking
 
@@ -94,15 +94,15 @@ def test_a_killed_prefill_instance(model: Path, expected: list[int]) -> None:
                 async with sent_to(victim) as server:
                     asking = await begin(decode, server)
                     victim.kill()
-                    assert await asyncio.wait_for(asking, PATIENCE_S) == expected
+                    assert await asyncio.wait_for(asking, TIMEOUT_S) == expected
             assert decode.stat("load_failures") == 1
-            await decode.check_clean(PATIENCE_S)
+            await decode.check_clean(TIMEOUT_S)
             with serving(model, "prefill", *OPTIONS, *port) as successor:
                 async with sent_to(successor) as server:
                     again = await ask(decode, PROMPT, GREEDY, params_of(server))
                 assert again.tokens == expected
                 assert decode.stat("load_failures") == 1
-                await successor.wait_until_idle(PATIENCE_S)
+                await successor.wait_until_idle(TIMEOUT_S)
             await decode.check_clean()
 
     asyncio.run(main())
@@ -117,11 +117,11 @@ def test_a_frozen_prefill_instance(model: Path, expected: list[int]) -> None:
                 async with sent_to(frozen) as server:
                     asking = await begin(decode, server)
                     frozen.program.process.send_signal(signal.SIGSTOP)
-                    assert await asyncio.wait_for(asking, PATIENCE_S) == expected
+                    assert await asyncio.wait_for(asking, TIMEOUT_S) == expected
                     assert decode.stat("load_failures") == 1
-                    await decode.check_clean(PATIENCE_S)
+                    await decode.check_clean(TIMEOUT_S)
                     frozen.program.process.send_signal(signal.SIGCONT)
-                    await frozen.wait_until_idle(PATIENCE_S)
+                    await frozen.wait_until_idle(TIMEOUT_S)
 
     asyncio.run(main())
 
@@ -144,7 +144,7 @@ def begin_far(victim: Served, server: Metaserver) -> asyncio.Task[dict[str, Any]
 async def is_read_from(prefill: Instance, victim: Served) -> None:
     """Wait until the instance has read a part, while P still computes."""
     received = "mooncake:kv_transfer_bytes_received_total"
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not await victim.figure(received):
         assert time.monotonic() < deadline, "it reads nothing"
         await asyncio.sleep(0.01)
@@ -164,12 +164,12 @@ def test_a_killed_decode_instance(model: Path, expected: list[int]) -> None:
                     victim.kill()
                     [ended] = await asyncio.gather(asking, return_exceptions=True)
                     assert isinstance(ended, httpx.HTTPError)
-                await prefill.check_clean(PATIENCE_S)
+                await prefill.check_clean(TIMEOUT_S)
                 async with instance(model, Role.DECODE, **IN_PROCESS) as decode:
                     found = await ask(decode, PROMPT, GREEDY, params_of(server))
                     assert found.tokens == expected
                     assert decode.stat("load_failures") == 0
-            await prefill.check_clean(PATIENCE_S)
+            await prefill.check_clean(TIMEOUT_S)
 
     asyncio.run(main())
 
@@ -188,10 +188,10 @@ def test_a_frozen_decode_instance(model: Path, expected: list[int]) -> None:
                 asking = begin_far(frozen, server)
                 await is_read_from(prefill, frozen)
                 frozen.program.process.send_signal(signal.SIGSTOP)
-                await prefill.check_clean(PATIENCE_S)
+                await prefill.check_clean(TIMEOUT_S)
                 frozen.program.process.send_signal(signal.SIGCONT)
-                answer = await asyncio.wait_for(asking, PATIENCE_S)
+                answer = await asyncio.wait_for(asking, TIMEOUT_S)
                 assert answer["choices"][0]["token_ids"] == expected
-                await frozen.wait_until_idle(PATIENCE_S)
+                await frozen.wait_until_idle(TIMEOUT_S)
 
     asyncio.run(main())

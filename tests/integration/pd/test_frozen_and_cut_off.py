@@ -19,7 +19,7 @@ from support.programs import ranks_of
 from mooncake_engine.config import Role
 
 LEASE_S = 1.5
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 OPTIONS = ("--transport", "shm", "--lease-seconds", str(LEASE_S))
 IN_PROCESS = {"transports": ("shm",), "lease_s": LEASE_S}
 PROMPTS = [prompt_of(200, seed=seed) for seed in range(3)]
@@ -39,12 +39,12 @@ def test_frozen_decode_instance_holds_no_blocks_of_peer(model: Path) -> None:
                 asking = asyncio.create_task(
                     frozen.complete(body_of(PROMPTS[0], GREEDY, params[0]))
                 )
-                await first.check_clean(PATIENCE_S)
+                await first.check_clean(TIMEOUT_S)
                 assert first.stat("leases_expired") == len(PROMPTS)
                 frozen.program.process.send_signal(signal.SIGCONT)
-                answer = await asyncio.wait_for(asking, PATIENCE_S)
+                answer = await asyncio.wait_for(asking, TIMEOUT_S)
                 assert answer["choices"][0]["token_ids"] == expected
-                await frozen.wait_until_idle(PATIENCE_S)
+                await frozen.wait_until_idle(TIMEOUT_S)
 
     asyncio.run(main())
 
@@ -63,10 +63,10 @@ def test_decode_instance_with_hung_steps_releases_leases(model: Path) -> None:
                     asyncio.create_task(wedged.complete(body_of(prompt, GREEDY, wanted)))
                     for prompt, wanted in zip(PROMPTS[1:], params, strict=True)
                 ]
-                await first.check_clean(PATIENCE_S)
+                await first.check_clean(TIMEOUT_S)
                 ended = await asyncio.gather(hanging, *waiting, return_exceptions=True)
                 assert all(isinstance(end, httpx.HTTPError) for end in ended)
-                status = await asyncio.to_thread(wedged.program.wait, PATIENCE_S)
+                status = await asyncio.to_thread(wedged.program.wait, TIMEOUT_S)
                 assert status == 1
             assert (await ask(first, PROMPTS[0])).tokens
 
@@ -152,11 +152,11 @@ def test_one_way_network_failure_gives_right_tokens(model: Path) -> None:
                         ask(decode, prompt, GREEDY, wanted)
                         for prompt, wanted in zip(PROMPTS[1:], detour[1:], strict=True)
                     ]
-                    answers = await asyncio.wait_for(asyncio.gather(*asking), PATIENCE_S)
+                    answers = await asyncio.wait_for(asyncio.gather(*asking), TIMEOUT_S)
                     assert [found.tokens for found in answers] == expected[1:]
                     assert decode.stat("load_failures") == len(answers)
-                    await wait_until(lambda: decode.is_idle, PATIENCE_S, decode.describe)
-                await first.wait_until_idle(PATIENCE_S)
-            await decode.check_clean(PATIENCE_S)
+                    await wait_until(lambda: decode.is_idle, TIMEOUT_S, decode.describe)
+                await first.wait_until_idle(TIMEOUT_S)
+            await decode.check_clean(TIMEOUT_S)
 
     asyncio.run(main())

@@ -16,7 +16,7 @@ from support.ports import free_range
 from support.programs import TINY_LLAMA, Program, running
 
 LEASE_S = 5.0
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def instances(url: str) -> list[dict[str, Any]]:
 
 def until(url: str, condition: Callable[[list[str]], bool]) -> list[str]:
     """Wait until the roles of the instances that are up are as expected."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while True:
         roles = sorted(each["role"] for each in instances(url) if each["state"] == "up")
         if condition(roles):
@@ -89,7 +89,7 @@ def test_instances_register_again_after_proxy_restart(proxy_url: str, secret: Pa
             assert p.wait() == 0
             assert "has not renewed" not in second.error_text, "told, not found out"
             d.process.kill()
-            deadline = time.monotonic() + PATIENCE_S
+            deadline = time.monotonic() + TIMEOUT_S
             while instances(proxy_url):
                 assert time.monotonic() < deadline, "a lease that is not renewed ends"
                 time.sleep(0.05)
@@ -103,7 +103,7 @@ def test_registration_with_other_secret_is_rejected(
     wrong = tmp_path / "wrong"
     wrong.write_text("another")
     with proxy(proxy_url, secret), instance("both", proxy_url, wrong) as refused:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + TIMEOUT_S
         while "not registered at" not in refused.error_text:
             assert time.monotonic() < deadline
             time.sleep(0.05)

@@ -31,7 +31,7 @@ from mooncake_proxy.routing.peer_proxies import HEADER, PeerProxies
 from mooncake_proxy.routing.reservation_sharing import ReservationReport
 
 SECRET = "what these proxies share"
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 NOBODY = "http://127.0.0.1:1"
 STREAM = BODY | {"prompt": list(range(640)), "stream": True}
 
@@ -47,7 +47,7 @@ def peers_of(s: Stand) -> PeerProxies:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    for _ in range(int(PATIENCE_S / 0.02)):
+    for _ in range(int(TIMEOUT_S / 0.02)):
         if condition():
             return
         await asyncio.sleep(0.02)
@@ -76,7 +76,7 @@ async def other_proxy(
     )
     try:
         assert process.stdout is not None
-        await asyncio.wait_for(process.stdout.readline(), PATIENCE_S)
+        await asyncio.wait_for(process.stdout.readline(), TIMEOUT_S)
         yield process
     finally:
         if process.returncode is None:
@@ -93,7 +93,7 @@ def test_peer_reservations_count_until_they_end(
     async def main() -> None:
         port = free_range(1).first
         url = f"http://127.0.0.1:{port}"
-        async with stand(2, 1, **peered(url)) as s, httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        async with stand(2, 1, **peered(url)) as s, httpx.AsyncClient(timeout=TIMEOUT_S) as client:
             book = conductor_of(s).pairs.conductor.book
             for fake in s.prefills:
                 fake.behaviour.hangs = True
@@ -126,7 +126,7 @@ def test_late_peer_receives_full_snapshot(secret: Path) -> None:
     async def main() -> None:
         port = free_range(1).first
         url = f"http://127.0.0.1:{port}"
-        async with stand(1, 1, **peered(url)) as s, httpx.AsyncClient(timeout=PATIENCE_S) as client:
+        async with stand(1, 1, **peered(url)) as s, httpx.AsyncClient(timeout=TIMEOUT_S) as client:
             s.prefill.behaviour.hangs = True
             own = asyncio.ensure_future(post(s, STREAM))
             [peer] = peers_of(s)._peers

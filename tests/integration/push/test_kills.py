@@ -22,7 +22,7 @@ from mooncake_hal.testing.backends import free_port
 from mooncake_kv.params import KVTransferDict
 
 LEASE_S = 1.5
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 OPTIONS = ("--kv-connector", LAYERWISE, "--transport", NAME, "--lease-seconds", str(LEASE_S))
 IN_PROCESS = {"connector": LAYERWISE, "transports": (NAME,), "lease_s": LEASE_S}
 PROMPT = prompt_of(200)
@@ -76,8 +76,8 @@ def test_a_killed_prefill_instance(
                 async with sent_to(victim) as server:
                     asking = await begin(decode, server)
                     victim.kill()
-                    found = await asyncio.wait_for(asking, PATIENCE_S)
-            await decode.check_clean(PATIENCE_S)
+                    found = await asyncio.wait_for(asking, TIMEOUT_S)
+            await decode.check_clean(TIMEOUT_S)
             assert decode.stat("reservations") == 0
         async with instance(model) as single:
             assert found == (await ask(single, PROMPT)).tokens
@@ -100,7 +100,7 @@ def test_a_prefill_instance_that_is_killed_and_comes_back_is_another_one(
                     victim.kill()
             monkeypatch.delenv("MOONCAKE_TEST_GATE")
             with serving(model, "prefill", *OPTIONS, *port) as successor:
-                found = await asyncio.wait_for(asking, PATIENCE_S)
+                found = await asyncio.wait_for(asking, TIMEOUT_S)
                 await decode.check_clean(10.0)
                 failures = decode.stat("load_failures")
                 async with sent_to(successor) as server:
@@ -158,7 +158,7 @@ def test_a_frozen_prefill_instance_may_still_write(
                 async with sent_to(frozen) as server:
                     asking = await begin(decode, server)
                     frozen.program.process.send_signal(signal.SIGSTOP)
-                    found = await asyncio.wait_for(asking, PATIENCE_S)
+                    found = await asyncio.wait_for(asking, TIMEOUT_S)
                     assert decode.stat("reservations") == 1
                     assert decode.engine.stats().kv_cache_usage > 0
                     decode.core.check_integrity()

@@ -24,7 +24,7 @@ from support.programs import (
     serving,
 )
 
-PATIENCE_S = 90.0
+TIMEOUT_S = 90.0
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": "hello", "max_tokens": 24, "temperature": 0},
     {"prompt": "the quick brown fox", "max_tokens": 16, "temperature": 0, "logprobs": 3},
@@ -39,7 +39,7 @@ ENDLESS = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True}
 def ask(url: str, body: dict[str, Any], **headers: str) -> httpx.Response:
     """On a connection of its own, which the kernel gives to any worker."""
     return httpx.post(
-        f"{url}/v1/completions", json=body, headers=headers, timeout=PATIENCE_S, trust_env=False
+        f"{url}/v1/completions", json=body, headers=headers, timeout=TIMEOUT_S, trust_env=False
     )
 
 
@@ -61,14 +61,14 @@ def processes_of(program: Program, module: str) -> list[int]:
 
 
 def wait_gone(pids: Iterable[int]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline, "processes are left"
         time.sleep(0.05)
 
 
 def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while not is_so():
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -100,7 +100,7 @@ def test_answers_are_those_of_one_server_and_figures_are_of_all(
         assert ask(url, {"prompt": "hi", "max_tokens": 1}).status_code == 200
     workers = {f'"worker":"api-{number}"' for number in range(3)}
     wait_for(lambda: all(worker in program.error_text for worker in workers))
-    reset = httpx.post(f"{url}/reset_prefix_cache", timeout=PATIENCE_S, trust_env=False)
+    reset = httpx.post(f"{url}/reset_prefix_cache", timeout=TIMEOUT_S, trust_env=False)
     assert reset.status_code == 200
 
 
@@ -131,7 +131,7 @@ class Asking:
     def wait(self) -> None:
         """Until none asks any more."""
         for thread in self._threads:
-            thread.join(PATIENCE_S)
+            thread.join(TIMEOUT_S)
         assert len(self.found) == len(self._threads)
 
     def _ask(self, url: str, request_id: str) -> None:
@@ -190,7 +190,7 @@ def test_a_stop_waits_for_the_requests_of_all_workers() -> None:
         for pid in [program.process.pid, *processes]:  # as a service manager does
             os.kill(pid, signal.SIGTERM)
         for thread in threads:
-            thread.join(PATIENCE_S)
+            thread.join(TIMEOUT_S)
         assert [response.status_code for response in found] == [200] * 8
         assert program.wait() == 0
         wait_gone(processes)
@@ -246,7 +246,7 @@ def test_a_pair_with_workers_answers_as_one_server() -> None:
 
     def chat(url: str) -> tuple[str, str]:
         response = httpx.post(
-            f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S, trust_env=False
+            f"{url}/v1/chat/completions", json=body, timeout=TIMEOUT_S, trust_env=False
         )
         choice = response.json()["choices"][0]
         return choice["message"]["content"], choice["finish_reason"]

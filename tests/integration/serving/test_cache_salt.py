@@ -11,7 +11,7 @@ import pytest
 from support.pd import write_model
 from support.running import deployment, serving
 
-PATIENCE_S = 90.0
+TIMEOUT_S = 90.0
 OPTIONS = ("--threads", "1", "--num-kv-blocks", "128", "--block-size", "16", "--transport", "shm")
 PUSH = ("--kv-connector", "MooncakeLayerwiseConnector")
 
@@ -39,7 +39,7 @@ def url(
 
 def ask(url: str, **fields: Any) -> httpx.Response:
     body = {"prompt": list(range(3, 83)), "max_tokens": 4, "temperature": 0, **fields}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False)
 
 
 def num_cached(response: httpx.Response) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 from support.programs import Program, descendants, is_running, ranks_of, running, serving
 
-PATIENCE_S = 90.0
+TIMEOUT_S = 90.0
 REQUESTS: list[dict[str, Any]] = [
     {"prompt": "hello", "max_tokens": 24, "temperature": 0},
     {"prompt": "the quick brown fox", "max_tokens": 16, "temperature": 0, "logprobs": 3},
@@ -26,7 +26,7 @@ REQUESTS: list[dict[str, Any]] = [
 
 
 def ask(url: str, body: dict[str, Any]) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False)
 
 
 def answers(url: str) -> list[Any]:
@@ -50,7 +50,7 @@ def core_of(program: Program) -> int:
 
 
 def wait_gone(pids: Iterable[int]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline, "processes are left"
         time.sleep(0.05)
@@ -65,7 +65,7 @@ def test_same_answers_and_figures_and_an_orderly_end() -> None:
         assert ask(url, REQUESTS[0]).status_code == 200
         assert generated(url) - before == REQUESTS[0]["max_tokens"]
         assert answers(url) == alone
-        reset = httpx.post(f"{url}/reset_prefix_cache", timeout=PATIENCE_S, trust_env=False)
+        reset = httpx.post(f"{url}/reset_prefix_cache", timeout=TIMEOUT_S, trust_env=False)
         assert reset.status_code == 200
         processes = descendants(program.process.pid)
         assert processes
@@ -83,7 +83,7 @@ def test_a_core_that_dies_ends_the_instance_with_its_reason() -> None:
         thread.start()
         time.sleep(0.3)
         os.kill(core_of(program), signal.SIGKILL)
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
         assert asking[0].status_code == 503
         assert "the core's process killed by SIGKILL" in asking[0].text
         assert program.wait() == 1

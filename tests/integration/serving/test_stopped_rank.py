@@ -18,7 +18,7 @@ import pytest
 from support.programs import TINY_LLAMA, ranks_of, running, serving
 
 LIMIT_S = 6
-PATIENCE_S = 90.0
+TIMEOUT_S = 90.0
 
 
 class Asking:
@@ -33,22 +33,22 @@ class Asking:
     def _ask(self) -> None:
         body = {"prompt": "hello", "max_tokens": 200, "ignore_eos": True}
         self.response = httpx.post(
-            f"{self._url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False
+            f"{self._url}/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False
         )
 
     def answer(self) -> httpx.Response:
         """What came, sooner or later."""
-        self._thread.join(PATIENCE_S)
+        self._thread.join(TIMEOUT_S)
         assert self.response is not None
         return self.response
 
 
 def wait_for_status(url: str, code: str) -> None:
     """Until health checks are answered so."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     found = ""
     while time.monotonic() < deadline:
-        response = httpx.get(f"{url}/ready", timeout=PATIENCE_S, trust_env=False)
+        response = httpx.get(f"{url}/ready", timeout=TIMEOUT_S, trust_env=False)
         found = response.text
         if response.status_code == 503 and response.json()["error"]["code"] == code:
             return
@@ -122,7 +122,7 @@ def test_a_device_that_hangs_in_the_instances_own_process_ends_it(tmp_path: Path
         response = Asking(url).answer()
         assert response.status_code == 503
         assert "a step did not return within" in response.text
-        _, errors = process.communicate(timeout=PATIENCE_S)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     assert "the core's thread is here" in errors
 
@@ -132,8 +132,8 @@ def test_a_step_that_hangs_with_the_interpreters_lock_ends_the_instance(tmp_path
     with wedged(tmp_path, "hold_the_lock()") as (url, process):
         body = {"prompt": "hello", "max_tokens": 4}
         with pytest.raises(httpx.RemoteProtocolError):
-            httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S, trust_env=False)
-        _, errors = process.communicate(timeout=PATIENCE_S)
+            httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == -signal.SIGABRT
     assert f"could run Python for {LIMIT_S} s" in errors
     assert "in hold_the_lock" in errors
@@ -151,4 +151,4 @@ def test_an_instance_that_was_frozen_as_a_whole_goes_on(tmp_path: Path) -> None:
         time.sleep(5.0)
         program.process.send_signal(signal.SIGCONT)
         assert asking.answer().status_code == 200
-        assert httpx.get(f"{url}/ready", timeout=PATIENCE_S, trust_env=False).status_code == 200
+        assert httpx.get(f"{url}/ready", timeout=TIMEOUT_S, trust_env=False).status_code == 200

@@ -24,7 +24,7 @@ from support.abuse.wire import (
 
 FLOOD = 1500
 """Concurrent connections; each takes a descriptor at either end."""
-PATIENCE_S = 5.0
+TIMEOUT_S = 5.0
 ASK = {"prompt": "hello world", "max_tokens": 4, "temperature": 0}
 
 
@@ -89,7 +89,7 @@ def bodies_without_key(target: Target, attempts: Attempts) -> None:
                 path = ("/v1/completions", "/v1/chat/completions", "/tokenize")[number % 3]
                 sock.sendall(head(path, {"content-length": str(length)}))
                 send_forever(sock, b"x" * CHUNK_BYTES, attempts, 40 * MIB)
-                sock.settimeout(PATIENCE_S * target.slack)
+                sock.settimeout(TIMEOUT_S * target.slack)
                 with suppress(*ENDED):
                     if b" 401 " not in (answer := sock.recv(4096))[:20] and answer:
                         attempts.complain(f"no 401 but {answer[:80]!r}")
@@ -158,7 +158,7 @@ def cleartext_http2(target: Target, attempts: Attempts) -> None:
             body = number % 3 == 0
             whole = request("/v1/completions", {**fields, **target.headers}, ASK)
             sock.sendall(whole if body else head("/health", fields, "GET"))
-            answer = read_all(sock, PATIENCE_S * target.slack)
+            answer = read_all(sock, TIMEOUT_S * target.slack)
             if not answer.startswith(b"HTTP/1.1 200"):
                 attempts.complain(f"an offer of h2c got {answer[:80]!r}")
 
@@ -171,7 +171,7 @@ def pipelined_continue(target: Target, attempts: Attempts) -> None:
         with suppress(*ENDED), connection(address(target.proxy)) as sock:
             sock.sendall(request("/v1/completions", target.headers, body))
             sock.sendall(head("/v1/completions", {**target.headers, **fields}) + b"{}")
-            answer = read_all(sock, PATIENCE_S * target.slack)
+            answer = read_all(sock, TIMEOUT_S * target.slack)
             before, found, _after = answer.partition(b"HTTP/1.1 100 Continue")
             if found and not before.endswith(b"0\r\n\r\n"):
                 attempts.complain(f"100 Continue inside an answer: {before[-60:]!r}")
@@ -196,7 +196,7 @@ def odd_requests(target: Target, attempts: Attempts) -> None:
     for number in attempts:
         with suppress(*ENDED), connection(address(target.proxy)) as sock:
             sock.sendall(lines[number % len(lines)] + key + b"connection: close\r\n\r\n{}")
-            answer = read_all(sock, PATIENCE_S)
+            answer = read_all(sock, TIMEOUT_S)
             if number % len(lines) < 5 and answer.startswith(b"HTTP/1.1 2"):
                 attempts.complain(f"{lines[number % len(lines)][:50]!r} got {answer[:40]!r}")
 
@@ -223,7 +223,7 @@ def wrong_keys(target: Target, attempts: Attempts) -> None:
         with suppress(*ENDED), connection(doors(target)[number % 3]) as sock:
             fields = {"authorization": keys[number % len(keys)], "connection": "close"}
             sock.sendall(request("/v1/completions", fields, ASK))
-            answer = read_all(sock, PATIENCE_S)
+            answer = read_all(sock, TIMEOUT_S)
             if answer.startswith(b"HTTP/1.1 2"):
                 attempts.complain(f"served with {keys[number % len(keys)][:30]!r}")
 

@@ -21,7 +21,7 @@ from support.proxy_fakes import FakeInstance
 
 START_S = 120.0
 FROZEN_S = 1.5
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 FAKES = 3
 ERRORS = 2000
 """With paths of a kilobyte each, twice the queue limit of a stuck standard error."""
@@ -58,7 +58,7 @@ async def _query_of_death(attempts: Attempts) -> None:
             argv += [f"--{role}", fake.url]
     with _program(argv) as program:
         url = await asyncio.to_thread(_url_of, program)
-        async with httpx.AsyncClient(timeout=PATIENCE_S, trust_env=False) as client:
+        async with httpx.AsyncClient(timeout=TIMEOUT_S, trust_env=False) as client:
             for number in attempts:
                 before = _num_reached(prefills), _num_reached(decodes)
                 body = {"prompt": f"deadly {number}", "max_tokens": 4, "stream": number % 2 == 1}
@@ -112,7 +112,7 @@ def _with_stuck_stderr(target: Target, attempts: Attempts, argv: Sequence[str]) 
             program = stack.enter_context(_program(argv, log))
             url = _url_of(program)
             client = stack.enter_context(
-                httpx.Client(timeout=PATIENCE_S * target.slack, trust_env=False)
+                httpx.Client(timeout=TIMEOUT_S * target.slack, trust_env=False)
             )
             try:
                 for _ in range(ERRORS):

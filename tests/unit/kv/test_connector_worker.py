@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import msgspec
 import pytest
-from support.kv_rank import PATIENCE_S, Rank, wait_for
+from support.kv_rank import TIMEOUT_S, Rank, wait_for
 
 from mooncake_hal.errors import PeerLost, TransferTimeout
 from mooncake_hal.kv.transfer_plan import PeerSpans, plan_transfer
@@ -172,7 +172,7 @@ class SlowToDrain:
 
     def cancel(self) -> None:
         self.is_ending.set()
-        assert self.lets_go.wait(PATIENCE_S)
+        assert self.lets_go.wait(TIMEOUT_S)
 
 
 def test_slow_cancellations_of_one_instance_delay_no_other(
@@ -191,10 +191,10 @@ def test_slow_cancellations_of_one_instance_delay_no_other(
     forgotten: list[str] = []
     monkeypatch.setattr(running._transports, "forget", forgotten.append)
     running.receive(msgspec.msgpack.encode(CancelLoad("of slow")))
-    assert transfers["slow"].is_ending.wait(PATIENCE_S)
+    assert transfers["slow"].is_ending.wait(TIMEOUT_S)
     running.receive(msgspec.msgpack.encode(ForgetPeer("slow")))
     running.receive(msgspec.msgpack.encode(CancelLoad("of other")))
-    assert transfers["other"].is_ending.wait(PATIENCE_S)
+    assert transfers["other"].is_ending.wait(TIMEOUT_S)
     transfers["other"].lets_go.set()
     running.receive(msgspec.msgpack.encode(ForgetPeer("other")))
     wait_for(lambda: forgotten == ["other"])
@@ -228,14 +228,14 @@ def test_close_waits_for_the_connections_of_all_dropped_peers(
     for name in ("slow", "other"):
         running.receive(msgspec.msgpack.encode(ConnectPeer(name, (facts,))))
     running.receive(msgspec.msgpack.encode(ForgetPeer("slow")))
-    assert slow.is_ending.wait(PATIENCE_S)
+    assert slow.is_ending.wait(TIMEOUT_S)
     running.receive(msgspec.msgpack.encode(ForgetPeer("other")))
     wait_for(lambda: ended == ["other"])
     closing = threading.Thread(target=running.close)
     closing.start()
     closing.join(0.2)
     slow.lets_go.set()
-    closing.join(PATIENCE_S)
+    closing.join(TIMEOUT_S)
     assert ended == ["other", "slow", "transports"]
 
 
@@ -244,12 +244,12 @@ def test_moves_of_the_pool_that_get_no_thread_fail_and_hold_up_no_step(
 ) -> None:
     running = PoolWorker(rank.context)
     rank.told.clear()
-    load = LoadRuns("load", "r", (), (), PATIENCE_S, release_layers=0)
+    load = LoadRuns("load", "r", (), (), TIMEOUT_S, release_layers=0)
     with monkeypatch.context() as short_of_threads:
         refuse_threads(short_of_threads)
         running.receive(msgspec.msgpack.encode(load))
         wait_for_layer = running.begin_step(1, ["r"], completes_chunks=False)
-        running.receive(msgspec.msgpack.encode(SaveRuns("save", (), (), PATIENCE_S)))
+        running.receive(msgspec.msgpack.encode(SaveRuns("save", (), (), TIMEOUT_S)))
     assert wait_for_layer is None
     assert not running.has_loads
     ended = [decode_pool_message(message) for message in rank.told]
@@ -314,7 +314,7 @@ def test_a_thread_of_the_pool_that_gets_no_device_ends_the_engine(rank: Rank) ->
 
     rank.context = replace(rank.context, bind_thread=bind)
     running = PoolWorker(rank.context)
-    running.receive(msgspec.msgpack.encode(SaveRuns("save", (), (), PATIENCE_S)))
+    running.receive(msgspec.msgpack.encode(SaveRuns("save", (), (), TIMEOUT_S)))
     wait_for(lambda: rank.failures)
     running.close()
     [dead] = rank.failures
@@ -399,7 +399,7 @@ class OneRead(NamedTuple):
     ended: Future[None]
 
     def wait(self) -> None:
-        self.ended.result(PATIENCE_S)
+        self.ended.result(TIMEOUT_S)
 
     def cancel(self) -> None:
         pass  # those that are asked have ended
@@ -452,7 +452,7 @@ def test_a_load_of_an_instance_that_is_dropped_meanwhile_leaves_no_connection(
 
     def given_up_meanwhile(*args: object) -> list[PeerSpans]:
         running.receive(msgspec.msgpack.encode(ForgetPeer("p")))
-        running._cleanup_thread.submit(int).result(PATIENCE_S)
+        running._cleanup_thread.submit(int).result(TIMEOUT_S)
         return plan_transfer(*args)
 
     monkeypatch.setattr(running._transports._transports, "connect", connected)

@@ -31,7 +31,7 @@ from mooncake_kv.push_receiver import PushReceiver
 from mooncake_kv.push_worker import PushSession, SendServices, SendTask, SendThread
 from mooncake_kv.ranks import Load, LoadReport, RankGroup, RankLoads, decode_from_rank
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 LOAD = Load("r", "p", (0,), (0,), 0, 4, 0, 4)
 
 
@@ -59,7 +59,7 @@ class Owner:
         self.told.set()
 
     def wait(self) -> None:
-        assert self.told.wait(PATIENCE_S)
+        assert self.told.wait(TIMEOUT_S)
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         """Call it on the loop, for no request."""
@@ -67,7 +67,7 @@ class Owner:
         async def main() -> None:
             function(*args)
 
-        self.loop.run(main(), PATIENCE_S)
+        self.loop.run(main(), TIMEOUT_S)
 
 
 @pytest.fixture
@@ -241,7 +241,7 @@ class Line:
         self.told.set()
 
     def wait(self) -> None:
-        assert self.told.wait(PATIENCE_S)
+        assert self.told.wait(TIMEOUT_S)
         self.told.clear()
 
 

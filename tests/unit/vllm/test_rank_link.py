@@ -18,7 +18,7 @@ from mooncake_kv.errors import KVConfigError
 from mooncake_vllm import rank_link
 from mooncake_vllm.rank_link import FromWorker, RankInfo, Ranks, WorkerDied, WorkerLink
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 INFO = RankInfo(
     KVGeometry(AttentionKind.GQA, 1, 1, (4, 4), "float32", 4), 16, 1, Hardware("cpu", "")
 )
@@ -57,7 +57,7 @@ class Pair:
 
     def wait(self) -> str:
         """The only reason."""
-        assert self.has_heard.wait(PATIENCE_S), "nobody was told"
+        assert self.has_heard.wait(TIMEOUT_S), "nobody was told"
         [reason] = self.reasons
         return reason
 

@@ -35,7 +35,7 @@ from mooncake_engine.node_config import NodeConfig, read_node_secret
 from mooncake_hal.testing.backends import free_port
 
 SECRET = "of these tests"
-PATIENCE_S = 60
+TIMEOUT_S = 60
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ class Starting:
         self.ranks: Future[object] = self._threads.submit(self.launcher.start)
 
     def close(self) -> None:
-        self.ranks.exception(PATIENCE_S)
+        self.ranks.exception(TIMEOUT_S)
         self.launcher.close()
         self._threads.shutdown()
 
@@ -97,7 +97,7 @@ def test_another_secret_is_turned_away(starting: Starting, hello: NodeHello) -> 
     with pytest.raises(AuthenticationError):
         connect_authenticated(starting.address, b"a guess")
     with join(starting, hello) as connection:
-        assert isinstance(receive_message(connection, PATIENCE_S), NodeWelcome)
+        assert isinstance(receive_message(connection, TIMEOUT_S), NodeWelcome)
 
 
 @pytest.mark.parametrize(
@@ -114,11 +114,11 @@ def test_a_rejected_node_learns_why_and_the_next_one_is_accepted(
     starting: Starting, hello: NodeHello, change: dict[str, object], reason: str
 ) -> None:
     with join(starting, msgspec.structs.replace(hello, **change)) as stranger:
-        refusal = receive_message(stranger, PATIENCE_S)
+        refusal = receive_message(stranger, TIMEOUT_S)
     assert isinstance(refusal, NodeRefused)
     assert re.fullmatch(reason, refusal.reason)
     with join(starting, hello) as connection:
-        welcome = receive_message(connection, PATIENCE_S)
+        welcome = receive_message(connection, TIMEOUT_S)
     assert isinstance(welcome, NodeWelcome)
     assert (welcome.ranks, welcome.num_ports) == ((1,), 0)  # ranks meet at the first one's host
 
@@ -127,18 +127,18 @@ def test_a_node_that_leaves_while_others_start_ends_the_instance(
     starting: Starting, hello: NodeHello
 ) -> None:
     with join(starting, hello) as connection:
-        assert isinstance(receive_message(connection, PATIENCE_S), NodeWelcome)
+        assert isinstance(receive_message(connection, TIMEOUT_S), NodeWelcome)
     with pytest.raises(EngineDead, match="ranks of the other nodes did not connect within"):
-        starting.ranks.result(PATIENCE_S)
+        starting.ranks.result(TIMEOUT_S)
 
 
 def test_other_nodes_are_notified_when_the_instance_ends(
     starting: Starting, hello: NodeHello
 ) -> None:
     with join(starting, hello) as connection:
-        assert isinstance(receive_message(connection, PATIENCE_S), NodeWelcome)
+        assert isinstance(receive_message(connection, TIMEOUT_S), NodeWelcome)
         starting.close()
-        assert isinstance(receive_message(connection, PATIENCE_S), InstanceOver)
+        assert isinstance(receive_message(connection, TIMEOUT_S), InstanceOver)
 
 
 def test_a_node_that_never_comes_is_named(

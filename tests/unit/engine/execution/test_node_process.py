@@ -30,7 +30,7 @@ from mooncake_engine.execution.node_process import run_node
 from mooncake_engine.node_config import NodeConfig
 
 SECRET = "of these tests"
-PATIENCE_S = 60
+TIMEOUT_S = 60
 # What node 0 does with a node that says hello.
 Answer = Callable[[Connection, NodeHello], None]
 
@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as server:
-        server.settimeout(PATIENCE_S)
+        server.settimeout(TIMEOUT_S)
         yield server
 
 
@@ -54,7 +54,7 @@ def join(checkpoint: Path, listener: socket.socket, answer: Answer, secret: str 
 
     def node_0() -> None:
         with accept_authenticated(listener, secret.encode()) as connection:
-            hello = receive_message(connection, PATIENCE_S)
+            hello = receive_message(connection, TIMEOUT_S)
             assert isinstance(hello, NodeHello)
             answer(connection, hello)
 
@@ -64,10 +64,10 @@ def join(checkpoint: Path, listener: socket.socket, answer: Answer, secret: str 
             run_node(config, 0.0)
         finally:
             if secret == SECRET:
-                answering.result(PATIENCE_S)
+                answering.result(TIMEOUT_S)
             else:  # node 0 waits for the next one
                 connect_authenticated(listener.getsockname(), secret.encode()).close()
-                assert isinstance(answering.exception(PATIENCE_S), EOFError)
+                assert isinstance(answering.exception(TIMEOUT_S), EOFError)
 
 
 def test_it_joins_and_ends_with_the_instance(checkpoint: Path, listener: socket.socket) -> None:
@@ -76,7 +76,7 @@ def test_it_joins_and_ends_with_the_instance(checkpoint: Path, listener: socket.
     def answer(connection: Connection, hello: NodeHello) -> None:
         said.append(hello)
         send_message(connection, NodeWelcome("token", (), 2))
-        ready = receive_message(connection, PATIENCE_S)
+        ready = receive_message(connection, TIMEOUT_S)
         assert isinstance(ready, NodeReady)
         assert len(set(ready.ports)) == 2
         assert Path(hello.scratch).is_dir()
@@ -109,7 +109,7 @@ def test_a_node_exits_on_a_signal(checkpoint: Path, listener: socket.socket) -> 
     def stop(connection: Connection, _: NodeHello) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(EOFError):
-            receive_message(connection, PATIENCE_S)
+            receive_message(connection, TIMEOUT_S)
 
     join(checkpoint, listener, stop)
 

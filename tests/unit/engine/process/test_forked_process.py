@@ -14,7 +14,7 @@ import pytest
 
 from mooncake_engine.process.forked_process import ForkedProcess, adopting
 
-PATIENCE_S = 30.0
+TIMEOUT_S = 30.0
 FORKER = """
 import os, sys, time
 if (pid := os.fork()) == 0:
@@ -36,7 +36,7 @@ def start() -> tuple[ForkedProcess, int]:
         os.close(until)
         assert forker.stdout is not None
         pid = int(os.read(forker.stdout.fileno(), 20))  # EOF comes once both have exited
-        assert forker.wait(PATIENCE_S) == 0
+        assert forker.wait(TIMEOUT_S) == 0
     return ForkedProcess(pid), keep
 
 
@@ -46,7 +46,7 @@ def test_exit_status_of_an_adopted_process_is_returned() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(0.05)
     os.close(keep)
-    assert process.wait(PATIENCE_S) == 7
+    assert process.wait(TIMEOUT_S) == 7
     assert process.poll() == 7
     assert not Path(f"/proc/{process.pid}").exists()  # reaped
 
@@ -63,7 +63,7 @@ def test_all_waiting_threads_get_the_status() -> None:
     process, keep = start()
     found: list[int] = []
     threads = [
-        threading.Thread(target=lambda: found.append(process.wait(PATIENCE_S))) for _ in range(4)
+        threading.Thread(target=lambda: found.append(process.wait(TIMEOUT_S))) for _ in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -80,7 +80,7 @@ def test_only_orphans_inside_the_block_are_adopted() -> None:
             pass
         process, keep = start()
     os.close(keep)
-    assert process.wait(PATIENCE_S) == 7
+    assert process.wait(TIMEOUT_S) == 7
     done = subprocess.run(
         [sys.executable, "-c", FORKER], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True
     )

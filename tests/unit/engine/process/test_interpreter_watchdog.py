@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-PATIENCE_S = 60.0
+TIMEOUT_S = 60.0
 LIMIT_S = 1.0
 LONG_LIMIT_S = 3.0
 """Timeout of processes that must survive: a busy machine may deschedule them for a second."""
@@ -48,7 +48,7 @@ def watcher_of(process: subprocess.Popen[str]) -> int:
 
 
 def is_gone(pid: int) -> bool:
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     return not Path(f"/proc/{pid}").exists()
@@ -57,7 +57,7 @@ def is_gone(pid: int) -> bool:
 def test_thread_that_holds_the_gil_is_named_and_its_process_aborted() -> None:
     with start(HANGING) as process:
         watcher = watcher_of(process)
-        _, errors = process.communicate(timeout=PATIENCE_S)
+        _, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == -signal.SIGABRT
     assert f"process {process.pid} could run Python for 1 s" in errors
     assert "in hold_the_lock" in errors
@@ -69,7 +69,7 @@ def test_hung_process_with_a_full_stderr_pipe_is_killed() -> None:
     script += "try:\n    while os.write(2, b'x'): pass\nexcept BlockingIOError: pass\n"
     script += "os.set_blocking(2, True)\n" + HANGING
     with start(script) as process:
-        assert process.wait(PATIENCE_S) == -signal.SIGKILL
+        assert process.wait(TIMEOUT_S) == -signal.SIGKILL
         assert process.stderr is not None
         process.stderr.close()
 
@@ -77,7 +77,7 @@ def test_hung_process_with_a_full_stderr_pipe_is_killed() -> None:
 def test_busy_process_is_not_aborted() -> None:
     with start(BUSY, LONG_LIMIT_S) as process:
         watcher = watcher_of(process)
-        output, errors = process.communicate(timeout=PATIENCE_S)
+        output, errors = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, output, errors) == (0, "whole\n", "")
     assert is_gone(watcher)
 
@@ -88,7 +88,7 @@ def test_suspended_process_is_not_aborted() -> None:
         time.sleep(1.5 * LONG_LIMIT_S)
         process.send_signal(signal.SIGCONT)
         time.sleep(LIMIT_S / 2)
-        output, _ = process.communicate(timeout=PATIENCE_S)
+        output, _ = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, output) == (0, "whole\n")
 
 
@@ -109,7 +109,7 @@ def test_watcher_ignores_stop_signals() -> None:
         time.sleep(LIMIT_S / 2)
         assert watcher_of(process) == watcher
         assert "Z" not in Path(f"/proc/{watcher}/stat").read_text().rpartition(")")[2].split()[0]
-        process.communicate(timeout=PATIENCE_S)
+        process.communicate(timeout=TIMEOUT_S)
     assert is_gone(watcher)
 
 
@@ -117,6 +117,6 @@ def test_killed_watcher_is_reported() -> None:
     with start(WAITING) as process:
         os.kill(watcher_of(process), signal.SIGKILL)
         time.sleep(LIMIT_S)
-        output, errors = process.communicate(timeout=PATIENCE_S)
+        output, errors = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, output) == (0, "whole\n")
     assert "will not be detected" in errors

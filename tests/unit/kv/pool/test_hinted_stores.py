@@ -16,7 +16,7 @@ from mooncake_kv.pool.hinted_stores import HintedStores, HintRule
 from mooncake_kv.store.chunk_store import ArenaInfo, Residence
 
 EPOCH = "abc"
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 KEYS = [b"key"]
 
 
@@ -49,7 +49,7 @@ def name_stores(rule: HintRule, *hosts: str) -> tuple[list[str], Counter[str]]:
         for port, host in enumerate(hosts, 1):
             # Of epochs of their own: a store that is known by its epoch is not connected to again.
             hint = PrefixSource(host, port, EPOCH, 512)
-            await stores.probe([hint], KEYS, PATIENCE_S)
+            await stores.probe([hint], KEYS, TIMEOUT_S)
             stores._by_address.clear()
 
     asyncio.run(main())
@@ -102,7 +102,7 @@ def test_only_allowed_hosts_are_permitted_once_the_operator_names_some(
 def test_a_host_without_an_address_is_a_miss_and_waited_for_no_longer(
     names: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{__name__}.PATIENCE_S", 0.05)
+    monkeypatch.setattr(f"{__name__}.TIMEOUT_S", 0.05)
     connected, counts = name_stores(HintRule((), has_secret=False), "nowhere")
     assert not connected
     assert counts == {"unreachable": 1}

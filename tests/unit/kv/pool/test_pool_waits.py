@@ -10,12 +10,12 @@ from mooncake_hal.errors import TransferCancelled
 from mooncake_kv.pool.pool_messages import LoadRuns
 from mooncake_kv.pool.pool_worker import _RunningLoad
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 @pytest.fixture
 def load():
-    return _RunningLoad(LoadRuns("load", "request", (), (), PATIENCE_S), first_layer=4)
+    return _RunningLoad(LoadRuns("load", "request", (), (), TIMEOUT_S), first_layer=4)
 
 
 def _waiter(load, layer):
@@ -37,14 +37,14 @@ def test_a_step_waits_for_its_layer_and_counts_how_long(load):
     time.sleep(0.02)
     assert thread.is_alive()
     load.arrived(6)
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
     assert not thread.is_alive()
-    assert 0.01 < load.stalled_s < PATIENCE_S
+    assert 0.01 < load.stalled_s < TIMEOUT_S
 
 
 def test_stall_times_are_known_when_the_load_ends_before_steps_wake_up(load):
     threads = [_waiter(load, layer) for layer in (4, 5)]
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + TIMEOUT_S
     while len(load._awaited) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.001)
@@ -54,7 +54,7 @@ def test_stall_times_are_known_when_the_load_ends_before_steps_wake_up(load):
         load.end()
         assert 0 < first < load.stalled_s
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
     load.wait_for(5)
     assert load._awaited == {}
 
@@ -63,7 +63,7 @@ def test_a_load_that_ends_holds_up_no_step(load):
     threads = [_waiter(load, layer) for layer in (4, 5, 6)]
     load.end()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(TIMEOUT_S)
         assert not thread.is_alive()
     load.wait_for(7)
 
@@ -72,14 +72,14 @@ def test_a_step_waits_no_longer_than_the_load_may_take():
     late = _RunningLoad(LoadRuns("load", "request", (), (), 0.02), first_layer=4)
     late.wait_for(4)
     assert late.is_missed
-    assert 0.01 < late.stalled_s < PATIENCE_S
+    assert 0.01 < late.stalled_s < TIMEOUT_S
     assert late._awaited == {}
 
 
 def test_a_step_does_not_wait_for_a_cancelled_load(load):
     thread = _waiter(load, 4)
     load.stop_waits()
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
     assert not thread.is_alive()
     assert load.is_missed
 
@@ -89,14 +89,14 @@ def test_a_load_that_all_steps_waited_for_is_none_that_was_missed(load):
     assert load.begin_step()
     thread = _waiter(load, 4)
     load.arrived(5)
-    thread.join(PATIENCE_S)
+    thread.join(TIMEOUT_S)
     load.end()
     load.stop_waits()
     assert load.begin_step(), "it waits for nothing"
     assert not load.is_missed
 
 
-def _arriving(patience_s=PATIENCE_S):
+def _arriving(patience_s=TIMEOUT_S):
     order = LoadRuns("load", "request", (), (), patience_s, are_arriving=True)
     return _RunningLoad(order, first_layer=4)
 

@@ -8,7 +8,7 @@ from threading import Event, Lock
 from typing import Any
 
 import pytest
-from support.kv_rank import PATIENCE_S, Rank, wait_for
+from support.kv_rank import TIMEOUT_S, Rank, wait_for
 
 from mooncake_hal.errors import PeerLost, TransferCancelled, TransferError, TransferTimeout
 from mooncake_hal.transport import Spans
@@ -44,12 +44,12 @@ class Move:
             self._ended.set()
 
     def wait(self) -> None:
-        assert self._ended.wait(PATIENCE_S)
+        assert self._ended.wait(TIMEOUT_S)
         if self._error is not None:
             raise self._error
 
     def cancel(self) -> None:
-        assert self.may_drain.wait(PATIENCE_S)
+        assert self.may_drain.wait(TIMEOUT_S)
         self.end(TransferCancelled("cancelled"))
 
 
@@ -106,12 +106,12 @@ class Worker:
             self.running.receive(encode(ConnectStore(epoch, 1 << 40, 1 << 24, {}, 16)))
 
     def load(self, name: str, epoch: str = "a", **options: Any) -> None:
-        runs, timeout_s = (ChunkRun(epoch, 0, (0,)),), options.pop("timeout_s", PATIENCE_S)
+        runs, timeout_s = (ChunkRun(epoch, 0, (0,)),), options.pop("timeout_s", TIMEOUT_S)
         self._num_orders += 1
         self.running.receive(encode(LoadRuns(name, f"r-{name}", runs, (0,), timeout_s, **options)))
 
     def save(self, name: str, epoch: str = "a", **options: Any) -> None:
-        runs, timeout_s = (ChunkRun(epoch, 0, (0,)),), options.pop("timeout_s", PATIENCE_S)
+        runs, timeout_s = (ChunkRun(epoch, 0, (0,)),), options.pop("timeout_s", TIMEOUT_S)
         self._num_orders += 1
         self.running.receive(encode(SaveRuns(name, runs, (0,), timeout_s, **options)))
 

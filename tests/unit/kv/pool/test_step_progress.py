@@ -10,7 +10,7 @@ import pytest
 from mooncake_hal.errors import TransferCancelled
 from mooncake_kv.pool.step_progress import KEPT_STEPS, StepProgress
 
-PATIENCE_S = 20.0
+TIMEOUT_S = 20.0
 
 
 class Device:
@@ -34,7 +34,7 @@ class Event:
         self.device.num_recorded += 1
 
     def synchronize(self) -> None:
-        assert self.device.passed.acquire(timeout=PATIENCE_S)
+        assert self.device.passed.acquire(timeout=TIMEOUT_S)
 
 
 def started(wait: Callable[[], None]) -> threading.Thread:
@@ -46,14 +46,14 @@ def started(wait: Callable[[], None]) -> threading.Thread:
 def test_a_layer_is_waited_for_until_the_device_has_written_it() -> None:
     device = Device()
     progress = StepProgress(device.event)
-    waiting = started(lambda: progress.await_layer(3, 1, PATIENCE_S))
+    waiting = started(lambda: progress.await_layer(3, 1, TIMEOUT_S))
     layer_done = progress.begin(3)
     layer_done(0)
     device.passed.release()  # nobody asks for layer 0: this is for layer 1, once it is enqueued
     waiting.join(0.05)
     assert waiting.is_alive()
     layer_done(1)
-    waiting.join(PATIENCE_S)
+    waiting.join(TIMEOUT_S)
     assert not waiting.is_alive()
 
 
@@ -61,11 +61,11 @@ def test_a_step_that_is_enqueued_does_not_mean_that_it_is_over() -> None:
     device = Device()
     progress = StepProgress(device.event)
     progress.begin(0)(7)
-    waiting = started(lambda: progress.await_layer(0, 7, PATIENCE_S))
+    waiting = started(lambda: progress.await_layer(0, 7, TIMEOUT_S))
     waiting.join(0.05)
     assert waiting.is_alive()
     device.passed.release()
-    waiting.join(PATIENCE_S)
+    waiting.join(TIMEOUT_S)
     assert not waiting.is_alive()
 
 
@@ -87,5 +87,5 @@ def test_a_wait_for_a_step_that_never_starts_times_out() -> None:
     closing = threading.Timer(0.02, progress.close)
     closing.start()
     with pytest.raises(TransferCancelled):
-        progress.await_layer(4, 2, PATIENCE_S)
+        progress.await_layer(4, 2, TIMEOUT_S)
     closing.join()
