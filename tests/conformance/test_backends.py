@@ -1,4 +1,5 @@
-"""Every installed backend against the suite; an unavailable one is a skip with its reason."""
+"""The conformance suite over every installed backend; an unavailable one is skipped with its
+reason."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ AVAILABLE = [row.name for row in TABLE if row.status is PluginStatus.AVAILABLE]
 
 
 class TestComputing(BackendConformance):
-    # these compute nothing on purpose: they have a form, and no numbers to compare
+    # these compute no values on purpose: their results have shapes, but no numbers to compare
     @pytest.fixture(params=[name for name in AVAILABLE if name not in ("null", "paced")])
     def backend(self, request: pytest.FixtureRequest) -> Backend:
         return load_backend(request.param)
@@ -29,7 +30,7 @@ class TestPaced(BackendBasics):
     backend_name = "paced"
 
     def test_graphs_as_promised(self, backend: Backend) -> None:
-        """Its graphs take time, as ``tests/unit/hal/null`` measures, and compute nothing again."""
+        """Its graphs take time, as ``tests/unit/hal/null`` measures, but replay no computation."""
         x = torch.zeros(4)
         graph = backend.runtime.capture(lambda: x.add_(1))
         graph.replay()
@@ -38,12 +39,12 @@ class TestPaced(BackendBasics):
 
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
 def test_availability(row: TableRow) -> None:
-    """One line in the report for each backend that the suite did not run on."""
+    """Reports each unavailable backend as a skip."""
     if row.status is PluginStatus.UNAVAILABLE:
         pytest.skip(f"backend {row.name} is unavailable: {row.reason}")
     assert row.status is PluginStatus.AVAILABLE, row.reason
 
 
 def test_every_backend_of_this_repository_is_installed() -> None:
-    """Without this the suite would shrink in silence."""
+    """Without this check, a missing backend would shrink the suite silently."""
     assert set(REGISTRY.backends) >= {"ascend", "cpu", "cuda", "null"}, REGISTRY.not_loaded

@@ -1,4 +1,5 @@
-"""What the CPU backend runs on other machines: plain torch, and kernels for other processors."""
+"""Variants of the CPU backend that run on other machines: plain torch, and kernels for other
+CPUs."""
 
 from __future__ import annotations
 
@@ -20,9 +21,9 @@ from mooncake_hal_cpu.kernels import FLAGS, load_kernels
 from mooncake_hal_cpu.torch_ops import TorchOps
 
 X86 = platform.machine() == "x86_64"
-# AVX2 and plain SSE2: neither AVX-512 nor products of bf16
+# AVX2 and plain SSE2: neither AVX-512 nor bf16 products
 ARCHITECTURES = ("x86-64-v3", "x86-64") if X86 else ("armv8-a",)
-# AVX-512 without and with products of bf16, for machines that have neither
+# AVX-512 with and without bf16 products, for machines that have neither
 EMULATED = {"avx512": "", "avx512-bf16": "#define __AVX512BF16__ 1"} if X86 else {}
 EMULATION = Path(__file__).parents[1] / "support" / "avx512_emulated.h"
 COMPILE_TIMEOUT_S = 300
@@ -31,7 +32,7 @@ COMPILE_TIMEOUT_S = 300
 def variant(name: str) -> CpuBackend:
     backend = CpuBackend()
     if name in EMULATED:
-        # Unrolled as for the processor, it would take the compiler minutes.
+        # Unrolled as for a real processor, it would take minutes to compile.
         flags = [flag for flag in FLAGS if not flag.startswith(("-march", "-O"))]
         before = f"{EMULATED[name]}\n{EMULATION.read_text()}"
         backend.ops = NativeOps(load_kernels([*flags, "-O1", "-march=x86-64-v3"], before))

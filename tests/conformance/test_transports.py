@@ -25,7 +25,7 @@ class TestShmByMapping(TransportConformance, TransportProcessConformance):
 
 
 class TestShmInterpreted(TransportConformance, TransportProcessConformance):
-    """What shm falls back to where there is no compiler."""
+    """The fallback of shm without a compiler."""
 
     loader = "mooncake_hal.transports.shm.shm_transport:load_interpreted"
     allocator = MAPPABLE
@@ -37,7 +37,7 @@ class TestTcp(TransportConformance, TransportProcessConformance):
 
 
 class TestTcpInterpreted(TransportConformance, TransportProcessConformance):
-    """What tcp falls back to where there is no compiler, and what TLS runs on."""
+    """The fallback of tcp without a compiler, and the path that TLS takes."""
 
     loader = "mooncake_hal.transports.tcp.tcp_transport:load_interpreted"
     allocator = ANONYMOUS
@@ -58,7 +58,8 @@ class TestTcpTls(TransportConformance):
 
 
 class TestStaged(TransportConformance, TransportProcessConformance):
-    """Over a device whose memory is the host's; those of devices: where their backends are."""
+    """Over a device in host memory; the backends' own tests run the suite over real device
+    memory."""
 
     loader = "support.host_device:load_staged_over_tcp"
     allocator = "support.host_device:allocate"
@@ -68,6 +69,7 @@ class TestStaged(TransportConformance, TransportProcessConformance):
 
 
 class TestAdapter(TransportConformance):
-    """What mooncake and nixl share, over an engine of our own; theirs: ci/test-adapters."""
+    """The common part of the mooncake and nixl transports, over a test engine; ci/test-adapters
+    runs theirs."""
 
     loader = "support.adapter_engine:load"

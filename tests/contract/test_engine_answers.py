@@ -1,8 +1,8 @@
-"""What an instance answers, byte for byte of meaning: the golden files are the contract.
+"""An instance's answers, compared field by field with golden files, which define the contract.
 
-The proxy reads these answers and writes these requests; a change here is a change for it, for the
-field's proxies and for every client. The engine behind the server says ``é!``: its first token is
-half a character, so its text is held back.
+The proxy reads these answers and writes these requests; a change here affects it, other proxies and
+every client. The engine behind the server generates ``é!``: its first token is half a character, so
+its text is held back.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def load(name: str) -> Json:
 
 
 def without_volatile(value: Any) -> Any:
-    """The same with moments and fingerprints as 0."""
+    """The value with times and fingerprints replaced by 0."""
     if isinstance(value, list):
         return [without_volatile(element) for element in value]
     if isinstance(value, dict):
@@ -83,7 +83,7 @@ def test_the_proxy_reads_the_prefill_answer(half: str) -> None:
 
 @pytest.mark.parametrize("half", HALVES)
 def test_the_proxys_first_token_and_the_rest_are_one_stream(half: str) -> None:
-    """What the client sees is what a single instance streams."""
+    """The client sees the same events as from a single instance."""
     prefill, decode, whole = (load(f"{kind}_{half}") for kind in ("prefill", "decode", "whole"))
     endpoint = OpenAIEndpoint.CHAT if "chat" in prefill["path"] else OpenAIEndpoint.COMPLETION
     parsed, _ = parse_request(json.dumps(whole["request"]).encode())
@@ -95,7 +95,7 @@ def test_the_proxys_first_token_and_the_rest_are_one_stream(half: str) -> None:
 
 
 def shown(chunks: list[Json]) -> dict[int, Json]:
-    """Per answer, everything that a client puts together from its chunks."""
+    """Per choice, everything that a client assembles from its chunks."""
     answers: dict[int, Json] = {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         seen = answers.setdefault(

@@ -1,10 +1,10 @@
-"""KV events on the wire: what we publish is what vLLM 0.33 publishes, value for value, and what
-vLLM and SGLang publish is understood.
+"""KV events on the wire: we publish the same values as vLLM 0.33, and understand the events of vLLM
+and SGLang.
 
-In kv_events.json the bytes of vLLM were made by the classes of vLLM 0.33. Those of SGLang were not
-made by SGLang: they follow the fields that its ``disaggregation/kv_events.py`` declares, in their
-order: its first form, the one with ``attn_dp_rank`` (both read in its sources), and one that adds a
-``medium`` as vLLM did, which was not read there. Its hashes are signed, its events arrays.
+In kv_events.json, vLLM's bytes were made by the classes of vLLM 0.33. SGLang's were not made by
+SGLang: they follow the fields and the order that its ``disaggregation/kv_events.py`` declares, in
+two forms read in its sources, the first one and the one with ``attn_dp_rank``, and in a form that
+adds a ``medium`` as vLLM did, which was not read there. Its hashes are signed, its events arrays.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ OLD_LAYOUTS = {
     "sglang's layout, first": (None, Tier.DEVICE),
     "sglang's layout, with a rank": (0, Tier.DEVICE),
 }
-"""What they don't say: the rank, and where a block lay."""
+"""Fields that the publishers don't report: the rank, and the tier of a block."""
 
 
 def test_what_we_publish_is_what_vllm_publishes() -> None:

@@ -1,4 +1,4 @@
-"""Lines of logs as JSON: those of engine, store and proxy have the same fields."""
+"""Log lines in JSON: engine, store and proxy write the same fields."""
 
 from __future__ import annotations
 

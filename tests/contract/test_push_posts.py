@@ -1,4 +1,4 @@
-"""What a decode instance posts to the metaserver is what the proxy's golden file says."""
+"""A decode instance's post to the metaserver equals the proxy's golden file."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ OURS = {
     "prompt_digest": prompt_digest(PROMPT),
     "lease_seconds": 30.0,
 }
-"""What we add: the name under which the reservation is known, checks of the prompt, and how long
-we wait for a keepalive."""
+"""Fields that we add: the reservation's id, checks of the prompt, and the keepalive timeout."""
 
 
 def test_the_post_is_the_golden_one() -> None:

@@ -1,4 +1,4 @@
-"""What an instance announces is what the proxy takes."""
+"""The proxy accepts the registrations that instances send."""
 
 from __future__ import annotations
 

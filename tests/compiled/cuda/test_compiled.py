@@ -1,7 +1,7 @@
-"""Every kernel of the CUDA backend, at the specialisations of its call sites, as a cubin.
+"""Compiles every kernel of the CUDA backend to a cubin, at the specialisations of its call sites.
 
-Shapes are those of real models, tensors are ``meta``: there is a compiler, and no device. All of
-it is ``make test-cuda-compile``; ``make test`` runs a part.
+Shapes are those of real models, tensors are ``meta``: there is a compiler, and no device. ``make
+test-cuda-compile`` runs all of it, ``make test`` a part.
 """
 
 from __future__ import annotations
@@ -26,26 +26,28 @@ from mooncake_hal_cuda.launch_tuning import SHARED_BYTES, Tuning
 from mooncake_hal_cuda.transports.device_copier import compile_copies
 
 GENERATIONS = {"sm_80": 108, "sm_90": 132, "sm_100": 148}
-"""Processors of A100, H100 and B200."""
+"""Number of processors (SMs) of A100, H100 and B200."""
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 E4M3 = torch.float8_e4m3fn
 
 TENSOR_COLUMNS = 512
-"""Of tensor memory. A kernel that asks for more is compiled without a word to one that traps."""
+"""Columns of tensor memory. A kernel that needs more still compiles without a message, but
+traps."""
 
 MATRIX_UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma", "sm_100": "tcgen05.mma"}
 
 
 REGISTERS = 64 << 10
-"""Of a processor."""
+"""Registers per processor."""
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Of small all-reduces: 64 programs fit on every device that has 32 processors."""
+"""Programs of a small all-reduce that a processor must hold: 64 then fit on every device with 32
+processors."""
 
 LATENT_PRODUCTS = (512 + 64) // 16 + 64 // 16
-"""Of one group of four warps per 64 tokens: half of all scores, and half of all sums."""
+"""Matrix instructions of one group of four warps per 64 tokens: half of all scores and sums."""
 
 
 @pytest.fixture(params=GENERATIONS)
@@ -54,8 +56,8 @@ def generation(request: pytest.FixtureRequest) -> str:
 
 
 MOST_SPILLED_BYTES = 0 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7) else 8
-"""Tiles are chosen for Triton 3.7, with which nothing is spilled; with 3.5 and 3.6 decodes over fp8
-KV spill 8 bytes."""
+"""Tile sizes are chosen for Triton 3.7, with which nothing is spilled; with 3.5 and 3.6, decodes
+over fp8 KV spill 8 bytes."""
 
 
 @pytest.fixture(params=DTYPES)
@@ -70,7 +72,7 @@ def shapes(generation: str, dtype: str, request: pytest.FixtureRequest) -> Shape
 
 
 def check(generation: str, kernels: list[CompiledKernel], wanted: set[str]) -> None:
-    """The kernels that were wanted were compiled, and each fits the device."""
+    """Check that these kernels were compiled, and that each fits the device."""
     assert {kernel.name for kernel in kernels} == wanted
     for kernel in kernels:
         assert kernel.cubin_bytes > 0
@@ -80,7 +82,7 @@ def check(generation: str, kernels: list[CompiledKernel], wanted: set[str]) -> N
 
 
 def check_overlap(kernels: list[CompiledKernel]) -> None:
-    """One tile is loaded while another one is worked on, past the registers."""
+    """One tile is loaded asynchronously, bypassing registers, while another one is computed."""
     for kernel in kernels:
         if kernel.matrix_unit:
             assert kernel.wide_copies, kernel
@@ -96,7 +98,8 @@ def test_rows(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
 
 @pytest.mark.parametrize("model", GROUPED)
 def test_lone_rows(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
-    """Ours where it was measured to be faster than cuBLAS, 16 bytes at a time."""
+    """Our kernel runs where it was measured to be faster than cuBLAS, and accesses 16 bytes at a
+    time."""
     with compiling(generation) as kernels:
         shapes.lone_rows(GROUPED[model])
     is_ours = generation == "sm_90" and dtype != "float32"
@@ -113,7 +116,7 @@ def test_blocks(generation: str, dtype: str, shapes: Shapes, model: str) -> None
 
 @pytest.mark.parametrize("model", GROUPED)
 def test_rope_writes(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
-    """Four launches in one, and every row is read and written 16 bytes at a time."""
+    """One launch replaces four, and every row is read and written 16 bytes at a time."""
     with compiling(generation) as kernels:
         shapes.rope_writes(GROUPED[model])
     check(generation, kernels, {"rope_and_write_kv"})
@@ -126,10 +129,10 @@ def test_grouped_attention(generation: str, dtype: str, shapes: Shapes, model: s
     with compiling(generation) as kernels:
         shapes.grouped(GROUPED[model])
     check(generation, kernels, {"paged_attention"})
-    assert len(kernels) == 2  # of all decodes, which merge their own splits, and of prompts
+    assert len(kernels) == 2  # of all decodes, which merge their splits, and of prompts
     if dtype != "float32":
         units = {kernel.matrix_unit for kernel in kernels if kernel.name == "paged_attention"}
-        assert MATRIX_UNITS[generation] in units  # of prompts; a decode has too few rows
+        assert MATRIX_UNITS[generation] in units  # for prompts; a decode has too few rows
         check_overlap(kernels)
 
 
@@ -141,7 +144,7 @@ def test_latent_attention(generation: str, dtype: str, shapes: Shapes, model: st
     assert [kernel.name for kernel in kernels].count("latent_attention") == 2
     if dtype != "float32":
         units = {kernel.matrix_unit for kernel in kernels if kernel.name == "latent_attention"}
-        assert MATRIX_UNITS[generation] in units  # of prompts, and of decodes with 64 heads
+        assert MATRIX_UNITS[generation] in units  # for prompts, and for decodes with 64 heads
         for kernel in kernels:
             if kernel.matrix_unit == "wgmma.mma":
                 assert kernel.products == LATENT_PRODUCTS, kernel
@@ -150,7 +153,7 @@ def test_latent_attention(generation: str, dtype: str, shapes: Shapes, model: st
 
 @pytest.mark.parametrize("generation", ["sm_90", "sm_100"])
 def test_narrow_kv(generation: str, dtype: str) -> None:
-    """All that touches caches of e4m3, whose conversion sm_80 lacks."""
+    """All kernels that access e4m3 caches, whose conversion sm_80 lacks."""
     ops = CudaOps(Tuning(generation, GENERATIONS[generation]))
     for block_size in (16, 128):
         shapes = Shapes(ops, getattr(torch, dtype), block_size=block_size, kv_dtype=E4M3)
@@ -170,13 +173,13 @@ def test_narrow_kv(generation: str, dtype: str) -> None:
 @pytest.mark.parametrize("generation", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("linear", LINEARS)
 def test_fp8_linears(generation: str, dtype: str, linear: str) -> None:
-    """Products of e4m3, which sm_80 lacks; sixteen bytes at a time, tiles loaded ahead."""
+    """Products of e4m3, which sm_80 lacks; 16 bytes at a time, with prefetched tiles."""
     ops = CudaOps(Tuning(generation, GENERATIONS[generation]))
     with compiling(generation) as kernels:
         Shapes(ops, getattr(torch, dtype)).fp8_linears(*LINEARS[linear])
     check(generation, kernels, {"quantise_rows", "quantise_blocks", "fp8_block_matmul"})
     units = {kernel.matrix_unit for kernel in kernels if kernel.name == "fp8_block_matmul"}
-    assert units == {"mma.sync", MATRIX_UNITS[generation]}  # of few rows, and of many
+    assert units == {"mma.sync", MATRIX_UNITS[generation]}  # for few rows and for many
     assert all(kernel.widest_access == 16 for kernel in kernels)
     check_overlap(kernels)
 
@@ -195,7 +198,7 @@ def test_experts(generation: str, dtype: str, shapes: Shapes, model: str) -> Non
 @pytest.mark.parametrize("generation", ["sm_90", "sm_100"])
 @pytest.mark.parametrize("model", EXPERTS)
 def test_fp8_experts(generation: str, dtype: str, model: str) -> None:
-    """As linear layers on e4m3: sixteen bytes at a time, tiles loaded ahead."""
+    """Like linear layers on e4m3: 16 bytes at a time, with prefetched tiles."""
     ops = CudaOps(Tuning(generation, GENERATIONS[generation]))
     with compiling(generation) as kernels:
         Shapes(ops, getattr(torch, dtype)).fp8_experts(EXPERTS[model])
@@ -214,13 +217,13 @@ def test_fp8_experts(generation: str, dtype: str, model: str) -> None:
         },
     )
     units = {kernel.matrix_unit for kernel in products}
-    assert units == {"mma.sync", MATRIX_UNITS[generation]}  # of few rows, and of many
+    assert units == {"mma.sync", MATRIX_UNITS[generation]}  # for few rows and for many
     assert all(kernel.widest_access == 16 for kernel in (*products, *quantising))
     check_overlap(products)
 
 
 def test_spans(generation: str) -> None:
-    """What cuda_ipc launches, for aligned pieces and for odd ones."""
+    """The copy kernel of cuda_ipc, for aligned pieces and for unaligned ones."""
     with compiling(generation) as kernels:
         copy_pieces(aligned=True)
         copy_pieces(aligned=False)
@@ -240,8 +243,8 @@ def test_spans_are_compiled_before_the_first_transfer(generation: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 8])
 def test_small_all_reduces(generation: str, dtype: str, ranks: int) -> None:
-    """Of all sizes by the same kernel, 16 bytes at a time; all programs of a rank run at once. One
-    rank is what compute-sanitizer looks at."""
+    """The same kernel for all sizes, 16 bytes at a time; all programs of a rank run at once. One
+    rank is the case that compute-sanitizer checks."""
     with compiling(generation) as kernels:
         sum_small(ranks, getattr(torch, dtype))
     check(generation, kernels, {"one_shot_all_reduce"})
@@ -252,11 +255,11 @@ def test_small_all_reduces(generation: str, dtype: str, ranks: int) -> None:
 
 @pytest.mark.parametrize("vocab_size", [128_256, 151_936])
 def test_drawing(generation: str, vocab_size: int) -> None:
-    """Sampling, over large vocabularies: logits are read 16 bytes at a time."""
+    """Sampling over large vocabularies: logits are read 16 bytes at a time."""
     with compiling(generation) as kernels:
         sample_rows(vocab_size=vocab_size, tuning=Tuning(generation, GENERATIONS[generation]))
     check(generation, kernels, {"summarise_slices", "sample_tokens"})
     summary, sampling = kernels
     assert summary.widest_access == sampling.widest_access == 16
     assert summary.registers <= 64  # four programs per SM
-    assert sampling.registers <= 128  # of 16 warps: more would not launch
+    assert sampling.registers <= 128  # for 16 warps: with more, it would not launch

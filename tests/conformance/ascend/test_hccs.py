@@ -1,4 +1,4 @@
-"""The transport suite over hccs, with engines that enforce the rules of Ascend's."""
+"""The transport suite over hccs, with fake engines that enforce the rules of Ascend's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mooncake_hal.transport import EndpointOptions
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """What the transport tells the engines does not outlive the test."""
+    """Environment variables that the transport sets for the engines are restored after the test."""
     with patch.dict(os.environ):
         yield
 

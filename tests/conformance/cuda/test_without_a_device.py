@@ -1,7 +1,7 @@
-"""The part of ``make test-cuda-compile`` that every run of the tests has time for.
+"""The part of ``make test-cuda-compile`` that is short enough for every test run.
 
-They run in processes of their own: interpretation is chosen when kernels are imported, and the
-compiler is Triton's for a device that is not there.
+It runs in processes of its own: interpretation is chosen when kernels are imported, and the
+compiler is Triton's for a device that is not present.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="needs triton: ci/install dev installs it o
 
 ROOT = Path(__file__).resolve().parents[3]
 EVERYDAY = {
-    # every kernel, in every dtype; what is left out are other layouts, sizes and head counts
+    # every kernel in every dtype; other layouts, sizes and head counts are left out
     "tests/emulated/cuda/test_ops.py": (
         "(layouts and BHLPT) or (write_kv and BHLPT) or 14to2 or nobody or scores or strided "
         "or one_token or company or blocks_are or same or test_float16 or widths "
@@ -26,7 +26,7 @@ EVERYDAY = {
         "or temperature or (draws and 0.05 and 0.9) or (scaled and (BHLPT or not attention))"
     ),
     "tests/emulated/cuda/test_sharing.py": "test",
-    # every kind of memory between processes
+    # every kind of memory shared between processes
     "tests/emulated/cuda/test_ipc.py": (
         "one_range or odd_sizes or any_order or test_between_processes "
         "or (TestFabric and (domain or host)) or revoked_while or peer_access or a_part"
@@ -48,7 +48,7 @@ _PASSED = re.compile(r"(\d+) passed")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("path", EVERYDAY, ids=lambda path: Path(path).stem)
 def test_kernels(path: str) -> None:
-    """All that is selected passes, and something is."""
+    """All selected tests pass, and at least one is selected."""
     interprets = "1" if "emulated" in path else "0"
     command = [sys.executable, "-m", "pytest", "-q", "-x", path, "-k", EVERYDAY[path]]
     run = subprocess.run(

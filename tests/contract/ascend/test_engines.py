@@ -1,6 +1,6 @@
-"""hccs calls the vendors' engines as their published wheels have it, and so does the fake of them.
+"""hccs, and the fake engines of its tests, match the API of the vendors' published wheels.
 
-``engines.json`` is read from the wheels by ci/test-ascend-contract, which says when it differs.
+``engines.json`` is read from the wheels by ci/test-ascend-contract, which fails if it differs.
 """
 
 from __future__ import annotations

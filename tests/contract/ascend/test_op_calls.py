@@ -1,4 +1,4 @@
-"""Every call of torch-npu in the Ascend backend fits the schemas of every pinned version."""
+"""Every call of torch-npu in the Ascend backend matches the schemas of every pinned version."""
 
 from __future__ import annotations
 

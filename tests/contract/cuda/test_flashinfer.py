@@ -1,6 +1,6 @@
-"""Our calls of FlashInfer fit the signatures in its wheel, which is not installed where no GPU is.
+"""Our calls of FlashInfer match the signatures in its wheel, which is not installed without a GPU.
 
-``flashinfer.json`` has them, with the wheel's version; what they compute, ``make test-cuda`` shows.
+``flashinfer.json`` has the signatures and the wheel's version; ``make test-cuda`` checks results.
 """
 
 from __future__ import annotations
@@ -29,14 +29,16 @@ from mooncake_hal_cuda.launch_tuning import Tuning
 SIGNATURES = json.loads(Path(__file__).with_name("flashinfer.json").read_text())
 WRAPPER = "BatchDecodeWithPagedKVCacheWrapper"
 SEMAPHORE_BYTES = 8 << 20
-"""Of the workspace that must hold zeros before the first call (flashinfer/decode.py)."""
+"""Size of the part of the workspace that must be zeroed before the first call
+(flashinfer/decode.py)."""
 
 Calls = dict[str, dict[str, Any]]
 
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """FlashInfer's names over its signatures; what each was called with, by name."""
+    """Replaces FlashInfer's functions by their signatures; records the arguments of each call, by
+    name."""
     noted: Calls = {}
 
     def binding(name: str) -> Callable[..., torch.Tensor]:
@@ -65,7 +67,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 @pytest.fixture
 def call() -> AttentionCall:
-    """Three decodes of 64 tokens in blocks of 16."""
+    """Decode three sequences of 64 tokens in blocks of 16."""
     shapes = Shapes(CudaOps(Tuning("sm_90", 132)), torch.bfloat16, "cpu", make=torch.zeros)
     query, cache = shapes.new(3, 8, 64), shapes.new(12, 16, 2, 64)
     batch = shapes.batch(1, 4, sequences=3)
@@ -85,7 +87,7 @@ def test_decode_fits(calls: Calls, call: AttentionCall) -> None:
 
 
 def test_the_way_that_is_planned_fits(calls: Calls, call: AttentionCall) -> None:
-    """What the benchmark compares with."""
+    """The variant that the benchmark compares with."""
     way = planned((call.query, *call.caches), call.batch, call.scale, with_tensor_cores=True)
     way()
     given = calls[f"{WRAPPER}.plan"]

@@ -1,6 +1,6 @@
-"""The proxy's side of the JSON contract, pinned by the golden files next to this one.
+"""The proxy's side of the JSON contract, defined by the golden files in this folder.
 
-The engine's tests read the same files: what one side sends, the other side takes.
+The engine's tests read the same files: each side accepts what the other one sends.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def events_of(stream: bytes) -> list[Any]:
 
 @pytest.fixture
 def client() -> Iterator[ClientContext]:
-    """For instances that nothing is sent to: the loop never runs."""
+    """A client of instances to which nothing is sent: the loop never runs."""
     loop = asyncio.new_event_loop()
     yield ClientContext(loop=loop)
     loop.close()
@@ -60,14 +60,14 @@ def test_pull(name: str) -> None:
     assert events_of(events) == case["first_events"]
     sent = pull_decode_body(context, answer.kv_transfer_params, delivered=True)
     assert json.loads(sent) == case["to_decode"]
-    # D writes `created` of its own chunks from the parameters: one answer, one time.
+    # D puts the `created` of the parameters into its own chunks: one answer, one time.
     created = json.loads(sent)["kv_transfer_params"]["created"]
     assert {event["created"] for event in events_of(events)} == {created}
 
 
 @pytest.mark.parametrize("name", ["pull_vllm_ascend", "pull_vllm_nixl"])
 def test_pull_in_front_of_others(name: str, client: ClientContext) -> None:
-    """Their parameters reach their D untouched; it sends the first token itself."""
+    """Other engines' parameters reach their D unchanged; the proxy sends the first token itself."""
     case = golden(name)
     context = context_of(case["client"])
     assert json.loads(prefill_body(context)) == case["to_prefill"]

@@ -1,8 +1,9 @@
-"""Our connector against every release of vLLM that it names, by the facts in the files beside this.
+"""Our connector against every release of vLLM that it supports, by the interface files in this
+folder.
 
-Neither vLLM nor torch is needed: both sides are read as text. The files are written from vLLM's
-source distributions by ci/vllm_interfaces.py, which says when one of them is out of date. A hook
-that a new release brings fails here until somebody has decided about it.
+Neither vLLM nor torch is needed: both sides are parsed as text. ci/vllm_interfaces.py writes the
+files from vLLM's source distributions, and fails if one of them is out of date. A hook that a new
+release adds fails here until it is overridden or listed below.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ LEFT_ALONE = {
     "get_external_cache_hit_sources": "the base's",
     "get_kv_connector_kv_cache_events": "stores tell the scheduler's side: take_events",
 }
-"""Hooks of the base class that we don't override, and why not."""
+"""Hooks of the base class that we don't override, with reasons."""
 
 READ = {
     "transfer": "KVTransferConfig",
@@ -83,7 +84,7 @@ READ = {
     "platform_of_vllm": "Platform",
     "published": "KVEventsConfig",
 }
-"""What our modules call vLLM's objects, and which class they are of."""
+"""Names of objects of vLLM in our modules, and their classes."""
 
 release = pytest.mark.parametrize("facts", RELEASES.values(), ids=list(RELEASES))
 
@@ -100,7 +101,7 @@ CONNECTOR = functions(classes(CONNECTORS)["HalConnector"])
 
 
 def accepts(ours: ast.FunctionDef, count: int, keywords: list[str]) -> bool:
-    """Whether a call with that many arguments by position and these by keyword would bind."""
+    """Whether a call with ``count`` positional arguments and these keyword arguments would bind."""
     names = [each.arg for each in ours.args.args][1:]
     required = names[: len(names) - len(ours.args.defaults)]
     by_keyword = {*names[count:], *(each.arg for each in ours.args.kwonlyargs)}
@@ -208,7 +209,7 @@ def test_events_have_the_fields_that_we_give_them(facts: dict[str, Any]) -> None
 
 
 def read_attributes(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """(class, attribute) of every read of an object that READ names."""
+    """(class, attribute) of every attribute read on an object in READ."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Load):
             continue
@@ -218,7 +219,7 @@ def read_attributes(tree: ast.Module) -> Iterator[tuple[str, str]]:
             if isinstance(value, ast.Name)
             else (value.attr if isinstance(value, ast.Attribute) else "")
         )
-        if name in READ and not node.attr.startswith("__"):  # what every class has
+        if name in READ and not node.attr.startswith("__"):  # attributes that every class has
             yield READ[name], node.attr
 
 
@@ -267,7 +268,7 @@ def test_what_we_import_is_there(facts: dict[str, Any]) -> None:
                 continue
             package = (node.module or "").removeprefix("vllm.")
             known = {*facts["names"].get(package, ()), *facts["members"]}
-            beside = {"KVConnectorMetadata", "KVConnectorRole"}  # of the base's module
+            beside = {"KVConnectorMetadata", "KVConnectorRole"}  # in the module of the base class
             assert {each.name for each in node.names} <= known | beside, node.module
     assert "register_connector" in facts["methods"]["KVConnectorFactory"]
     assert facts["methods"]["KVConnectorFactory"]["register_connector"]["parameters"] == [

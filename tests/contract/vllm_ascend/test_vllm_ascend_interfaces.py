@@ -1,7 +1,7 @@
-"""Our connector against the releases of vLLM-Ascend, by the facts in the files beside this.
+"""Our connector against the releases of vLLM-Ascend, by the interface files in this folder.
 
-Neither vLLM-Ascend nor torch-npu is needed; ci/vllm_ascend_interfaces.py writes the files from its
-source distributions.
+Neither vLLM-Ascend nor torch-npu is needed; ci/vllm_ascend_interfaces.py writes the files from
+vLLM-Ascend's source distributions.
 """
 
 from __future__ import annotations

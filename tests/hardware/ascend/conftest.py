@@ -1,4 +1,4 @@
-"""Tests that need an Ascend NPU; without one each is a skip with the probe's reason."""
+"""Tests that need an Ascend NPU; without one, each is skipped with the probe's reason."""
 
 from __future__ import annotations
 
@@ -19,5 +19,5 @@ def ascend() -> Backend:
 
 @pytest.fixture(autouse=True)
 def bound(ascend: Backend) -> None:
-    """Every test computes on the first device."""
+    """Every test runs on the first device."""
     ascend.runtime.bind_thread(0)

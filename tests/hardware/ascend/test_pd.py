@@ -1,4 +1,4 @@
-"""Prefill and decode apart on NPUs over hccs: the CPU's tokens, by both connectors."""
+"""Disaggregated prefill and decode on NPUs over hccs: the CPU's tokens with both connectors."""
 
 from __future__ import annotations
 

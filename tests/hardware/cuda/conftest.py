@@ -1,4 +1,4 @@
-"""Tests that need an NVIDIA GPU; without one each is a skip with the probe's reason."""
+"""Tests that need an NVIDIA GPU; without one, each is skipped with the probe's reason."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ def cuda() -> Backend:
 
 @pytest.fixture(autouse=True)
 def bound(cuda: Backend) -> None:
-    """Every test computes on the first device."""
+    """Every test runs on the first device."""
     cuda.runtime.bind_thread(0)

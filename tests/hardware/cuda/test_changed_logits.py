@@ -1,4 +1,4 @@
-"""Requests that change or describe their logits, on a GPU: its answers, and what steps wait for."""
+"""Requests that change or report their logits, on a GPU: their outputs, and the waits of steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def executor(cuda: Backend, model: Path) -> Iterator[InProcessExecutor]:
 def test_a_step_waits_once_whatever_its_requests_ask_for(
     executor: InProcessExecutor, need: str, temperature: float
 ) -> None:
-    """For its tokens; of a grammar's rows for those of the step before, too, which are there."""
+    """A step waits for its tokens; with a grammar also for the previous step's, which are ready by
+    then."""
     sampling = SamplingParams(temperature=temperature, **NEEDS[need])
     prompts, steps = [prompt_of(40, row) for row in range(4)], 20
     with closing(Decoder(executor, prompts, 128, sampling=sampling)) as made:

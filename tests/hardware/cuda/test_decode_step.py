@@ -1,4 +1,4 @@
-"""A decode step's ops neither wait for the device nor, in a graph, allocate."""
+"""A decode step's ops don't wait for the device and, in a graph, don't allocate."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ def test_nothing_waits(cuda: Backend, case: Case) -> None:
 
 
 def test_a_wait_would_be_seen(cuda: Backend) -> None:
-    """What the test before this one rests on."""
+    """Validates the previous test."""
     with watched() as waits:
         torch.ones(1, device="cuda:0").item()
     assert len(waits) == 1
 
 
 def test_a_captured_step_follows_its_inputs(cuda: Backend, case: Case) -> None:
-    """Shorter contexts in the same buffers: nothing of the launch depends on their lengths."""
+    """Shorter contexts in the same buffers: no launch parameter depends on their lengths."""
     out = torch.empty_like(case.query)
     graph = cuda.runtime.capture(step_of(cuda, case, out))
     case.batch.context_lens.fill_(33)

@@ -1,4 +1,4 @@
-"""The engine's decode steps on a GPU: graphs, one wait per step, no memory from the driver."""
+"""The engine's decode steps on a GPU: graphs, one wait per step, no driver allocations."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mooncake_hal.backend import Backend
 
 pytestmark = pytest.mark.cuda
 AN_HOUR = int(os.environ.get("MOONCAKE_SOAK_STEPS", "120000"))
-"""Steps of 30 ms, unless the environment says how many."""
+"""An hour of 30 ms steps, unless the environment sets the number of steps."""
 HOST_SLACK_BYTES = 16 << 20
-"""What allocators may come to hold; a leak of 140 bytes a step is more."""
+"""Allowed growth of the allocators' memory; a leak of 140 bytes per step exceeds it."""
 
 
 @pytest.fixture(scope="module", params=["llama", "deepseek_v3"])
@@ -47,7 +47,7 @@ def decoder(executor: InProcessExecutor) -> Iterator[Decoder]:
 
 
 def test_a_step_waits_once(decoder: Decoder) -> None:
-    """For its tokens, which the scheduler needs."""
+    """A step waits once, for its tokens, which the scheduler needs."""
     steps = 20
     with watched() as waits:
         for _ in range(steps):
@@ -56,7 +56,7 @@ def test_a_step_waits_once(decoder: Decoder) -> None:
 
 
 def test_a_draft_models_passes_are_not_waited_for(cuda: Backend, tmp_path: Path) -> None:
-    """All are launched before the host learns one of their tokens."""
+    """All passes are launched before the host reads any of their tokens."""
     model, steps = write_model(tmp_path, "llama"), 10
     drafting = SpeculativeConfig(SpeculativeMethod.DRAFT, 3, model)
     config = EngineConfig(
@@ -71,7 +71,7 @@ def test_a_draft_models_passes_are_not_waited_for(cuda: Backend, tmp_path: Path)
             with watched() as waits:
                 for _ in range(steps):
                     made.step()
-    assert len(waits) <= 2 * steps, waits[0]  # the choices, and beside them what was drafted
+    assert len(waits) <= 2 * steps, waits[0]  # of sampled and of draft tokens
 
 
 def test_a_step_takes_no_memory_of_the_driver(decoder: Decoder) -> None:
@@ -97,6 +97,6 @@ def test_memory_is_flat_over_an_hour(decoder: Decoder) -> None:
 
 
 def resident_bytes() -> int:
-    """The process's memory on the host."""
+    """The process' resident host memory."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize()

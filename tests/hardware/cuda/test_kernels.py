@@ -1,4 +1,4 @@
-"""Every kernel once, with a model's shapes: what compute-sanitizer looks at."""
+"""Runs every kernel once with a model's shapes, for compute-sanitizer."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_drawing(cuda: Backend) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_small_all_reduces(cuda: Backend, dtype: torch.dtype) -> None:
-    """Of a group of one, which meets itself: two calls of each of three sizes."""
+    """A group of one rank, which communicates with itself: two calls of each of three sizes."""
     buffer = cuda.memory.allocate(BUFFER_BYTES, 0)
     start = buffer.region.address
     one_shot = OneShotAllReduce(0, [start], torch.device("cuda:0"), 10.0, buffer.free)
@@ -70,7 +70,7 @@ def test_small_all_reduces(cuda: Backend, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("nbytes", [4096, 4095])
 def test_spans(cuda: Backend, nbytes: int) -> None:
-    """Aligned pieces, and odd ones."""
+    """Aligned pieces and unaligned ones."""
     source = torch.arange(8 * 4096, device="cuda:0").to(torch.uint8)
     target = torch.zeros_like(source)
     offsets = np.arange(8, dtype=np.uint64) * np.uint64(4096)

@@ -1,4 +1,5 @@
-"""Attention by libraries on a real device: each that works here says what our kernels say."""
+"""Attention libraries on a real device: each available one gives the same results as our
+kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from mooncake_hal_cuda.attention_libraries import NAMES
 from mooncake_hal_cuda.cuda_ops import CudaOps
 from mooncake_hal_cuda.launch_tuning import Tuning
 
-pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]  # libraries have their own
+pytestmark = [pytest.mark.cuda, pytest.mark.filterwarnings("default")]  # libraries warn
 PROCESSORS = 132
 LENGTHS = ((1, 700), (1, 33), (300, 700), (64, 64))
 

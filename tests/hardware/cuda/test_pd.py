@@ -1,4 +1,4 @@
-"""Prefill and decode apart: processes of one GPU and of several, a GPU beside a CPU."""
+"""Disaggregated prefill and decode: processes on one GPU and on several, and a GPU with a CPU."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def greedy(model: Path, **options: Any) -> list[list[int]]:
-    """What one instance says."""
+    """A single instance's answers."""
     async with instance(model, **{**EXACT, **options}) as single:
         return [(await ask(single, prompt_of(length))).tokens for length in LENGTHS]
 
@@ -47,7 +47,7 @@ async def greedy(model: Path, **options: Any) -> list[list[int]]:
 async def ask_both(
     prefill: Served, decode: Instance, prompt: tuple[int, ...], connector: str
 ) -> list[int]:
-    """What an instance says whose prefill is made in another process."""
+    """The decode instance's answer to a prompt that another process prefills."""
     if connector == PULL:
         return (await ask(decode, prompt, params=await prefill.prefill(prompt))).tokens
 
@@ -60,7 +60,7 @@ async def ask_both(
 
 
 def test_the_gpu_says_what_the_cpu_says(model: Path) -> None:
-    """In float32, where both are the reference's to the last bits that matter."""
+    """In float32, in which both differ from the reference by rounding only."""
     assert asyncio.run(greedy(model, backend="cuda")) == asyncio.run(greedy(model))
 
 
@@ -68,7 +68,7 @@ def test_the_gpu_says_what_transformers_says(model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    theirs.generation_config.eos_token_id = None  # an answer goes on behind it, as ours does
+    theirs.generation_config.eos_token_id = None  # generation continues after it, as in our engine
     expected = []
     for length in LENGTHS:
         prompt = torch.tensor([prompt_of(length)])
@@ -88,7 +88,7 @@ def test_the_gpu_says_what_transformers_says(model: Path) -> None:
 def test_two_processes_say_what_one_says(
     model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, connector: str, transport: str
 ) -> None:
-    """To the token in bfloat16 too, where all of them run the same kernels."""
+    """Token for token, in bfloat16 too, since all of them run the same kernels."""
     monkeypatch.setenv("MOONCAKE_HAL_CUDA_ATTENTION", "triton")
     of_prefill = ("--backend", "cuda", "--dtype", dtype, "--transport", transport)
     on_gpu = {"backend": "cuda", "dtype": dtype}
@@ -113,7 +113,7 @@ def test_two_processes_say_what_one_says(
 def test_a_gpu_and_a_cpu_say_what_one_says(
     model: Path, kinds: tuple[str, str], ranks: int, how: str
 ) -> None:
-    """The CPU's side may have more ranks than the GPU's."""
+    """The CPU instance may have more ranks than the GPU instance."""
     sizes = {"cpu": {"backend": "cpu", "tp_size": ranks}, "cuda": {"backend": "cuda"}}
     check_pair(model, how, *(sizes[kind] for kind in kinds), transport="staged")
 
@@ -126,7 +126,7 @@ def test_a_gpu_and_a_cpu_say_what_one_says(
 def test_ranks_of_several_gpus_say_what_one_says(
     cuda: Backend, model: Path, sides: tuple[str, str], how: str
 ) -> None:
-    """Tensor-parallel ranks over NCCL, and stages of a pipeline (as ``stages x ranks``)."""
+    """Tensor-parallel ranks over NCCL, and pipeline stages (as ``stages x ranks``)."""
     count = len(cuda.runtime.devices())
     if count < 2:
         pytest.skip(f"needs two GPUs, this machine shows {count}")
@@ -135,7 +135,7 @@ def test_ranks_of_several_gpus_say_what_one_says(
 
 
 def ranks_of(side: str) -> dict[str, int]:
-    """The options of ``"2"`` ranks, or of ``"2x1"``: stages of as many."""
+    """The options of ``"2"`` ranks, or of ``"2x1"``: two stages of one rank."""
     stages, _, ranks = side.rpartition("x")
     return {"pp_size": int(stages or 1), "tp_size": int(ranks)}
 
@@ -143,7 +143,7 @@ def ranks_of(side: str) -> dict[str, int]:
 def check_pair(
     model: Path, how: str, prefill: dict[str, Any], decode: dict[str, Any], transport: str
 ) -> None:
-    """The two say what the CPU alone says, and D computes no prompt."""
+    """Check that the pair answers as the CPU alone does, and that D computes no prompt."""
     make, send = WAYS[how]
 
     async def main() -> None:

@@ -1,6 +1,7 @@
-"""Steps with prompts, replayed in pieces on a GPU, say what launched ones say.
+"""Steps with prompts, replayed as piecewise graphs on a GPU, give the same results as launched
+ones.
 
-All graphs share one pool of memory: what one leaves for the next must outlive those between.
+All graphs share one memory pool: a graph's outputs for the next one must survive those in between.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def test_replayed_prompts_say_what_launched_ones_say(tmp_path: Path, family: str
     ]
     options: dict[str, Any] = {
         "backend": "cuda",
-        "dtype": "float32",  # exact, so that no rounding depends on how many tokens there are
+        "dtype": "float32",  # exact, so that no rounding depends on the number of tokens
         "max_num_seqs": 6,
         "max_num_batched_tokens": 256,
         "num_kv_blocks": 128,

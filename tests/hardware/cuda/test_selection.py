@@ -1,4 +1,4 @@
-"""CUDA_VISIBLE_DEVICES decides what a process has, by number and by UUID."""
+"""CUDA_VISIBLE_DEVICES selects a process' devices, by number and by UUID."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ print(len(backend.runtime.devices()), CudaDriver().uuid(0).hex())
 
 
 def run(visible: str) -> subprocess.CompletedProcess[str]:
-    """What a process says that sees no more than that."""
+    """The output of a process that sees only these devices."""
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
     return subprocess.run(
         [sys.executable, "-c", SCRIPT],
@@ -34,7 +34,7 @@ def run(visible: str) -> subprocess.CompletedProcess[str]:
 
 
 def shown() -> str:
-    """What this process's first device is called."""
+    """The name of this process' first device."""
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 

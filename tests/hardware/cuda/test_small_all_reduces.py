@@ -1,4 +1,4 @@
-"""All-reduces between GPUs: what each rank gets, eagerly and in graphs, over memory and by NCCL."""
+"""All-reduces between GPUs: each rank's results, eagerly and in graphs, over memory and by NCCL."""
 
 from __future__ import annotations
 

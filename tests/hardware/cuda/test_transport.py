@@ -1,4 +1,5 @@
-"""The transport suite over ``cuda_ipc``, with memory of every kind, and ``staged``, on a device."""
+"""The transport suite over ``cuda_ipc`` with every kind of memory, and over ``staged``, on a
+device."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from mooncake_hal.transport import EndpointOptions
 
 
 class OfKind(TransportKit):
-    """Endpoints over memory of one kind, here and in the other process."""
+    """Endpoints with one kind of memory, in this process and in the other one."""
 
     loader = "cuda_ipc"
     allocator = "support.cuda_device:allocate"
@@ -22,7 +23,7 @@ class OfKind(TransportKit):
     def setup_method(self) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setenv("MOONCAKE_HAL_CUDA_MEMORY", self.kind)
-        load_backend.cache_clear()  # whose memory was decided for another kind
+        load_backend.cache_clear()  # the cached backend has another kind of memory
         super().setup_method()
 
     def teardown_method(self) -> None:
@@ -36,7 +37,7 @@ class OfKind(TransportKit):
 
 @pytest.mark.cuda
 class TestCudaIpc(OfKind, TransportConformance, TransportProcessConformance):
-    """Whatever this device takes by itself."""
+    """The kind of memory that this device selects by itself."""
 
 
 @pytest.mark.cuda

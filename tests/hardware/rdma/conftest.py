@@ -1,4 +1,5 @@
-"""Nothing here runs without an RDMA device; where one was promised, its absence is a failure."""
+"""Tests that need an RDMA device; without one each is skipped, or fails where a device is
+required."""
 
 from __future__ import annotations
 
@@ -9,11 +10,11 @@ import pytest
 from mooncake_hal.transports.rdma import rdma_plugin
 
 REQUIRED = "RDMA_REQUIRED"
-"""Environment variable that ci/test-rdma sets: a skipped test would prove nothing."""
+"""Environment variable that ci/test-rdma sets, because skipped tests would prove nothing."""
 
 
 def pytest_runtest_setup() -> None:
-    """Skip, or fail, with the transport's own reason."""
+    """Skip, or fail, with the transport's reason."""
     found = rdma_plugin.probe()
     if found.ok:
         return

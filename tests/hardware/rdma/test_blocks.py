@@ -1,4 +1,4 @@
-"""KV blocks that a backend wrote, planned and pulled by another process, byte for byte."""
+"""KV blocks that a backend wrote, planned and pulled by another process, compared byte for byte."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ CASES = [
     (Side(1, 16, 32, "LPBTH"), Side(2, 16, 32, "BHLPT")),
     (Side(4, 16, 32, "BHLPT"), Side(3, 128, 4, "LPBHT")),
 ]
-"""Prefill and decode; in the second case every span is one head of one token, 32 bytes."""
+"""Prefill and decode sides; in the second case every span is one head of one token, 32 bytes."""
 
 
 @pytest.fixture(scope="module")
 def backend() -> Backend:
-    """The CPU backend, without kernels that an emulated processor would compile for a minute."""
+    """The CPU backend without kernels, which an emulated processor would compile for a minute."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setenv("MOONCAKE_HAL_CPU_NATIVE", "0")
         return Registry.discover().select_backend("cpu")
@@ -79,14 +79,14 @@ def random_kv() -> tuple[torch.Tensor, ...]:
 
 
 def some_blocks(side: Side, seed: int) -> list[int]:
-    """A block table in no order."""
+    """A shuffled block table."""
     needed = -(-NUM_TOKENS // side.block_size)
     blocks: list[int] = np.random.default_rng(seed).permutation(side.num_blocks).tolist()
     return blocks[:needed]
 
 
 def filled_pool(backend: Backend, side: Side, rank: int, seed: int) -> KVPool:
-    """A rank's pool, full of the random bytes of ``seed``."""
+    """A rank's pool, filled with the random bytes of ``seed``."""
     size = PoolSize(side.num_blocks, side.block_size)
     shard = shard_of(GEOMETRY, side.tp_size, rank)
     pool = KVPool(backend, 0, GEOMETRY, shard, size, layout_name=side.layout)
@@ -97,7 +97,7 @@ def filled_pool(backend: Backend, side: Side, rank: int, seed: int) -> KVPool:
 def write(
     backend: Backend, pool: KVPool, blocks: list[int], written: tuple[torch.Tensor, ...]
 ) -> None:
-    """Have the backend write a prompt's KV, as far as the rank holds it, into its blocks."""
+    """Have the backend write the rank's part of a prompt's KV into its blocks."""
     tokens = torch.arange(NUM_TOKENS)
     slots = torch.tensor(blocks)[tokens // pool.block_size] * pool.block_size
     slots += tokens % pool.block_size

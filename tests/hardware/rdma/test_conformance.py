@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 
 LOADER = "mooncake_hal.transports.rdma.rdma_plugin:load"
 LARGE = 16 * MIB
-"""A third of a second on soft-RoCE on an emulated processor."""
+"""Takes a third of a second over soft-RoCE on an emulated processor."""
 
 
 class TestRdma(TransportConformance):
@@ -29,4 +29,4 @@ class TestRdmaProcesses(TransportProcessConformance):
     timeout = 120.0
     large = LARGE
     death_seconds = 60.0
-    stopped_seconds = 10.0  # never waited for: the NIC needs no help of the process that stopped
+    stopped_seconds = 10.0  # never waited for: the NIC works without the stopped process

@@ -1,4 +1,4 @@
-"""Prefill and decode instances whose KV crosses over verbs say what one instance says."""
+"""Prefill and decode instances that transfer KV over verbs give the same tokens as one instance."""
 
 from __future__ import annotations
 
@@ -19,18 +19,19 @@ pytestmark = [pytest.mark.rdma, pytest.mark.timeout(900)]
 MODEL = Path(__file__).parents[3] / "examples" / "tiny-llama"
 PROMPTS = [prompt_of(length) for length in (1, 33, 100)]
 PATIENT = {"lease_s": 60.0, "transfer_timeout_s": 60.0}
-"""The processor may be emulated: a step takes a second or two."""
+"""The processor may be emulated, where a step takes a second or two."""
 
 
 @pytest.fixture(autouse=True)
 def without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling the CPU backend's kernels takes an emulated processor most of a minute."""
+    """Skips compiling the CPU backend's kernels, which takes an emulated processor most of a
+    minute."""
     monkeypatch.setenv("MOONCAKE_HAL_CPU_NATIVE", "0")
 
 
 @pytest.fixture(scope="module")
 def expected() -> Iterator[list[list[int]]]:
-    """What one instance answers to each prompt."""
+    """One instance's answer to each prompt."""
 
     async def main() -> list[list[int]]:
         async with instance(MODEL, dtype="float32") as single:
@@ -69,7 +70,7 @@ def test_pushed_layer_by_layer(expected: list[list[int]]) -> None:
 
 
 def side(role: Role, block_size: int, **options: object) -> AbstractAsyncContextManager[Instance]:
-    """One instance, which can hand KV over by rdma only."""
+    """One instance, which can transfer KV over rdma only."""
     sizes = {"block_size": block_size, "num_kv_blocks": 1024 // block_size}
     return instance(
         MODEL, role, transports=("rdma",), dtype="float32", **sizes, **PATIENT, **options
@@ -77,7 +78,7 @@ def side(role: Role, block_size: int, **options: object) -> AbstractAsyncContext
 
 
 async def check_came_across(both: Pair) -> None:
-    """The KV was transferred, not computed again, and every block is given back."""
+    """The KV was transferred and not recomputed, and every block is free again."""
     await both.check_clean(60.0)
     assert both.decode.stat("bytes_received") > 0
     assert both.decode.stat("load_failures") == 0

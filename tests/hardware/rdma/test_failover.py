@@ -1,4 +1,4 @@
-"""A NIC that dies under a transfer, over the soft-RoCE devices of the VM."""
+"""A NIC that fails during a transfer, on the soft-RoCE devices of the VM."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mooncake_hal.transports.rdma import rdma_connection
 from mooncake_hal.transports.rdma.rdma_plugin import active_ports
 
 NETWORK_DEVICES = {"rxe0:1": "d0", "rxe1:1": "d1"}
-"""Port by network device, as ci/rdma-vm makes them: taking one down affects nothing else."""
+"""Port by network device, as ci/rdma-vm creates them; taking one down affects nothing else."""
 
 NBYTES = 32 * MIB
 
@@ -33,7 +33,7 @@ pytestmark = [
 
 @contextmanager
 def down(*ports: str) -> Iterator[None]:
-    """Ports that are down for the length of a block."""
+    """Take ports down for the duration of a block."""
     devices = [NETWORK_DEVICES[port] for port in ports]
     for device in devices:
         subprocess.run(["ip", "link", "set", device, "down"], check=True)
@@ -79,10 +79,10 @@ class TestFailover(TransportKit):
         self.read_until(pair, lambda: packets_sent("rxe0") - before > 100)
 
     def read_until(self, pair: Pair, seen: Callable[[], bool]) -> None:
-        """Read, and check what was read, until something is seen.
+        """Read, and compare what was read, until the condition holds.
 
         Raises:
-            AssertionError: it is not, in all that time.
+            AssertionError: it never holds within the time limit.
         """
         deadline = time.monotonic() + self.timeout
         while not seen():
@@ -90,7 +90,8 @@ class TestFailover(TransportKit):
             self.check_reads(pair)
 
     def check_reads(self, pair: Pair) -> None:
-        """Read fresh bytes in more transfers than there are connections, so that each gets one."""
+        """Read new bytes in more transfers than there are connections, so that each connection gets
+        one."""
         pair.there.put(self.rng.integers(0, 256, NBYTES, np.uint8))
         here, there = pair.here.region.address, pair.there.region.address
         for at in range(0, 4 * MIB, MIB):
@@ -99,6 +100,6 @@ class TestFailover(TransportKit):
 
 
 def packets_sent(device: str) -> int:
-    """What a soft-RoCE device has sent since it was made."""
+    """Packets that a soft-RoCE device has sent since its creation."""
     counter = Path("/sys/class/infiniband") / device / "ports/1/hw_counters/sent_pkts"
     return int(counter.read_text())

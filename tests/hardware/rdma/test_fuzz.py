@@ -1,4 +1,4 @@
-"""Messages that no peer sends, over verbs."""
+"""Malformed messages, over verbs."""
 
 from __future__ import annotations
 

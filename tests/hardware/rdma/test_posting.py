@@ -1,4 +1,5 @@
-"""Queue pairs and memory made through libibverbs' public ABI, on a device of this host."""
+"""Queue pairs and memory regions created through libibverbs' public ABI, on a device of this
+host."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""``staged`` over real verbs: device memory through memory that NICs reach.
+"""``staged`` over real verbs: device memory is transferred through memory that NICs can access.
 
-The whole suite runs over tcp elsewhere; here it would take the VM's time twice.
+The whole suite runs over tcp elsewhere; running it here would double the VM's time.
 """
 
 from __future__ import annotations
