@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Pins the images that ours are built from by digest: `ci/lock-images --bases`.
+"""Pins base images by digest; run by `ci/lock-images --bases`.
 
-Asks the registry of each `ARG …_IMAGE=NAME:TAG` in deploy/docker/Dockerfile.* what its tag means
-now, and writes NAME:TAG@sha256:… in its place; or prints that for the images that are named.
+For each `ARG …_IMAGE=NAME:TAG` in deploy/docker/Dockerfile.*, asks the registry for the digest of
+the tag, and replaces the value with NAME:TAG@sha256:…. If images are given as arguments, prints
+theirs instead.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class Unresolved(Exception):
-    """A registry does not say what a tag means; the message has the image and the reason."""
+    """A registry returned no digest for a tag; the message names the image and the reason."""
 
 
 def main(images: list[str]) -> int:
-    """Pin the Dockerfiles' images, or print those given; the exit status."""
+    """Pin the Dockerfiles' images, or print the given ones pinned; returns the exit status."""
     known: dict[str, str] = {}
     try:
         for image in images:
@@ -49,10 +50,11 @@ def main(images: list[str]) -> int:
 
 
 def rewrite(path: Path, known: dict[str, str]) -> list[str]:
-    """Pin what one Dockerfile begins from; the images that it names then.
+    """Pin the base images of one Dockerfile; returns them with their digests.
 
     Args:
-        known: answers so far by image, so that two files get the same; added to.
+        path: the Dockerfile.
+        known: pinned names by image, so that all files get the same digests; extended.
     """
     text = path.read_text()
     found = []
@@ -67,10 +69,10 @@ def rewrite(path: Path, known: dict[str, str]) -> list[str]:
 
 
 def pinned(image: str) -> str:
-    """``NAME:TAG@DIGEST`` of ``NAME:TAG`` as its registry has it now, for all platforms.
+    """``NAME:TAG@DIGEST`` for ``NAME:TAG``: the current digest of the multi-platform image.
 
     Raises:
-        Unresolved: it can't be asked, or does not know the tag.
+        Unresolved: the registry is unreachable, or does not know the tag.
     """
     name, _, tag = image.partition("@")[0].rpartition(":")
     first, _, rest = name.partition("/")
@@ -90,7 +92,7 @@ def pinned(image: str) -> str:
 
 
 def _digest_at(url: str) -> str:
-    """What a manifest's URL says of itself; a registry that asks for a token gets one."""
+    """The digest that a registry returns for a manifest's URL, with a token if it requires one."""
     asked = urllib.request.Request(url, method="HEAD", headers={"Accept": ACCEPTED})
     try:
         answer = urllib.request.urlopen(asked, timeout=TIMEOUT_S)
@@ -104,7 +106,7 @@ def _digest_at(url: str) -> str:
 
 
 def _token(challenge: str) -> str:
-    """The token for anybody, from where a registry's challenge says."""
+    """An anonymous token from the realm that a registry's challenge names."""
     fields = dict(re.findall(r'(\w+)="([^"]*)"', challenge))
     query = urllib.parse.urlencode({k: fields[k] for k in ("service", "scope") if k in fields})
     with urllib.request.urlopen(f"{fields['realm']}?{query}", timeout=TIMEOUT_S) as answer:

@@ -2,8 +2,8 @@
 
 python ci/bench.py [FOLDER ...] [--markdown FILE]
 
-One line per figure: name, value, bound, ok or missed. Exits 0 only if all hold, and at
-least one was measured.
+Prints one line per figure: name, value, bound, ok or missed. Exits 0 only if at least one figure
+was measured and all are within their bounds.
 """
 
 from __future__ import annotations

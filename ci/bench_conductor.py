@@ -1,10 +1,10 @@
-"""Benchmarks of the conductor, and of its index beside NVIDIA Dynamo's.
+"""Benchmarks the conductor, and compares its index with NVIDIA Dynamo's.
 
 python ci/bench_conductor.py [--chunks N]
 
-Dynamo's RadixTree (Rust, through ai-dynamo-runtime from PyPI) runs in an environment of its own
-under .cache/, on the same prompts, in the same run. Exits 0 if all bounds hold, 77 if all that
-could be measured hold but that package can't be installed.
+Dynamo's RadixTree (Rust, through ai-dynamo-runtime from PyPI) runs in a separate environment under
+.cache/, on the same prompts in the same run. Exits 0 if all bounds hold, 77 if that package can't
+be installed and all bounds that could be measured hold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ROUNDS = 3
 
 
 def install() -> tuple[Path, str]:
-    """The interpreter that has Dynamo's index, and why there is none; empty if there is."""
+    """Install Dynamo's index; returns its interpreter, and the reason if that failed, else ""."""
     python = HOME / "bin" / "python"
     stamp = HOME / f".installed-{PACKAGE}"
     if not stamp.exists():
@@ -51,7 +51,7 @@ def install() -> tuple[Path, str]:
 
 
 def measure(python: Path | str, kind: str, num_chunks: int) -> dict[str, float]:
-    """One index, in a process of its own."""
+    """Measure one index in a separate process."""
     command = [str(python), str(ROOT / "ci" / "index_contenders.py"), kind, "--chunks"]
     done = subprocess.run(
         [*command, str(num_chunks)], stdout=subprocess.PIPE, text=True, check=True, cwd=ROOT
@@ -61,7 +61,7 @@ def measure(python: Path | str, kind: str, num_chunks: int) -> dict[str, float]:
 
 
 def figures(ours: dict[str, float], theirs: dict[str, float], num_chunks: int) -> list[Figure]:
-    """Ours, bounded by theirs."""
+    """Our results, with Dynamo's as bounds."""
     context = f"Dynamo's RadixTree in the same run, {num_chunks:,} chunks"
     rows = (
         ("index: lookup of 64 chunks", "lookup_us", "us", False),
@@ -85,7 +85,7 @@ def main() -> int:
     if missing:
         print(f"Dynamo's index was not measured: {missing}", file=sys.stderr)
         return status or SKIPPED
-    # In turns, the best of each: what else runs on the machine slows both alike.
+    # Both run in turns, and the best round of each counts: other load slows both alike.
     ours, theirs = [], []
     for _ in range(ROUNDS):
         ours.append(measure(sys.executable, "conductor", options.chunks))

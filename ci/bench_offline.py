@@ -1,10 +1,11 @@
-"""Offline throughput beside vLLM's CPU build: the same 200 requests, model and cores.
+"""Compares offline throughput with vLLM's CPU build: the same 200 requests, model and cores.
 
     python ci/bench_offline.py [--rounds 3]
 
-Each side is a process that loads the model once. They take turns, held still between these since
-vLLM's workers poll, and the best round of each counts. Installs vLLM under .cache/ the first time.
-Prints one line; exit 0 if ours is at least as fast, 1 if not, 77 where vLLM can't be run.
+Each engine runs in one process that loads the model once. They take turns, and each is stopped
+(SIGSTOP) while the other runs, since vLLM's workers poll. The best round of each counts. The first
+run installs vLLM under .cache/. Prints one line; exits 0 if our engine is at least as fast, 1 if
+not, 77 if vLLM can't run here.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def main() -> int:
 
 
 def compare(stack: ExitStack, peer: Path, rounds: int) -> Figure:
-    """Both sides in turns."""
+    """Run both engines in turns."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     model, work = write_model(folder / "model"), folder / "work.json"
     work.write_text(json.dumps([mix(seed) for seed in range(rounds + 1)]))
@@ -102,7 +103,7 @@ def compare(stack: ExitStack, peer: Path, rounds: int) -> Figure:
 
 
 def mix(seed: int) -> list[tuple[list[int], int]]:
-    """Prompts of 16 to 512 tokens, answers of 16 to 128; no prefix is cached from another round."""
+    """Prompts of 16 to 512 tokens with outputs of 16 to 128; no prefix repeats between rounds."""
     chosen = random.Random(seed)
     return [
         ([chosen.randrange(3, 32000) for _ in range(chosen.randint(16, 512))], length)
@@ -111,7 +112,7 @@ def mix(seed: int) -> list[tuple[list[int], int]]:
 
 
 def write_model(folder: Path) -> Path:
-    """A random Llama, with the example's tokenizer."""
+    """Write a random Llama with the example's tokenizer."""
     from support.checkpoints import MEDIUM, random_model, write_checkpoint
 
     write_checkpoint(random_model("llama", **MEDIUM), folder)
@@ -124,7 +125,7 @@ def write_model(folder: Path) -> Path:
 def side(
     python: Path, script: str, where: tuple[Path, Path, Path]
 ) -> Iterator[subprocess.Popen[str]]:
-    """One side, loaded, warm, and held still; it ends with the block."""
+    """One engine's process, loaded, warm and stopped (SIGSTOP); terminated on exit."""
     folder, model, work = where
     program = folder / f"side-{len(script)}.py"
     program.write_text(script)
@@ -149,7 +150,7 @@ def side(
 
 
 def ask(process: subprocess.Popen[str]) -> tuple[float, int]:
-    """Seconds and output tokens of one round."""
+    """Run one round; returns its seconds and output tokens."""
     assert process.stdin is not None
     os.killpg(process.pid, signal.SIGCONT)
     process.stdin.write("go\n")
@@ -160,7 +161,7 @@ def ask(process: subprocess.Popen[str]) -> tuple[float, int]:
 
 
 def read_until(process: subprocess.Popen[str], start: str) -> str:
-    """The next line that begins like that; others are a side's own talk."""
+    """The next line that starts with ``start``; other lines are the engine's own output."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith(start):

@@ -1,9 +1,9 @@
-"""Drives one peer engine for ci/bench_transfer.py, in the peer's own environment.
+"""Runs one third-party transfer engine for ci/bench_transfer.py, in that engine's environment.
 
-python bench_peers.py mooncake|nixl SIZE   speaks JSON lines, one answer per line:
-{"shape": [total, piece], "operation": "read"} prepares, {"move": 1} moves once, {"cpu": 1} returns
-the CPU seconds of both processes. With a third argument it is the other process, which only
-serves. Needs numpy and the engine; nothing of this repository.
+python bench_peers.py mooncake|nixl SIZE   reads JSON lines and answers each with one line:
+{"shape": [total, piece], "operation": "read"} prepares a transfer, {"move": 1} runs it once,
+{"cpu": 1} returns the CPU seconds of both processes. With a third argument it is the remote
+process, which only serves. Requires numpy and the engine, and nothing from this repository.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import numpy as np
 
 TIMEOUT_S = 120.0
 MOONCAKE_BATCH = 1024
-"""Its queue per peer refuses 4,096 pieces at once, and 2,048 now and then."""
+"""Pieces per batch. Mooncake's queue per peer rejects 4,096 at once, and sometimes 2,048."""
 
 
 def allocate(size):
@@ -37,7 +37,7 @@ def own_cpu_s():
 
 
 class Mooncake:
-    """mooncake-transfer-engine over TCP, with its connection pool, which scattered pieces need."""
+    """mooncake-transfer-engine over TCP, with the connection pool that scattered pieces need."""
 
     def __init__(self, size, _):
         os.environ["MC_TCP_ENABLE_CONNECTION_POOL"] = "1"
@@ -123,7 +123,7 @@ def answer(**fields):
 
 
 def receive(stream):
-    """Read up to the next answer; engines print other lines."""
+    """Read the next answer, skipping other lines that engines print."""
     for line in stream:
         if line.startswith("@"):
             return json.loads(line[1:])

@@ -1,11 +1,12 @@
-"""Benchmarks of the KVCache pool.
+"""Benchmarks the KVCache pool.
 
-python ci/bench_pool.py                     # speed, beside memcpy, the tcp transport, fio and peers
-python ci/bench_pool.py --policies TRACE... # hit rates of eviction policies, beside the optimum
-python ci/bench_pool.py --copies TRACE...   # several stores: which fetches leave a copy
+python ci/bench_pool.py                     # speed against memcpy, transports, fio and other stores
+python ci/bench_pool.py --policies TRACE... # hit rates of eviction policies against the optimum
+python ci/bench_pool.py --copies TRACE...   # several stores: which fetches should leave a copy
 
 Traces are Mooncake's: https://github.com/kvcache-ai/Mooncake, FAST25-release/traces. Exits 0 if all
-bounds hold, 77 if all that could be measured hold but fio or a peer can't be installed.
+bounds hold, 77 if fio or another store can't be installed and all bounds that could be measured
+hold.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ ROOT = Path(__file__).resolve().parent.parent
 CAPACITIES = (1_000, 10_000, 30_000, 50_000, 100_000, math.inf)
 SKIPPED = 77
 STORES = ((4, 2_000), (4, 6_000), (8, 6_000))
-"""How many, and how many blocks of 512 tokens each has room for; 6,000 are 1 TB of a 70 B model."""
+"""Number of stores, and capacity of each in blocks of 512 tokens (6,000: 1 TB for a 70 B model)."""
 LINKS_GB_S = (1.0, 3.0, 12.5)
 BLOCK_GB = 512 * 327_680 / 1e9
 MAX_BEHIND = 0.05
-"""By how much copies that are worth it may be slower than the better of all and none."""
+"""How much slower the rule ``worth`` may be than the better of copying always and never."""
 
 
 def main() -> int:
@@ -55,7 +56,7 @@ def main() -> int:
 
 
 def compare_speed(args: argparse.Namespace) -> int:
-    """Figures with their bounds, then the peers."""
+    """Measure the figures with bounds, then compare with other stores."""
     unmeasured: list[str] = []
     status = 0
     if not args.only_peers:
@@ -76,7 +77,7 @@ def compare_speed(args: argparse.Namespace) -> int:
 
 
 def install_fio() -> str:
-    """Why there is no fio; empty if there is."""
+    """Install fio; returns why that failed, empty if it is available."""
     if shutil.which("fio"):
         return ""
     command = [str(ROOT / "ci" / "apt-install"), "fio"]
@@ -85,9 +86,9 @@ def install_fio() -> str:
 
 
 def compare_policies(traces: list[Path], capacities: list[float]) -> int:
-    """Print hit rates and computation saved, the default's gap to the best there is in both.
+    """Print hit rates and saved computation by policy, and the default policy's gap to the optimum.
 
-    1 if the default policy hits less than LRU, or saves less.
+    Returns 1 if the default policy has fewer hits than LRU, or saves less computation.
     """
     status = 0
     print(f"{'trace':<28} {'blocks':>8} {'optimum':>12}", *(f"{name:>15}" for name in POLICIES),
@@ -111,7 +112,7 @@ def compare_policies(traces: list[Path], capacities: list[float]) -> int:
 
 
 def compare_copies(traces: list[Path]) -> int:
-    """Print seconds of computation and transfer by rule; 1 if ``worth`` is far behind the best."""
+    """Print compute and transfer seconds by rule; returns 1 if ``worth`` is far behind the best."""
     status = 0
     print(f"{'trace':<28} {'stores':>6} {'blocks':>7} {'GB/s':>5}", *(f"{r:>24}" for r in RULES))
     for path in traces:

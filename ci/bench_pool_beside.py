@@ -1,7 +1,7 @@
-"""The pool beside its peers, in one run: Mooncake Store over tcp, and LMCache's local CPU backend.
+"""Compares the pool with Mooncake Store over tcp and LMCache's local CPU backend, in one run.
 
-For ci/bench_pool.py. Each side moves the same objects in batches: into memory of its own process
-("own"), and of another process of the host ("other").
+Used by ci/bench_pool.py. Each store moves the same objects in batches: into memory of its own
+process ("own"), and of another process on the same host ("other").
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from mooncake_kv.store.chunk_store import Chunk  # noqa: E402
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig  # noqa: E402
 
 SHAPES = ((128, 1 << 20), (1024, 64 << 10))
-"""Objects and bytes of each."""
+"""Number of objects, and bytes per object."""
 OPERATIONS = ("put", "get")
 BOUNDED = ("mooncake-own", "mooncake-other")
 AT_LEAST, AT_MOST = 3.0, 0.5
-"""Of Mooncake Store's speed, and of its CPU."""
+"""Bounds relative to Mooncake Store: minimum speed, maximum CPU time."""
 WARM_UP = 2
 CORES = len(os.sched_getaffinity(0))
 Bytes = NDArray[np.uint8]
@@ -63,7 +63,7 @@ LMCACHE = PeerEngine(
         "aiohttp", "httpx", "fastapi", "requests", "redis", "huggingface_hub", "transformers>=5.4",
         "cryptography", "numba",
     ),
-    without_dependencies=("lmcache==0.5.6",),  # what it depends on is a CUDA build of torch
+    without_dependencies=("lmcache==0.5.6",),  # its dependencies include a CUDA build of torch
 )  # fmt: skip
 PEERS = {
     "mooncake-own": ("mooncake", TRANSFER_PEERS["mooncake"]),
@@ -74,13 +74,13 @@ PEERS = {
 
 @dataclass(frozen=True)
 class Side:
-    """Something that puts and gets: a peer, or ours.
+    """A store under test: our own or another.
 
     Args:
-        name: in lines.
-        prepare: takes the number of objects and their size.
-        calls: seconds of a put and of a get of all objects, by name.
-        cpu_s: CPU seconds so far, of all processes.
+        name: shown in the printed lines.
+        prepare: called with the number of objects and their size in bytes.
+        calls: ``put`` and ``get`` of all objects, by name; each returns its seconds.
+        cpu_s: returns the CPU seconds so far of all its processes.
     """
 
     name: str
@@ -90,7 +90,12 @@ class Side:
 
 
 def beside_peers(rounds: int, unmeasured: list[str]) -> list[Item]:
-    """Compare; prints a line per speed, ``unmeasured`` gains the peers that can't be, and why."""
+    """Compare with all peers; prints a line per speed.
+
+    Args:
+        rounds: of each peer.
+        unmeasured: extended by the peers that can't be measured, with reasons.
+    """
     items = []
     for name, (environment, engine) in PEERS.items():
         with ExitStack() as stack:
@@ -106,7 +111,7 @@ def beside_peers(rounds: int, unmeasured: list[str]) -> list[Item]:
 
 
 def compare(ours: Side, peer: Side, shape: tuple[int, int], rounds: int) -> list[Item]:
-    """Both in turns at one shape."""
+    """Run both stores in turns with one shape."""
     count, nbytes = shape
     found: dict[tuple[str, str], list[tuple[float, float]]] = {}
     for side in (ours, peer):
@@ -146,12 +151,12 @@ def compare(ours: Side, peer: Side, shape: tuple[int, int], rounds: int) -> list
 
 
 def memcpy_s(target: Bytes, source: Bytes, num_threads: int) -> float:
-    """Seconds of one copy: with as many threads as cores, what the memory takes at most."""
+    """Seconds of one copy; with one thread per core, the memory's limit."""
     parts = zip(
         np.array_split(target, num_threads), np.array_split(source, num_threads), strict=True
     )
     with ThreadPoolExecutor(num_threads) as threads:
-        list(threads.map(lambda _: None, range(num_threads)))  # they have begun
+        list(threads.map(lambda _: None, range(num_threads)))  # starts the threads
         began = time.perf_counter()
         list(threads.map(lambda part: np.copyto(*part), parts))
         return time.perf_counter() - began
@@ -168,7 +173,7 @@ def process_cpu_s(pid: int) -> float:
 
 
 class OwnRank(Rank):
-    """A rank whose store is in its own process."""
+    """A rank with its store in the same process."""
 
     def __init__(self, nbytes: int, chunk_bytes: int) -> None:
         registry = Registry.discover()
@@ -187,7 +192,7 @@ class OwnRank(Rank):
 
 
 class Objects:
-    """What a rank of ours puts and gets, all at once."""
+    """The objects that a rank of ours puts and gets, all at once."""
 
     def __init__(self, make: Callable[[int, int], Rank]) -> None:
         self._make = make
@@ -230,7 +235,7 @@ class Objects:
         return took
 
     def _chunks(self) -> list[Chunk]:
-        """One sequence; keys are hashes, as all keys of chunks are."""
+        """Chunks of one sequence; their keys are hashes, like all chunk keys."""
         names = [f"{self._round}-{i}".encode() for i in range(self._count)]
         keys = [blake2b(name, digest_size=KEY_BYTES).digest() for name in names]
         parents = [None, *keys]
@@ -244,7 +249,7 @@ class Objects:
 
 @contextmanager
 def own_process() -> Iterator[Side]:
-    """Ours, in this process."""
+    """Our store in this process."""
     objects = Objects(OwnRank)
     calls = {"put": objects.put, "get": objects.get}
     try:
@@ -255,7 +260,7 @@ def own_process() -> Iterator[Side]:
 
 @contextmanager
 def other_process() -> Iterator[Side]:
-    """Ours, in another process."""
+    """Our store in another process."""
     with tempfile.TemporaryDirectory() as directory:
         total = max(count * nbytes for count, nbytes in SHAPES)
         store = StoreProcess(Path(directory), "--dram", 2 * total)
@@ -277,10 +282,10 @@ def other_process() -> Iterator[Side]:
 
 @contextmanager
 def peer_side(name: str, environment: str, engine: PeerEngine) -> Iterator[Side]:
-    """Drive a peer in its own environment.
+    """Run a peer in its own environment.
 
     Raises:
-        PeerFailed: it does not install, does not start or fails.
+        PeerFailed: it can't be installed, does not start, or fails.
     """
     python = install(environment, engine)
     log = (PEERS_HOME / f"{name}.log").open("w")

@@ -1,9 +1,9 @@
-"""Drives one peer of the pool for ci/bench_pool.py, in the peer's own environment.
+"""Runs one third-party KV store for ci/bench_pool.py, in that store's environment.
 
-python bench_pool_peers.py mooncake-own|mooncake-other|lmcache   speaks JSON lines:
+python bench_pool_peers.py mooncake-own|mooncake-other|lmcache   reads JSON lines:
 {"shape": [count, nbytes]} prepares, {"put": 1} and {"get": 1} move all objects once and answer with
-the seconds, {"probe": 1} looks 64 keys up, {"cpu": 1} returns the CPU seconds of all its processes.
-Needs numpy and the peer; nothing of this repository.
+the seconds, {"probe": 1} looks up 64 keys, {"cpu": 1} returns the CPU seconds of all its processes.
+Requires numpy and the store, and nothing from this repository.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def own_cpu_s():
 
 
 def join(master, segment_bytes):
-    """A client of a Mooncake Store."""
+    """Create a client of a Mooncake Store."""
     from mooncake.store import MooncakeDistributedStore
 
     store = MooncakeDistributedStore()
@@ -59,7 +59,7 @@ def join(master, segment_bytes):
 
 
 class Mooncake:
-    """Mooncake Store over tcp; objects lie in this process's segment, or in another's."""
+    """Mooncake Store over tcp, with the segment in this process or in another one."""
 
     def __init__(self, is_own):
         os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")
@@ -134,7 +134,7 @@ class Mooncake:
 
 
 class LMCache:
-    """LMCache's local CPU backend: memory of this process, objects copied in and out."""
+    """LMCache's local CPU backend, which copies objects into and out of this process's memory."""
 
     def __init__(self):
         import torch
@@ -203,7 +203,7 @@ class LMCache:
         return own_cpu_s()
 
     def close(self):
-        """Its memory ends with the process."""
+        """Nothing to do: its memory is freed with the process."""
 
 
 PEERS = {
@@ -228,7 +228,7 @@ def respond(peer, question):
 
 
 def serve(master):
-    """The process whose memory is the pool."""
+    """Main of the process that provides the pool's memory."""
     store = join(master, SEGMENT)
     answer(ready=True)
     sys.stdin.read()

@@ -1,14 +1,14 @@
-"""Proxies side by side in one run, in front of the same fake backends.
+"""Compares our proxy with sglang-router and nginx in one run, in front of the same fake backends.
 
     python ci/bench_proxy.py [--seconds 2] [--rounds 5] [--json FILE] [--beside CHECKOUT]
 
-Ours, sglang-router and nginx; how they are started: proxy_contenders.py. Rounds are interleaved
-and what is compared is the median of their ratios, so that a noisy minute hits everybody. Needs a C
-compiler (load generator and backends are tests/benchmarks/proxy/bench.c), nginx on PATH, and a
-package index the first time: sglang-router goes into a venv of its own under .cache/. Prints a
-table per place, then one line per speed item: name, figure, wanted, ok or short. Exit 0 only if
-all hold; lines marked "shown" are not judged. With --beside, ours beside the proxy of another
-checkout of this repository and nobody else: whether a change made it slower.
+proxy_contenders.py starts the proxies. Rounds are interleaved, and medians of the ratios within a
+round are compared, so that temporary noise affects all proxies alike. Requires a C compiler (load
+generator and backends are tests/benchmarks/proxy/bench.c), nginx on PATH, and a package index for
+the first run, which installs sglang-router into a separate venv under .cache/. Prints a table per
+place, then one line per figure: name, value, bound, ok or short. Exits 0 only if all bounds hold;
+figures marked "shown" have none. With --beside, compares our proxy only with the one of another
+checkout of this repository, to detect a regression.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from proxy_contenders import (
 
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WARM_UP_S = 0.3
-# (connections, whether they stream)
+# (connections, whether their requests stream)
 Case = tuple[int, bool]
 FEW, MANY, STREAMS, ALONE = (16, False), (64, False), (64, True), (1, False)
 ALL = (ALONE, FEW, MANY, STREAMS)
 PLACE_CASES = {"one core": (FEW, MANY), "whole machine": ALL}
-# Of another checkout's requests or tokens per second; less is not noise.
+# Lowest ratio to the other checkout's requests or tokens per second that counts as noise.
 NOT_SLOWER = 0.95
 
 
@@ -67,7 +67,7 @@ class Figures:
 
 @dataclass
 class Results:
-    """All measurements of a place: per contender and case, one per round."""
+    """All measurements of a place, by contender and case; one per round."""
 
     rounds: dict[tuple[str, Case], list[Figures]] = field(default_factory=dict)
 
@@ -76,16 +76,16 @@ class Results:
         self.rounds.setdefault((name, case), []).append(figures)
 
     def mid(self, name: str, case: Case, figure: str) -> float:
-        """The median of one figure."""
+        """The median of one figure over the rounds."""
         return float(median(getattr(row, figure) for row in self.rounds[(name, case)]))
 
     def ratio(self, ours: str, theirs: str, case: Case, figure: str) -> float:
-        """The median over all rounds of ours by theirs."""
+        """The median over the rounds of our figure divided by theirs."""
         pairs = zip(self.rounds[(ours, case)], self.rounds[(theirs, case)], strict=True)
         return float(median(getattr(a, figure) / max(getattr(b, figure), 1e-9) for a, b in pairs))
 
     def num_errors(self, name: str) -> int:
-        """Requests of a contender that failed."""
+        """Number of a contender's failed requests."""
         return sum(f.errors for (who, _), rows in self.rounds.items() if who == name for f in rows)
 
 
@@ -122,7 +122,7 @@ def main() -> int:
 def measure_all(
     bench: Path, place: Place, cases: tuple[Case, ...], num_rounds: int, seconds: float
 ) -> Results:
-    """Every case of every contender, round by round, the contenders one right after another."""
+    """Measure every case with every contender, round by round, contenders back to back."""
     results = Results()
     for _ in range(num_rounds):
         for case in cases:
@@ -133,7 +133,7 @@ def measure_all(
 
 
 def measure(bench: Path, place: Place, contender: Contender, case: Case, seconds: float) -> Figures:
-    """One closed-loop run."""
+    """Measure one closed-loop run."""
     before = cpu_seconds(contender.pid)
     got = load(bench, place, contender, case, seconds)
     used_us = (cpu_seconds(contender.pid) - before) * 1e6
@@ -151,7 +151,7 @@ def measure(bench: Path, place: Place, contender: Contender, case: Case, seconds
 def load(
     bench: Path, place: Place, contender: Contender, case: Case, seconds: float
 ) -> dict[str, float]:
-    """What the load generator says after so many seconds."""
+    """Run the load generator for some seconds; returns its report."""
     connections, streams = case
     command = [bench, "load", contender.port, connections, seconds, int(streams)]
     done = subprocess.run(
@@ -165,7 +165,7 @@ def load(
 
 
 def tree(pid: int | None) -> list[int]:
-    """The process and its children."""
+    """The ids of a process and its children."""
     if pid is None:
         return []
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -173,7 +173,7 @@ def tree(pid: int | None) -> list[int]:
 
 
 def cpu_seconds(pid: int | None) -> float:
-    """User and system time of the tree so far."""
+    """User and system time so far of a process tree."""
     total = 0
     for member in tree(pid):
         fields = Path(f"/proc/{member}/stat").read_text().rpartition(")")[2].split()
@@ -182,7 +182,7 @@ def cpu_seconds(pid: int | None) -> float:
 
 
 def rss_kib(pid: int | None, field: str) -> int:
-    """Resident memory of the tree."""
+    """Resident memory of a process tree."""
     total = 0
     for member in tree(pid):
         for line in Path(f"/proc/{member}/status").read_text().splitlines():
@@ -192,7 +192,7 @@ def rss_kib(pid: int | None, field: str) -> int:
 
 
 def memory_growth(bench: Path, ours: Contender) -> int:
-    """KiB that 100,000 more requests add to a proxy that is warm."""
+    """KiB by which 100,000 requests grow a proxy that is warm."""
     before = rss_kib(ours.pid, "VmRSS")
     alone = Place("memory", {}, None)
     done = 0.0
@@ -202,7 +202,7 @@ def memory_growth(bench: Path, ours: Contender) -> int:
 
 
 def start_seconds(checkout: Path = ROOT) -> float:
-    """Import and start until the proxy says that it listens."""
+    """Seconds to import and start the proxy until it reports that it listens."""
     flags = ["--port", "0", "--health-interval", "0", "--backend-url", "http://127.0.0.1:9"]
     began = time.monotonic()
     with subprocess.Popen(
@@ -247,7 +247,7 @@ def print_table(place: Place, results: Results, cases: tuple[Case, ...]) -> None
 
 
 def as_json(results: dict[str, Results], growth: int | None) -> dict[str, object]:
-    """Everything that was measured, round by round."""
+    """All measurements, round by round."""
     rounds = {
         f"{place}, {name}, {connections} {'streams' if streams else 'connections'}": [
             vars(figures) for figures in rows
@@ -259,7 +259,7 @@ def as_json(results: dict[str, Results], growth: int | None) -> dict[str, object
 
 
 def judge(core: Results, machine: Results, growth: int | None) -> int:
-    """One line per item of the issue; 0 when all hold."""
+    """Print one line per bound; returns 0 if all hold."""
     rate, added = "requests_per_s", machine.mid(OURS, ALONE, "p50_ms")
     added -= machine.mid(DIRECT, ALONE, "p50_ms")
     items = [
@@ -290,7 +290,7 @@ def judge(core: Results, machine: Results, growth: int | None) -> int:
 
 
 def judge_beside(bench: Path, checkout: Path, num_rounds: int, seconds: float) -> int:
-    """Ours by another checkout's; 0 where nothing is slower."""
+    """Compare with another checkout's proxy; returns 0 if nothing is slower."""
     with ExitStack() as stack:
         place = two_checkouts(stack, bench, checkout)
         results = measure_all(bench, place, ALL, num_rounds, seconds)
@@ -308,17 +308,17 @@ def judge_beside(bench: Path, checkout: Path, num_rounds: int, seconds: float) -
 
 
 def at_least(name: str, figure: float, wanted: float) -> bool:
-    """Print and tell whether it holds."""
+    """Print a figure with its lower bound; returns whether it holds."""
     return _item(name, figure, f">= {wanted:.3f}", figure >= wanted)
 
 
 def at_most(name: str, figure: float, wanted: float) -> bool:
-    """Print and tell whether it holds."""
+    """Print a figure with its upper bound; returns whether it holds."""
     return _item(name, figure, f"<= {wanted:.3f}", figure <= wanted)
 
 
 def show(name: str, figure: float) -> None:
-    """Print a figure that nothing hangs on, ours by theirs."""
+    """Print a figure without a bound: ours divided by theirs."""
     print(f"{name:34} {figure:12.3f}   {'':18} shown")
 
 

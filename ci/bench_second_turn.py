@@ -1,18 +1,20 @@
 #!/usr/bin/env python3
-"""Time to first token of a conversation's second turn: from the device's cache, the pool's memory,
-its SSD, and computed again; and what saving costs a step.
+"""Measures the TTFT of a conversation's second turn by source of the first turn's KV: the device's
+cache, the pool's memory, the pool's SSD, or recomputation. Also measures what saving costs a step.
 
     python ci/bench_second_turn.py --tokens 3072 --chunk 64
 
-One instance with a random model of 112 million parameters in bfloat16. Between the turns comes
-other traffic, ten times what the device's memory has room for; only the device's own cache is
-measured without. For the SSD, the pool's memory is twice the device's, and conversations have
-one more turn before: what is used again is written to SSDs. ``--layers 30`` is a deeper model.
+Runs one instance with a random model of 112 million parameters in bfloat16. Between the two turns,
+other requests with ten times as much KV as the device can hold are served, except when the device's
+own cache is measured. For the SSD, the pool's memory is twice the device's, and each first turn is
+served twice, since chunks are written to SSDs on their second use. ``--layers 30`` selects a deeper
+model.
 
     python ci/bench_second_turn.py --only-visible
 
-Only what is visible of loading a prompt's beginning layer by layer beside computing the rest, with
-a model that has much KV beside little to compute. Exits 0 only if all bounds hold.
+Measures only how much of the load time stays visible when a prompt's prefix is loaded layer by
+layer while the rest is computed, with a model that has much KV and little to compute. Exits 0 only
+if all bounds hold.
 """
 
 from __future__ import annotations
@@ -62,27 +64,28 @@ WIDE = MEDIUM | {
     "num_key_value_heads": 32,
     "head_dim": 32,
 }
-"""Much KV beside little to compute: in float32 256 KiB per token, in pieces of 128 bytes."""
+"""A model with much KV and little to compute: 256 KiB per token in float32, in 128-byte pieces."""
 WIDE_PREFIXES, WIDE_REST, WIDE_CHUNK = (512, 1024), 2, 64
-"""Loading takes somewhat less than computing, and about as long."""
+"""Tokens of the prefixes, of the rest, and per chunk. With the first prefix, loading takes somewhat
+less time than computing; with the second, about as long."""
 VISIBLE_ROUNDS = 15
 CACHE_BYTES = 128 << 20
-"""More than the caches of a core hold."""
+"""Bytes; more than a core's caches hold."""
 WARM_UP = 3
 SPOOL_S = 2.0
-"""Chunks are written to SSDs beside what is served; so long after they were used again they are."""
+"""Seconds after a chunk's second use in which its background write to SSDs completes."""
 Prompt = tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Turns:
-    """What is measured.
+    """The conversations that are measured.
 
     Args:
-        tokens: of the first turn.
-        turn: tokens that the second one adds.
-        conversations: measured one after the other; the median counts.
-        layers: of the model.
+        tokens: prompt length of the first turn.
+        turn: number of tokens that the second turn adds.
+        conversations: number of conversations, measured one by one; the median counts.
+        layers: number of the model's layers.
     """
 
     tokens: int
@@ -92,16 +95,16 @@ class Turns:
 
     @property
     def device_bytes(self) -> int:
-        """The device's memory."""
+        """KV memory of the device."""
         return self.device_tokens * self.layers * LAYER_TOKEN_BYTES
 
     @property
     def device_tokens(self) -> int:
-        """Memory of the device: one prompt and a quarter."""
+        """KV capacity of the device: 1.25 prompts."""
         return (self.tokens + self.turn) * 5 // 4 // BLOCK * BLOCK
 
     def prompts(self) -> list[Prompt]:
-        """First turns that nobody has seen."""
+        """New first turns, which are in no cache."""
         return [random_prompt(next(_numbers), self.tokens) for _ in range(self.conversations)]
 
     def second(self, first: Prompt) -> Prompt:
@@ -116,26 +119,26 @@ def first_token_s(core: EngineCore, prompt: Prompt) -> tuple[float, int]:
 
 
 def serve(core: EngineCore, prompts: Sequence[Prompt]) -> None:
-    """Serve prompts, and have all of them saved."""
+    """Serve prompts, and wait until all of them are saved."""
     for prompt in prompts:
         first_token_s(core, prompt)
     settle(core)
 
 
 def other_traffic(core: EngineCore, turns: Turns) -> None:
-    """Ten times what the device has room for."""
+    """Serve other prompts with ten times the tokens that the device can hold."""
     count = -(-10 * turns.device_tokens // turns.tokens)
     serve(core, [random_prompt(next(_numbers), turns.tokens) for _ in range(count)])
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Second turns.
+    """Results of the second turns.
 
     Args:
-        ms: median until the first token.
-        share: of the first turn's tokens that were there.
-        overlap: of the seconds of loading that computing could hide, what it did.
+        ms: median TTFT.
+        share: fraction of the first turn's tokens whose KV was reused.
+        overlap: of the loading time that computing could hide, the fraction that it did hide.
     """
 
     ms: float
@@ -144,14 +147,14 @@ class Measured:
 
     @classmethod
     def of(cls, runs: Sequence[tuple[float, int]], turns: Turns, overlap: float = 1.0) -> Measured:
-        """What ``first_token_s`` said."""
+        """Summarise results of ``first_token_s``."""
         took = statistics.median(seconds for seconds, _ in runs)
         share = statistics.median(cached for _, cached in runs) / turns.tokens
         return cls(1e3 * took, share, overlap)
 
 
 def second_turns(core: EngineCore, turns: Turns, firsts: Sequence[Prompt]) -> Measured:
-    """Measure second turns. One more conversation before them shows the engine what things cost."""
+    """Measure second turns, after a warm-up conversation from which the engine learns its costs."""
     first_token_s(core, turns.second(firsts[0]))
     before = core.stats().kv_pool
     runs = [first_token_s(core, turns.second(first)) for first in firsts[1:]]
@@ -190,7 +193,7 @@ def computed(core: EngineCore, turns: Turns) -> Measured:
 
 
 def measure(model: Path, turns: Turns, chunk: int, drive: Path, *, threads: int) -> list[Figure]:
-    """A line per source, in engines of its own; the bounds."""
+    """Measure each source in a separate engine and print a line for it; returns the figures."""
     device_bytes = turns.device_bytes
     sources = {
         "device's cache": (None, from_device),
@@ -229,14 +232,14 @@ def measure(model: Path, turns: Turns, chunk: int, drive: Path, *, threads: int)
 
 @dataclass(frozen=True)
 class Visible:
-    """One round; seconds.
+    """Times of one round, in seconds.
 
     Args:
-        load: of all of a prompt's beginning, while nothing is computed.
-        compute: until the first token with the beginning in the device's cache.
-        both: until the first token where the beginning comes in layer by layer meanwhile.
-        load_beside, compute_beside: the same as ``load`` and ``compute``, of two prompts that have
-            nothing to do with each other, at the same time.
+        load: to load a whole prefix while nothing is computed.
+        compute: TTFT with the prefix in the device's cache.
+        both: TTFT while the prefix is loaded layer by layer.
+        load_beside, compute_beside: as ``load`` and ``compute``, for two unrelated prompts at the
+            same time.
     """
 
     load: float
@@ -247,21 +250,23 @@ class Visible:
 
     @property
     def ratio(self) -> float:
-        """Of both by the longer of the two, in the same round, side by side: what the load and the
-        computation take from each other on this host, where they share memory and its caches, no
-        order of them would give back."""
+        """``both`` divided by the longer of load and compute, measured side by side in the same
+        round. On this host the two share memory and its caches; no schedule could recover the time
+        that they cost each other."""
         return self.both / max(self.load_beside, self.compute_beside)
 
     @property
     def ratio_alone(self) -> float:
-        """Of both by the longer of the two, each alone."""
+        """``both`` divided by the longer of load and compute, each measured alone."""
         return self.both / max(self.load, self.compute)
 
 
 def visible_load(model: Path, prefix: int, *, threads: int) -> Figure:
-    """What a first token waits for where its prompt's beginning comes in layer by layer while the
-    rest is computed, by the longer of the two. Each round measures all of them, from memory that no
-    core has in its caches, and is a ratio of its own: what else the host does comes to all."""
+    """TTFT with a layer-by-layer load of the prefix, divided by the longer of load and compute.
+
+    Each round measures all of them, with cold CPU caches, and yields its own ratio, so that other
+    load on the host affects all of them alike.
+    """
     first, other = (random_prompt(next(_numbers), prefix) for _ in range(2))
     options = {"dtype": "float32", "threads": threads, "swap_space_bytes": 0}
     options["num_kv_blocks"] = 3 * prefix // BLOCK
@@ -301,19 +306,22 @@ def visible_round(core: EngineCore, first: Prompt, other: Prompt) -> Visible:
 
 
 def next_turn(first: Prompt) -> Prompt:
-    """A prompt with that beginning, and little more."""
+    """A prompt with that prefix and a few more tokens."""
     return (*first, *random_prompt(next(_numbers), WIDE_REST))
 
 
 def spoil_caches() -> None:
-    """No core has what it used last: what was computed last does not help what follows."""
+    """Evict the CPU caches, so that a measurement does not profit from the one before it."""
     np.ones(CACHE_BYTES // 8).sum()
 
 
 @contextmanager
 def core_of_its_own() -> Iterator[Callable[[], None]]:
-    """A core for this thread, which computes, once it calls what it gets here. Threads that are
-    started before have the others: copies take no time from computing, as beside a device."""
+    """Reserve a CPU core for computing; the calling thread moves to it when it calls the result.
+
+    Threads that are started before that call get the other cores, so that copies take no time from
+    computing, as with a real device.
+    """
     cores = os.sched_getaffinity(0)
     first = {min(cores)}
     os.sched_setaffinity(0, cores - first or cores)
@@ -324,16 +332,16 @@ def core_of_its_own() -> Iterator[Callable[[], None]]:
 
 
 def whole_load_s(core: EngineCore, prompt: Prompt) -> float:
-    """Seconds to load a prompt's beginning while nothing is computed: steps of a prompt that
-    several answers share begin when all of it is there."""
+    """Seconds to load a prompt's prefix while nothing is computed: a prompt with several sequences
+    is scheduled only when its prefix is loaded completely."""
     before = pool_stats(core).load_seconds
     finish(core, post(core, prompt, num_answers=2))
     return pool_stats(core).load_seconds - before
 
 
 def side_by_side_s(core: EngineCore, loaded: Prompt, computed: Prompt) -> tuple[float, float]:
-    """Seconds of ``whole_load_s``, and until the first token of a prompt whose beginning the device
-    has, while the other one's is loaded."""
+    """``whole_load_s`` of one prompt, and meanwhile the TTFT of another prompt whose prefix is in
+    the device's cache."""
     before = pool_stats(core).load_seconds
     names = [*post(core, loaded, num_answers=2), *post(core, computed)]
     compute, _ = finish(core, names)[names[-1]]
@@ -341,7 +349,7 @@ def side_by_side_s(core: EngineCore, loaded: Prompt, computed: Prompt) -> tuple[
 
 
 def post(core: EngineCore, prompt: Prompt, *, num_answers: int = 1) -> list[str]:
-    """Ask for answers of one token; returns the requests' names."""
+    """Post requests for one token each; returns their ids."""
     group = f"b{next(_names)}"
     names = [f"{group}-{number}" for number in range(num_answers)]
     for name in names:
@@ -351,8 +359,8 @@ def post(core: EngineCore, prompt: Prompt, *, num_answers: int = 1) -> list[str]
 
 
 def finish(core: EngineCore, names: Sequence[str]) -> dict[str, tuple[float, int]]:
-    """Step until these requests have ended; seconds that each took from now, and how many of its
-    tokens were not computed."""
+    """Step until these requests have finished; returns, for each, the seconds from now and the
+    number of its tokens that were not computed."""
     began, ended = time.perf_counter(), dict[str, tuple[float, int]]()
     while len(ended) < len(names):
         for update in core.step():
@@ -369,7 +377,7 @@ def pool_stats(core: EngineCore) -> PoolStats:
 
 
 def compare_steps(model: Path, turns: Turns, options: dict, pool: str) -> Figure:
-    """What saving costs a prompt, in turns with an instance without a pool."""
+    """Cost of saving a prompt: TTFT with a pool divided by TTFT without, measured in turns."""
     without, with_pool = [], []
     with engine(model, None, **options) as plain, engine(model, pool, **options) as pooled:
         for _ in range(2 * turns.conversations):

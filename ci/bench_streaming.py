@@ -1,13 +1,13 @@
-"""What a streamed token costs the host, beside vLLM: the same streams over the same kind of device.
+"""Compares the host CPU time per streamed token with vLLM's, on the same kind of simulated device.
 
     python ci/bench_streaming.py [--rounds 3] [--streams 128,256]
 
-One instance of ours and one of vLLM's CPU build, both with a device that is pretended and takes as
-long per step as a large GPU's (vllm_paced_worker.py), and the same model, tokenizer and client.
-They take turns; all are up, and whoever has none waits for requests. CPU is that of all processes
-of an instance, from the first request to the last token. Installs vLLM under .cache/ the first
-time. Prints one line per number of streams; exit 0 if ours takes less, 1 if not, 77 where vLLM
-can't be run.
+Runs one instance of our engine and one of vLLM's CPU build, both with a simulated device that takes
+as long per step as a large GPU (vllm_paced_worker.py), and with the same model, tokenizer and
+client. Both stay up and are measured in turns, the other one being idle. CPU time is that of all
+processes of an instance, from the first request to the last token. The first run installs vLLM
+under .cache/. Prints one line per number of streams; exits 0 if our engine needs less, 1 if not, 77
+if vLLM can't run here.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def main() -> int:
 
 
 def compare(python: Path, num_streams: int, rounds: int) -> Figure:
-    """CPU per token of ours, by vLLM's: the median of rounds, each of both sides.
+    """Our CPU time per token divided by vLLM's: the median over rounds that measure both.
 
     Raises:
-        Skip: vLLM can't be run here.
+        Skip: vLLM can't run here.
     """
     step_ms = STEP_MS[num_streams]
     with ExitStack() as stack:
-        # vLLM's heads are wide: of the blocks of other paced instances a device's memory has half
+        # vLLM's heads are wider, so a device's memory holds half as many blocks as elsewhere
         own = ("--served-model-name", "tiny", "--num-kv-blocks", "8192")
         port, program = stack.enter_context(paced_instance(step_ms, *own, model=MODEL))
         sides = [(port, program.process.pid), start_vllm(stack, python, step_ms)]
@@ -76,10 +76,10 @@ def compare(python: Path, num_streams: int, rounds: int) -> Figure:
 
 
 def start_vllm(stack: ExitStack, python: Path, step_ms: float) -> tuple[int, int]:
-    """Port and process of a vLLM with a paced worker.
+    """Start vLLM with a paced worker; returns its port and process id.
 
     Raises:
-        Skip: it does not start.
+        Skip: vLLM does not start.
     """
     words = ("--max-num-seqs", "256", "--max-num-batched-tokens", "8192")
     words += ("--distributed-executor-backend", "uni", "--disable-uvicorn-access-log")
@@ -98,7 +98,7 @@ def start_vllm(stack: ExitStack, python: Path, step_ms: float) -> tuple[int, int
 
 
 def measure(port: int, pid: int, num_streams: int, step_ms: float) -> tuple[float, float]:
-    """Microseconds of CPU per token, and tokens per second, of one round."""
+    """Run one round; returns microseconds of CPU per token, and tokens per second."""
     num_tokens = int(SECONDS * 1e3 / step_ms)
     before = cpu_seconds(pid)
     times = uvloop.run(stream_all(port, num_streams, num_tokens, {"model": "tiny"}))

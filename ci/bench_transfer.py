@@ -1,12 +1,12 @@
-"""The speed of KV transfer, beside the machine's limits and the field's engines, in one run.
+"""Compares KV transfer speed with the machine's limits and with other transfer engines, in one run.
 
 python ci/bench_transfer.py [--rounds N] [--without-peers] [--json FILE]
 
-One line per speed item: name, figure, what is wanted, ok or short. The peers, and the libraries of
-the system that they need, are installed; theirs is an environment of their own under .cache/.
+Prints one line per figure: name, value, bound, ok or short. Installs the other engines into
+separate environments under .cache/, and the system libraries that they need.
 
-Status: 0 if all holds, 1 if anything is short, else 77 and "skipped: ..." with the reason if a peer
-could not be measured.
+Exits 0 if all bounds hold, 1 if a figure falls short, else 77 with "skipped: ..." and the reason if
+an engine could not be measured.
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ THREADS = 2
 
 @dataclass(frozen=True)
 class PeerEngine:
-    """What has to be installed to run an engine of the field.
+    """Packages to install for a third-party engine.
 
     Args:
-        packages: for pip.
-        without_dependencies: for pip, too, but theirs would be a CUDA build of torch.
-        system: Debian packages of libraries that the wheels link to and leave to the system.
+        packages: installed with pip.
+        without_dependencies: installed with pip without dependencies, which would be a CUDA build
+            of torch.
+        system: Debian packages of system libraries that the wheels link to.
     """
 
     packages: tuple[str, ...]
@@ -71,7 +72,7 @@ PEERS = {
 
 
 class PeerFailed(Exception):
-    """A peer engine can't be measured; the message says why."""
+    """A peer engine can't be measured; the message has the reason."""
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(reason)
@@ -80,7 +81,7 @@ class PeerFailed(Exception):
 
 @dataclass(frozen=True)
 class Item:
-    """A speed that is promised."""
+    """A measured figure with its bound."""
 
     name: str
     figure: float
@@ -89,7 +90,7 @@ class Item:
 
     @property
     def holds(self) -> bool:
-        """Whether it is kept."""
+        """Whether the figure is within its bound."""
         return self.figure >= self.wanted if self.at_least else self.figure <= self.wanted
 
     def __str__(self) -> str:
@@ -99,7 +100,7 @@ class Item:
 
 
 def shm_items(rounds: int, seen: list[Bandwidth]) -> list[Item]:
-    """shm against memcpy with as many threads, and against process_vm_readv from C."""
+    """Compare shm with memcpy on as many threads, and with process_vm_readv called from C."""
     items = []
     with ExitStack() as stack:
         limit = stack.enter_context(memcpy_mover(TOTAL, THREADS))
@@ -125,12 +126,12 @@ def shm_items(rounds: int, seen: list[Bandwidth]) -> list[Item]:
 def tcp_items(
     rounds: int, peers: list[Mover], seen: list[Bandwidth], unmeasured: list[str]
 ) -> list[Item]:
-    """tcp against plain streams and against the peers; ``unmeasured`` gains what failed."""
+    """Compare tcp with plain streams and with the peers; ``unmeasured`` is extended by failures."""
     items = []
     with ExitStack() as stack:
         limit = stack.enter_context(stream_mover(TOTAL, THREADS))
         tcp = stack.enter_context(transport_mover("tcp", TOTAL, THREADS, mappable=False))
-        # 50 ms a round, and a few per cent between two that hardly differ: many rounds
+        # a round takes 50 ms, and the two differ by a few per cent at most: run many rounds
         streamed = compare([limit, tcp], RANGE, "read", 8 * rounds)
         seen += streamed.values()
         ratio = streamed["tcp"].faster_than(streamed[limit.name])
@@ -150,7 +151,7 @@ def tcp_items(
 
 
 def rdma_items(rounds: int) -> list[Item]:
-    """What posting to a NIC costs, measured without the wire: no RDMA device is needed."""
+    """Cost of posting to a NIC, measured without the wire; needs no RDMA device."""
     items = []
     for shape in (SMALL, TransferShape(64 << 20, 64 << 10)):
         cost = posting_us(shape, rounds)
@@ -161,7 +162,8 @@ def rdma_items(rounds: int) -> list[Item]:
 def _compare_with_peers(
     tcp: Mover, peers: list[Mover], shape: TransferShape, operation: str, rounds: int
 ) -> tuple[dict[str, Bandwidth], list[str]]:
-    """Compare; a peer that fails at a shape is left out of it, and named in the second result."""
+    """Compare with the peers; one that fails at a shape is skipped there, and listed in the second
+    result."""
     able, failures = list(peers), []
     while True:
         try:
@@ -185,10 +187,11 @@ def _against(found: dict[str, Bandwidth], shape: TransferShape, operation: str) 
 
 
 def read_answer(name: str, stdout: IO[str] | None, log: str) -> dict[str, float]:
-    """The next answer of a peer's process, in a line of JSON behind an @; others are its engine's.
+    """Read the next answer of a peer's process: a line of JSON after an @. Skips other lines, which
+    the engine prints.
 
     Raises:
-        PeerFailed: it says so, or it has ended; then with the last line of its log.
+        PeerFailed: the peer reports an error, or has exited; then with the last line of its log.
     """
     for line in stdout or ():
         if line.startswith("@"):
@@ -202,12 +205,12 @@ def read_answer(name: str, stdout: IO[str] | None, log: str) -> dict[str, float]
 
 @contextmanager
 def peer_mover(name: str) -> Iterator[Mover]:
-    """Drive a peer engine in its own environment.
+    """Run a peer engine in its own environment.
 
-    Engines that poll keep a core busy when idle, so it is held still between its turns.
+    Engines that poll keep a core busy when idle, so the process is stopped (SIGSTOP) between turns.
 
     Raises:
-        PeerFailed: it does not install or does not start.
+        PeerFailed: it can't be installed, or does not start.
     """
     python = install(name)
     command = [str(python), str(ROOT / "ci" / "bench_peers.py"), name, str(TOTAL)]
@@ -245,10 +248,11 @@ def peer_mover(name: str) -> Iterator[Mover]:
 
 
 def install(name: str, peer: PeerEngine | None = None) -> Path:
-    """Make an environment with a peer in it, and what it needs of the system; returns its Python.
+    """Install a peer into its own environment, with the system libraries that it needs; returns the
+    environment's Python.
 
     Raises:
-        PeerFailed: pip or apt-get can't.
+        PeerFailed: pip or apt-get fails.
     """
     peer, home = peer or PEERS[name], PEERS_HOME / name
     python = home / "bin" / "python"
@@ -272,7 +276,7 @@ def _install_by(name: str, *command: str) -> None:
 
 
 def open_peers(stack: ExitStack, unmeasured: list[str]) -> list[Mover]:
-    """Install and start the peers; ``unmeasured`` gains those that can't be, with the reason."""
+    """Install and start the peers; ``unmeasured`` is extended by those that fail, with reasons."""
     movers = []
     for name in PEERS:
         try:

@@ -1,19 +1,20 @@
-"""vLLM alone, as pairs with its own connectors, and as pairs with ours: in turns, on its CPU build.
+"""Benchmarks vLLM's CPU build alone, as pairs with its own connectors, and as pairs with ours.
 
     python ci/bench_vllm.py [--clients 1,4,8,16] [--rounds 3] [--groups pull,push,engine,nixl]
         [--shapes chat,long] [--device paced]
 
-With ``--device paced`` vLLM's device is pretended and takes an H200's time, with the KV of a model
-of 7 B parameters (vllm_paced_worker.py): cores compute nothing that a GPU's host would not.
+With ``--device paced`` vLLM runs on a simulated device with an H200's step times and the KV of a 7
+B model (vllm_paced_worker.py), so that the CPU does only the work of a GPU's host.
 
-The contenders of a group are up together, which takes some 3 GB a pair, and are warm before they
-are measured. A round asks each of them, at each number of clients, to answer prompts that no cache
-has: ``chat``, 256 tokens and 64 to answer; ``long``, 1,920 and 10, about what vLLM's own benchmark
-of disaggregated prefill asks for. What is compared is the median over the rounds of the ratio
-within a round. Prints a table, where the time of a pair's request goes by vLLM's own clocks, then
-one line per item: name, figure, wanted, ok or short.
+All contenders of a group are up at the same time, which takes some 3 GB per pair, and are warmed up
+before they are measured. In each round and for each number of clients, every contender in turn
+serves uncached prompts: ``chat``, 256 tokens with 64 output tokens; ``long``, 1,920 with 10, about
+as in vLLM's own benchmark of disaggregated prefill. The median over the rounds of the ratio within
+a round is compared. Prints a table, the time that a pair's request spends in each stage by vLLM's
+own metrics, then one line per bound: name, figure, bound, ok or short.
 
-Exit 0: all hold; 1: one is short; 77: why vLLM, or a contender that was asked for, can't be run.
+Exits 0 if all bounds hold, 1 if one does not, 77 with the reason if vLLM or a requested contender
+can't run here.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from vllm_serving import Json, family, prepare, title
 
 NUM_IN, NUM_OUT = 256, 64
 SHAPES = {"chat": (NUM_IN, NUM_OUT), "long": (1920, 10)}
-"""Tokens of a prompt, and of its answer."""
+"""Prompt tokens and output tokens, by shape."""
 ALONE, THEIRS = "one vLLM", "mooncake tcp"
 PEERS = (THEIRS, "nixl")
 OURS = ("ours shm", "ours tcp", "ours push")
@@ -48,13 +49,14 @@ GROUPS = {
     "engine": (("one engine", "engine pair"),),
     "nixl": (("nixl",),),
 }
-"""Who is up together, and compared. NIXL's pair keeps both cores busy while nobody asks it."""
+"""Contenders that are up at the same time and compared. NIXL's pair keeps both cores busy when
+idle."""
 PACED_GROUPS = {
     "pull": ((ALONE, THEIRS, "ours shm"), (THEIRS, "ours tcp")),
     "push": GROUPS["push"],
     "nixl": GROUPS["nixl"],
 }
-"""The same with paced devices: an instance takes some 3.5 GB. Our own engine has none here."""
+"""The groups with paced devices: an instance takes some 3.5 GB. They exclude our own engine."""
 REQUESTS_PER_CLIENT = 3
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WANTED_SPEED_UP, WANTED_OF_ENGINE = 1.2, 0.9
@@ -66,17 +68,17 @@ STAGES = (
     ("D waits", "decode", ("request_queue_time",)),
     ("D runs", "decode", ("request_prefill_time", "request_decode_time")),
 )
-"""Of a pair's request: what it is called, whose clock it is, and vLLM's histograms of it. A D waits
-for its turn and for KV."""
+"""Stages of a pair's request: name, role of the instance, and vLLM's histograms for it. D's waiting
+time includes the queue and the KV transfer."""
 
 
 Said = dict[tuple[str, int, int], list[str]]
-"""Answers, by shape, clients and round."""
+"""Expected answers, by shape, clients and round."""
 
 
 @dataclass(frozen=True)
 class Timing:
-    """One answer: when its tokens came, in seconds after it was asked, and what it says."""
+    """One answer: its text, and when its tokens arrived, in seconds after the request."""
 
     first_s: float
     last_s: float
@@ -85,13 +87,13 @@ class Timing:
 
     @property
     def tpot_s(self) -> float:
-        """Between two tokens."""
+        """Mean time between two tokens."""
         return (self.last_s - self.first_s) / (self.num_out - 1)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One contender at one load in one round."""
+    """Results of one contender at one load in one round."""
 
     tokens_per_s: float
     ttft_p50_ms: float
@@ -104,7 +106,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Item:
-    """What was bounded, and what it turned out to be."""
+    """A figure with its bound."""
 
     name: str
     found: str
@@ -114,23 +116,24 @@ class Item:
 
 @dataclass
 class Results:
-    """Of a group and a shape, by contender and clients, one per round; and what they come to."""
+    """Results of a group and a shape by contender and clients, one per round, and their
+    verdicts."""
 
     shape: str
     rounds: dict[tuple[str, int], list[Figures]] = field(default_factory=dict)
     items: list[Item] = field(default_factory=list)
 
     def mid(self, name: str, clients: int, figure: str) -> float:
-        """The median of one figure."""
+        """The median of one figure over the rounds."""
         return float(median(getattr(row, figure) for row in self.rounds[name, clients]))
 
     def ratio(self, first: str, second: str, clients: int, figure: str) -> float:
-        """The median over all rounds of one contender's figure by another's."""
+        """The median over the rounds of one contender's figure divided by another's."""
         pairs = zip(self.rounds[first, clients], self.rounds[second, clients], strict=True)
         return float(median(getattr(a, figure) / max(getattr(b, figure), 1e-9) for a, b in pairs))
 
     def judge(self, name: str, found: str, wanted: str, holds: bool) -> None:
-        """One more item."""
+        """Add an item."""
         self.items.append(Item(f"{self.shape}: {name}", found, wanted, holds))
 
 
@@ -177,13 +180,13 @@ def measure_group(
     said: Said,
     missing: list[str],
 ) -> list[Item]:
-    """Contenders that are up together.
+    """Start a group's contenders at the same time, and measure them.
 
     Args:
-        names: theirs.
-        args: of the command line.
-        said: what the first of all contenders has said; grows.
-        missing: takes the names of those that can't be had.
+        names: the group's contenders.
+        args: the command line's arguments.
+        said: answers of the very first contender, to which others are compared; extended.
+        missing: extended by the names of contenders that can't run here.
     """
     loads = [int(clients) for clients in args.clients.split(",")]
     all_results = {shape: Results(shape) for shape in args.shapes.split(",")}
@@ -215,7 +218,7 @@ def measure_group(
 
 
 def show_stages(results: Results) -> None:
-    """Where a request's time goes in vLLM's pairs: the median over the rounds."""
+    """Print the time that a request spends in each stage of vLLM's pairs: medians over rounds."""
     for (name, clients), rows in results.rounds.items():
         found = [median(column) for column in zip(*(row.stages_ms for row in rows), strict=True)]
         if all(found):
@@ -227,7 +230,7 @@ def show_stages(results: Results) -> None:
 
 
 def warm_up(contender: Contender, clients: int) -> None:
-    """What a first request pays: handshakes, memory that nobody has touched, first shapes."""
+    """Send requests that pay the one-time costs: handshakes, first use of memory, first shapes."""
     sizes = list(SHAPES.values())
     bodies = [
         request(500_000 + each, *reversed(sizes[each % len(sizes)]))
@@ -246,8 +249,8 @@ def measure_round(
     said: Said,
     missing: list[str],
 ) -> None:
-    """Every contender at every load, one after the other. Where one of vLLM's own connectors stops
-    answering, its pair is left out from then on, with what it had said."""
+    """Measure every contender at every load, one by one. If a pair with one of vLLM's own
+    connectors stops responding, it is skipped from then on, with a message."""
     for clients in loads:
         for contender in tuple(contenders):
             try:
@@ -276,7 +279,7 @@ def measure_round(
 def measure(
     contender: Contender, shape: str, clients: int, number: int, wanted: list[str] | None
 ) -> tuple[list[str], Figures]:
-    """Ask as many at a time as there are clients."""
+    """Measure one contender with as many concurrent requests as there are clients."""
     count = max(4, REQUESTS_PER_CLIENT * clients)
     num_in, num_out = SHAPES[shape]
     seeds = [1000 * clients + 100 * number + each for each in range(count)]
@@ -305,8 +308,8 @@ def measure(
 
 
 def stages_s(contender: Contender) -> tuple[float, ...]:
-    """What all requests of a pair have spent in each stage so far; nothing where vLLM is alone, or
-    is not what serves."""
+    """Seconds that all requests of a pair have spent in each stage so far; empty for a single vLLM
+    and for our own engine."""
     if contender.prefill == contender.decode:
         return (0.0,) * len(STAGES)
     urls = {"prefill": contender.prefill, "decode": contender.decode}
@@ -317,14 +320,14 @@ def stages_s(contender: Contender) -> tuple[float, ...]:
 
 
 def request(seed: int, num_out: int = NUM_OUT, num_in: int = NUM_IN) -> Json:
-    """A prompt that nobody has seen."""
+    """A request with a new prompt, which is in no cache."""
     body = completion(tokens(num_in, seed), max_tokens=num_out, ignore_eos=True, stream=True)
     del body["return_token_ids"]
     return body
 
 
 def ask(url: str, body: Json) -> Timing:
-    """One streamed answer."""
+    """Send a streaming request; returns its timing."""
     asked = urllib.request.Request(
         url + COMPLETIONS, json.dumps(body).encode(), {"content-type": "application/json"}
     )
@@ -340,12 +343,12 @@ def ask(url: str, body: Json) -> Timing:
 
 
 def engine_cores(pid: int) -> list[int]:
-    """The processes that schedule."""
+    """Process ids of the EngineCores below a process."""
     return [each for each in family(pid) if "EngineCore" in title(each)]
 
 
 def cpu_s(pids: Sequence[int]) -> float:
-    """User and system time of processes."""
+    """User and system time so far of processes."""
     total = 0
     for pid in pids:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -354,9 +357,9 @@ def cpu_s(pids: Sequence[int]) -> float:
 
 
 def measure_hand_over(contender: Contender, results: Results) -> None:
-    """D's first token with KV that comes, and with KV that is here.
+    """Compare D's TTFT with transferred KV and with locally cached KV.
 
-    Either way D computes the one token behind whole blocks, and nothing else.
+    In both cases D computes only the one token after the full blocks.
     """
     arriving, present = [], []
     for seed in range(12):
@@ -370,10 +373,11 @@ def measure_hand_over(contender: Contender, results: Results) -> None:
 
 
 def measure_pace(contender: Contender, results: Results) -> None:
-    """D's pace while KV comes, by alone, and by what the same requests cost where it has the KV.
+    """D's TPOT while it loads KV, relative to a stream alone, and to the same requests with KV
+    cached.
 
-    A stream of D's alone, beside ten loads a second, and beside ten prefix hits a second, in turns;
-    P, which may be on the same cores, holds prompts all the while.
+    Measures a stream on D alone, with ten loads per second, and with ten prefix hits per second, in
+    turns. P, which may share the cores, holds prompts during all of them.
     """
     alone, hits = [], []
     loading = prefilled_prompts(contender, 0)
@@ -391,14 +395,14 @@ def measure_pace(contender: Contender, results: Results) -> None:
 
 
 def prefilled_prompts(contender: Contender, number: int) -> list[Json]:
-    """Some that D has never seen."""
+    """Requests whose prompts P has computed and D has never seen."""
     seeds = range(95_000 + 100 * number, 95_000 + 100 * number + LOADS_PER_ROUND)
     return [prefilled(contender, request(seed, num_out=1)) for seed in seeds]
 
 
 def tpot_beside(contender: Contender, bodies: Sequence[Json]) -> float:
-    """Seconds between two tokens of one stream of D, which begins when it answers these, ten a
-    second, and ends before they do."""
+    """TPOT in seconds of one stream on D while D serves these requests, ten per second; the stream
+    starts after the first and ends before the last of them."""
     with ThreadPoolExecutor(1) as threads:
         others = threads.submit(feed, contender, bodies)
         found = ask(contender.decode, request(99_000, num_out=PACE_TOKENS)).tpot_s
@@ -407,8 +411,8 @@ def tpot_beside(contender: Contender, bodies: Sequence[Json]) -> float:
 
 
 def prefilled(contender: Contender, body: Json) -> Json:
-    """Compute a prompt on P; what a proxy then asks D for: the prompt and P's token, with P's
-    parameters."""
+    """Compute a prompt on P; returns the request that a proxy then sends to D: the prompt and P's
+    token, with P's ``kv_transfer_params``."""
     asked = body | {"max_tokens": 1, "stream": False}
     answer = post(
         contender.prefill, COMPLETIONS, asked | {"kv_transfer_params": {"do_remote_decode": True}}
@@ -421,19 +425,19 @@ def prefilled(contender: Contender, body: Json) -> Json:
 
 
 def without_transfer(body: Json) -> Json:
-    """The same prompt for an instance that has its KV."""
+    """The same request without ``kv_transfer_params``, for an instance that has the KV."""
     return {key: value for key, value in body.items() if key != "kv_transfer_params"}
 
 
 def feed(contender: Contender, bodies: Sequence[Json]) -> None:
-    """Short answers of D, ten a second."""
+    """Send these requests to D, ten per second."""
     for body in bodies:
         ask(contender.decode, body)
         time.sleep(0.1)
 
 
 def median_tpot(contender: Contender) -> float:
-    """Milliseconds between two tokens of D, one stream at a time."""
+    """Median TPOT of D in milliseconds, one stream at a time."""
     timings = [ask(contender.decode, request(99_000)) for _ in range(6)]
     return 1e3 * median(timing.tpot_s for timing in timings[1:])
 
@@ -442,7 +446,7 @@ def median_tpot(contender: Contender) -> float:
 
 
 def judge_all(results: Results, loads: Sequence[int]) -> None:
-    """One item per bound."""
+    """Add one item per bound."""
     names = {name for name, _ in results.rounds}
     for clients in loads:
         for name in OURS:
@@ -465,7 +469,7 @@ def judge_all(results: Results, loads: Sequence[int]) -> None:
 
 
 def judge_beside_theirs(results: Results, name: str, clients: int) -> None:
-    """Ours by vLLM's Mooncake connector at one load."""
+    """Add the items that compare ours with vLLM's Mooncake connector at one load."""
     speed = results.ratio(name, THEIRS, clients, "tokens_per_s")
     results.judge(
         f"{clients} clients, {name} by {THEIRS}: tok/s",
