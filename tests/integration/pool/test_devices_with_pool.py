@@ -1,4 +1,4 @@
-"""Emulated GPUs and NPUs beside a CPU, with one store: each loads what another has saved."""
+"""Emulated GPUs and NPUs and a CPU share one store: each loads what another has saved."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from support.store_process import StoreProcess
 
 @pytest.mark.timeout(400)
 def test_every_kind_of_device_writes_and_reads(tmp_path: Path) -> None:
-    """In a circle; all pairs, ranks, stages and models are in ``make test-pool-grid``."""
+    """Each device kind reads from its neighbour; ``make test-pool-grid`` covers all pairs, ranks,
+    stages and models."""
     sides = [PoolSide.parse(text) for text in ("cpu/16", "cuda/128", "npu/128")]
 
     async def main() -> None:

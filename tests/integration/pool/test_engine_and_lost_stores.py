@@ -1,5 +1,4 @@
-"""Stores that die, freeze and come back under a running engine: right tokens, and none waits for
-long."""
+"""Stores that die, freeze and recover under a running engine: right tokens, and no long waits."""
 
 import signal
 import time
@@ -14,7 +13,7 @@ from mooncake_kv.config import KVTransferConfig
 
 LENGTH = 200
 TIMEOUT_S = 60.0
-"""For an answer on a busy machine; a store's users lose 2 s at most to one that is frozen."""
+"""Timeout of an answer on a busy machine; users of a frozen store lose at most 2 s."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def plain(model):
 
 
 def _ask(core, seed, plain):
-    """Tokens are right; returns how many were loaded."""
+    """Check the answer's tokens; returns how many were loaded."""
     forget(core)
     began = time.monotonic()
     (answer,), (num_cached,) = ask(core, [random_prompt(seed, LENGTH)])
@@ -45,9 +44,7 @@ def _until_back(core, plain, seed):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
-def test_a_store_that_ends_is_a_miss_and_one_that_comes_back_is_used(
-    model, plain, tmp_path, number
-):
+def test_stopped_store_is_a_miss_and_restarted_store_is_used(model, plain, tmp_path, number):
     store = StoreProcess(tmp_path, "--dram", "32M")
     pool = f"connect=127.0.0.1:{store.port},{SETTINGS}"
     network = KVTransferConfig(secret=SECRET)
@@ -65,7 +62,7 @@ def test_a_store_that_ends_is_a_miss_and_one_that_comes_back_is_used(
         store.end()
 
 
-def test_a_store_that_is_frozen_is_a_miss(model, plain, tmp_path):
+def test_frozen_store_is_a_miss(model, plain, tmp_path):
     store = StoreProcess(tmp_path, "--dram", "32M")
     pool = f"connect=127.0.0.1:{store.port},{SETTINGS}"
     try:

@@ -1,4 +1,4 @@
-"""A whole engine that keeps KV in the pool: the tokens of one that does not."""
+"""A whole engine with the KV pool gives the tokens of an engine without it."""
 
 import threading
 import time
@@ -36,7 +36,7 @@ def model(tmp_path_factory):
     return write_checkpoint(random_model("llama"), tmp_path_factory.mktemp("llama"))
 
 
-def test_the_next_turn_of_a_conversation_loads_prompt_and_answer(model, monkeypatch):
+def test_next_turn_loads_prompt_and_answer(model, monkeypatch):
     with engine(model, None) as core:
         plain, _ = two_turns(core)
     with engine(model) as core:
@@ -52,7 +52,7 @@ def test_the_next_turn_of_a_conversation_loads_prompt_and_answer(model, monkeypa
 
 
 @pytest.mark.parametrize("length", [CHUNK, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK + 5])
-def test_a_prompt_of_whole_chunks_and_others(model, length):
+def test_prompts_of_whole_and_partial_chunks(model, length):
     prompt = random_prompt(3, length)
     sampling = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
     with engine(model) as core:
@@ -63,18 +63,18 @@ def test_a_prompt_of_whole_chunks_and_others(model, length):
     assert cached == [(length - 1) // CHUNK * CHUNK]
 
 
-def test_chunks_that_are_no_whole_blocks_are_refused(model):
+def test_chunk_size_that_splits_blocks_is_rejected(model):
     refused = pytest.raises(ConfigError, match="chunk has 24 tokens, which is no multiple of")
     with refused, engine(model, f"{POOL.partition(',')[0]},chunk=24"):
         pass
 
 
-def test_a_layer_is_saved_while_those_after_it_are_computed(model, monkeypatch):
-    """The writing of a layer that has been computed ends before the step computes its last one."""
+def test_layer_is_saved_while_later_layers_are_computed(model, monkeypatch):
+    """The write of a computed layer completes before the step computes its last layer."""
     written, waited = threading.Event(), []
     start, num_layers = PoolWorker._start, 3
 
-    def start_and_tell(self, plans, layers, moves, *, is_read):
+    def start_and_record(self, plans, layers, moves, *, is_read):
         transfers = start(self, plans, layers, moves, is_read=is_read)
         for transfer in transfers:
             transfer.wait()
@@ -94,7 +94,7 @@ def test_a_layer_is_saved_while_those_after_it_are_computed(model, monkeypatch):
 
         return done
 
-    monkeypatch.setattr(PoolWorker, "_start", start_and_tell)
+    monkeypatch.setattr(PoolWorker, "_start", start_and_record)
     monkeypatch.setattr(StepProgress, "begin", begin_and_wait)
     prompt = random_prompt(5, 4 * CHUNK)
     with engine(model) as core:
@@ -104,8 +104,8 @@ def test_a_layer_is_saved_while_those_after_it_are_computed(model, monkeypatch):
     assert (stats.num_saved_chunks, stats.num_saves, stats.num_layerwise_saves) == (4, 1, 1)
 
 
-def test_a_step_that_begins_before_any_layer_is_there_waits_for_the_first(model, monkeypatch):
-    """No byte is read before the step wants the first layer; its tokens are right all the same."""
+def test_step_started_before_any_layer_waits_for_first_layer(model, monkeypatch):
+    """No byte is read before the step needs the first layer; its tokens are right nevertheless."""
     with engine(model, None) as core:
         plain, _ = two_turns(core)
     begun, start = [], PoolWorker._start
@@ -130,14 +130,12 @@ def test_a_step_that_begins_before_any_layer_is_there_waits_for_the_first(model,
 
 
 def release_at_once(monkeypatch):
-    """Steps begin before any layer is there, and loads have time on a busy machine, too."""
+    """Release loads before any layer has arrived, with timeouts that suit a busy machine."""
     monkeypatch.setattr(pool_loads, "layers_before_release", lambda *_: 0)
     monkeypatch.setattr(pool_loads, "MIN_TIMEOUT_S", 60.0)
 
 
-def test_a_step_goes_on_when_its_load_can_be_ended_by_nobody_and_the_engine_dies(
-    model, monkeypatch
-):
+def test_step_continues_and_engine_dies_if_load_cannot_complete(model, monkeypatch):
     with engine(model) as core:
         two_turns(core)
         forget(core)
@@ -158,11 +156,9 @@ def test_a_step_goes_on_when_its_load_can_be_ended_by_nobody_and_the_engine_dies
             ask(core, [random_prompt(1, 200)])
 
 
-def test_the_first_layer_is_loaded_while_an_ssd_reads_nothing_of_the_others(
-    model, monkeypatch, tmp_path
-):
-    """An SSD gives the first layer of all chunks; what it has of the others it gives only when a
-    rank has that layer."""
+def test_first_layer_is_loaded_before_ssd_reads_other_layers(model, monkeypatch, tmp_path):
+    """An SSD returns the first layer of all chunks, and data of other layers only once a rank has
+    the first."""
     first_layer, num_read, seen = threading.Event(), [], []
     read, arrived = SsdDirectory.read_sections, _RunningLoad.arrived
 
@@ -192,10 +188,8 @@ def test_the_first_layer_is_loaded_while_an_ssd_reads_nothing_of_the_others(
 
 
 @pytest.mark.parametrize("fault", ["flipped", "refused"])
-def test_what_a_step_made_of_first_layers_is_not_used_when_a_later_one_comes_wrong(
-    model, monkeypatch, tmp_path, fault
-):
-    """The step has computed a layer on what came before the SSD fails."""
+def test_step_output_is_dropped_when_later_layer_fails(model, monkeypatch, tmp_path, fault):
+    """The step has computed a layer on loaded data before the SSD fails."""
     has_computed, faults = threading.Event(), []
     read, wait_for = SsdDirectory.read_sections, _RunningLoad.wait_for
 
@@ -230,7 +224,7 @@ def test_what_a_step_made_of_first_layers_is_not_used_when_a_later_one_comes_wro
 
 @contextmanager
 def engine_with_prompt_on_ssd(model, monkeypatch, tmp_path):
-    """An engine whose store has a prompt of four chunks and a token on its SSD alone, the prompt,
+    """An engine whose store holds a prompt of four chunks and a token on its SSD only; the prompt,
     and its answer."""
     stores = small_drives(monkeypatch)
     prompt, other = random_prompt(5, 4 * CHUNK + 1), random_prompt(6, 4 * CHUNK + 1)
@@ -239,7 +233,7 @@ def engine_with_prompt_on_ssd(model, monkeypatch, tmp_path):
     with engine(model, drive) as core:
         plain, _ = ask(core, [prompt], ONE)
         forget(core)
-        ask(core, [prompt], ONE)  # the second use: it goes to the SSD
+        ask(core, [prompt], ONE)  # the second use: it is copied to the SSD
         await_chunks_on_ssd(stores[0], 4)
         ask(core, [other], ONE)
         forget(core)
@@ -247,7 +241,7 @@ def engine_with_prompt_on_ssd(model, monkeypatch, tmp_path):
 
 
 def small_drives(monkeypatch):
-    """Sections and segments for a small model; the stores that are opened from now on."""
+    """Use sections and segments that suit a small model; returns the stores opened from now on."""
     stores = []
     for name in ("MIN_SECTION_BYTES", "MIN_PART_BYTES"):
         monkeypatch.setattr(ssd_records, name, ssd_records.PAGE)
@@ -269,8 +263,8 @@ def await_chunks_on_ssd(store, count):
         time.sleep(0.01)
 
 
-def test_what_came_from_another_store_is_copied_to_the_own_one_while_there_is_room(model, tmp_path):
-    """A prompt comes from the other store once, and from the own one then."""
+def test_chunks_of_other_store_are_copied_while_own_store_has_space(model, tmp_path):
+    """A prompt is loaded from the other store once, and from the own one after that."""
     prompts = [random_prompt(seed, 4 * CHUNK + 1) for seed in (7, 8)]
     chunk_bytes = kv_geometry(read_model_config(model), torch.float32).token_bytes * CHUNK
     store = StoreProcess(tmp_path, "--dram", "64M")

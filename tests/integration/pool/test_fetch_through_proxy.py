@@ -1,5 +1,8 @@
-"""Two prefill instances with a store each, a decode instance, a proxy that counts costs: where it
-counts on a fetch, the prefill instance loads the prefix from the other one's store."""
+"""A proxy's conductor has a prefill instance fetch a prefix from the other instance's store.
+
+The deployment: two prefill instances with a store each, a decode instance, and a proxy that
+estimates costs.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,17 @@ from support.pd_processes import serving
 from support.programs import TINY_LLAMA, running
 
 PREFIX, TAIL, LONG_TAIL = 512, 40, 1100
-"""Tokens of a conversation, of its continuation, and of one that keeps an instance busy."""
+"""Tokens of a conversation, of its continuation, and of a prompt that keeps an instance busy."""
 ATTEMPTS = 8
-"""How often the proxy may come too late to find the instance busy."""
+"""How often the instance may be idle again before the proxy has placed the request."""
 ANSWER = {"max_tokens": 6, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 SLOW = "llama-3-70b:A100:1"
-"""Computing is believed to take long until it is measured: who is busy is not waited for."""
+"""The proxy overestimates compute time until it has measured it, so that it does not wait for a
+busy instance."""
 
 
 def prompt_of(seed: int, length: int) -> list[int]:
-    """Tokens that the model knows."""
+    """A prompt of tokens in the model's vocabulary."""
     return random.Random(seed).choices(range(3, 250), k=length)
 
 
@@ -41,7 +45,7 @@ def complete(url: str, prompt: Sequence[int], name: str = "alone") -> list[int]:
 
 
 def counted(url: str, name: str, label: str = "") -> float:
-    """A counter of an instance."""
+    """The value of an instance's counter."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     return sum(
         float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name) and label in line
@@ -56,7 +60,7 @@ def wait_until_saved(*urls: str) -> None:
 
 
 def explain(proxy: str, name: str) -> dict[str, Any] | None:
-    """How a request was placed; None where it has not been yet."""
+    """The placement of a request; None if it has not been placed yet."""
     answer = httpx.get(f"{proxy}/conductor/explain?request={name}")
     if answer.status_code == 404:
         return None
@@ -72,9 +76,9 @@ def wait_until_placed(proxy: str, name: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_prefix_is_fetched_from_the_store_that_the_conductor_names() -> None:
+def test_prefix_is_fetched_from_store_named_by_conductor() -> None:
     pool = ("--kv-pool", "dram=64MiB,chunk=64,load=always,port=0")
-    # A long continuation takes some seventy steps: who computes it is busy for a while.
+    # A long continuation takes some seventy steps, so its instance is busy for a while.
     steps = ("--max-num-batched-tokens", "16", "--min-prefill-chunk", "16")
     with ExitStack() as stack:
         start = stack.enter_context
@@ -87,8 +91,8 @@ def test_a_prefix_is_fetched_from_the_store_that_the_conductor_names() -> None:
         threads = start(ThreadPoolExecutor(1))
 
         def continue_twice(attempt: int) -> dict[str, Any]:
-            """One conversation, then two continuations, the first a long one; how the second was
-            placed, which comes while whoever has the conversation computes the first."""
+            """One conversation, then two continuations, the first a long one; returns the placement
+            of the second, which arrives while the holder of the conversation computes the first."""
             first = prompt_of(10 * attempt, PREFIX)
             assert complete(proxy, first, f"first-{attempt}") == complete(single, first)
             wait_until_saved(*prefills)
@@ -119,9 +123,9 @@ def test_a_prefix_is_fetched_from_the_store_that_the_conductor_names() -> None:
 
 
 @pytest.mark.timeout(300)
-def test_a_conversation_returns_to_the_store_that_has_it_whatever_the_devices_forgot() -> None:
-    """Prefill instances forget what their devices hold, and say so; what their stores hold is
-    published, too, and known even to a proxy that comes later."""
+def test_conversation_returns_to_its_store_after_device_eviction() -> None:
+    """Prefill instances evict blocks from their devices and publish it; the chunks in their stores
+    are published as well, and known even to a proxy that starts later."""
     events = '{"enable_kv_cache_events": true, "endpoint": "tcp://127.0.0.1:*", "replay_endpoint": '
     pool = ("--kv-pool", "dram=64MiB,chunk=64,load=always", "--kv-events-config")
     with ExitStack() as stack:
@@ -134,7 +138,7 @@ def test_a_conversation_returns_to_the_store_that_has_it_whatever_the_devices_fo
         argv = ["--port", "0", "--policy", "cost", "--costs", SLOW, "--decode", decode]
         argv += [part for url in prefills for part in ("--prefill", url)]
         prompts = [prompt_of(seed, PREFIX) for seed in range(6)]
-        for number, prompt in enumerate(prompts):  # each has a home
+        for number, prompt in enumerate(prompts):  # each conversation has its own instance
             complete(prefills[number % 2], prompt)
         wait_until_saved(*prefills)
         for url in prefills:

@@ -1,5 +1,7 @@
-"""Prefill and decode instances that share a store: the next turn of a conversation finds on P what
-D has written, however the KV comes to D."""
+"""Prefill and decode instances that share a store.
+
+In the next turn of a conversation, P loads what D has written, whichever flow moves the KV to D.
+"""
 
 import asyncio
 
@@ -12,7 +14,7 @@ from support.store_process import SECRET, StoreProcess
 from mooncake_kv.store.store_client import StoreClient
 
 NUM_ASKED = 120
-"""Tokens of a prompt whose answer of 12 completes a chunk."""
+"""Tokens of a prompt whose answer of 12 tokens completes a chunk."""
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +30,7 @@ def store(tmp_path):
 
 
 async def _conversation(answer_of, turns=3):
-    """Tokens of a few turns."""
+    """Tokens of several turns."""
     prompt, answers = prompt_of(NUM_ASKED), []
     for turn in range(turns):
         answer = await answer_of(prompt)
@@ -43,7 +45,7 @@ async def _plain(model):
 
 
 async def _until_saved(of, num_chunks):
-    """Both together have saved so many."""
+    """Wait until both instances together have saved this many chunks."""
 
     def saved():
         stats = [one.engine.stats().kv_pool for one in (of.prefill, of.decode)]
@@ -54,8 +56,8 @@ async def _until_saved(of, num_chunks):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("way", ["pulled", "pulled early", "pushed"])
-def test_a_prompt_that_is_asked_once_is_used_once_whoever_offers_its_chunks(model, tmp_path, way):
-    """So SSDs take what is asked again, and nothing else."""
+def test_prompt_sent_once_counts_as_one_use_from_either_instance(model, tmp_path, way):
+    """So SSDs get only chunks that are requested again."""
     make_pair, ask_both = WAYS[way]
     (tmp_path / "ssd").mkdir()
     store = StoreProcess(tmp_path, "--dram", "64M", "--ssd", f"{tmp_path / 'ssd'}:64M")
@@ -112,7 +114,7 @@ def test_a_prompt_that_is_asked_once_is_used_once_whoever_offers_its_chunks(mode
         ("pushed", (2, 2)),
     ],
 )
-def test_what_one_of_a_pair_saves_the_other_loads(model, store, way, tp):
+def test_chunks_saved_by_one_of_a_pair_are_loaded_by_the_other(model, store, way, tp):
     make_pair, ask_both = WAYS[way]
 
     async def run():
@@ -120,7 +122,7 @@ def test_what_one_of_a_pair_saves_the_other_loads(model, store, way, tp):
         options = {
             "kv_pool": f"connect=127.0.0.1:{store.port},{SETTINGS}",
             "secret": SECRET,
-            "prefix_caching": False,  # so that only the pool remembers
+            "prefix_caching": False,  # so that only the pool holds the KV
         }
         roles = {"prefill": {"tp_size": tp[0]}, "decode": {"tp_size": tp[1]}}
         async with make_pair(model, **roles, **options) as both:
@@ -135,8 +137,9 @@ def test_what_one_of_a_pair_saves_the_other_loads(model, store, way, tp):
             decode = both.decode.engine.stats().kv_pool
             assert (prefill.num_loads, prefill.num_failed_loads) == (2, 0)
             assert prefill.num_loaded_chunks == 131 // CHUNK + 168 // CHUNK
-            # Two are completed by answers, which only D knows. A prompt's are saved by whoever has
-            # them first, once (that is the sum above): pushed layer by layer, D may be that.
+            # Two chunks are completed by answers, which only D knows. Those of the prompt are saved
+            # once, by the first instance that has them (that is the sum above): with a push, this
+            # may be D.
             assert decode.num_saved_chunks >= 2
             await both.check_clean()
 

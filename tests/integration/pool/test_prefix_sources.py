@@ -1,5 +1,8 @@
-"""Stores that a request names: what they hold is loaded; where anything is wrong with them, the
-prompt is computed, with the same tokens and in bounded time."""
+"""Stores that a request names as prefix sources.
+
+Chunks that they hold are loaded; if anything is wrong with a store, the prompt is computed, with
+the same tokens and in bounded time.
+"""
 
 import signal
 import time
@@ -31,15 +34,15 @@ def model(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def patience(monkeypatch):
-    """On a busy machine a store may take its time; a test of lateness sets its own."""
+def ample_timeouts(monkeypatch):
+    """Stores may respond late on a busy machine; a test of timeouts sets its own."""
 
-    def be_patient(seconds):
+    def with_ample_timeouts(seconds):
         for name in ("MIN_TIMEOUT_S", "MIN_HINT_TIMEOUT_S", "MAX_HINT_TIMEOUT_S"):
             monkeypatch.setattr(pool_loads, name, seconds)
 
-    be_patient(TIMEOUT_S)
-    return be_patient
+    with_ample_timeouts(TIMEOUT_S)
+    return with_ample_timeouts
 
 
 @pytest.fixture
@@ -57,7 +60,7 @@ def core(model):
 
 
 def _ask(core, sources=(), seed=0):
-    """The answer to a prompt, and how many of its tokens were loaded."""
+    """The answer to a prompt, and the number of loaded tokens."""
     forget(core)
     params = KVTransferParams(prefix_sources=tuple(sources))
     request = EngineRequest("r", random_prompt(seed, LENGTH), GREEDY, params)
@@ -69,7 +72,7 @@ def _ask(core, sources=(), seed=0):
 
 
 def _filled(model, store):
-    """Another instance saves a prompt there; its answer."""
+    """Have another instance save a prompt in that store; returns its answer."""
     pool = f"connect=127.0.0.1:{store.port},{SETTINGS}"
     with engine(model, pool, network=NETWORK) as other:
         return _ask(other)[0]
@@ -88,7 +91,7 @@ def _hints(core):
     return core.stats().kv_pool.num_prefix_hints
 
 
-def test_what_another_instance_s_store_holds_is_loaded(model, core, store):
+def test_chunks_of_other_instances_store_are_loaded(model, core, store):
     answer = _filled(model, store)
     assert _ask(core, [_source(store)]) == (answer, HELD)
     assert _hints(core) == {"found": 1}
@@ -97,7 +100,7 @@ def test_what_another_instance_s_store_holds_is_loaded(model, core, store):
     assert stats.num_found_chunks == {"remote_dram": HELD // CHUNK}
 
 
-def test_a_store_that_is_its_own_is_not_asked_twice(core):
+def test_own_store_as_source_is_queried_once(core):
     answer, num_cached = _ask(core)
     assert num_cached == 0
     own = core._scheduler._pool.chunk_pool._stores.home.arena
@@ -106,7 +109,7 @@ def test_a_store_that_is_its_own_is_not_asked_twice(core):
     assert _hints(core) == {"own": 1}
 
 
-def test_a_hint_of_less_than_the_device_has_is_left_alone(core, store):
+def test_hint_shorter_than_device_prefix_is_ignored(core, store):
     source = _source(store)
     answer, _ = _ask(core)
     params = KVTransferParams(prefix_sources=(source,))
@@ -115,18 +118,18 @@ def test_a_hint_of_less_than_the_device_has_is_left_alone(core, store):
     assert not _hints(core)
 
 
-def test_a_store_that_is_gone_is_waited_for_once(model, core, store, patience):
+def test_lost_store_costs_one_timeout(model, core, store, ample_timeouts):
     answer = _filled(model, store)
     source = _source(store)
     store.end(signal.SIGKILL)
-    patience(0.5)
+    ample_timeouts(0.5)
     assert _ask(core, [source]) == (answer, 0)
     core.reset_prefix_cache()
     assert _ask(core, [source], seed=1)[1] == 0
     assert _hints(core) == {"unreachable": 2}
 
 
-def test_a_store_that_was_restarted_holds_nothing_of_what_was_said(model, core, store, tmp_path):
+def test_restarted_store_is_a_miss(model, core, store, tmp_path):
     answer = _filled(model, store)
     source = _source(store)
     store.end(signal.SIGKILL)
@@ -138,7 +141,7 @@ def test_a_store_that_was_restarted_holds_nothing_of_what_was_said(model, core, 
         again.end(signal.SIGKILL)
 
 
-def test_a_store_that_has_less_than_was_said_gives_what_it_has(model, core, store):
+def test_store_with_shorter_prefix_than_hinted_is_used(model, core, store):
     answer = _filled(model, store)
     other, num_loaded = _ask(core, [_source(store, num_tokens=10_000)], seed=1)
     assert num_loaded == 0
@@ -147,15 +150,15 @@ def test_a_store_that_has_less_than_was_said_gives_what_it_has(model, core, stor
     assert _ask(core, [_source(store, num_tokens=10_000)]) == (answer, HELD)
 
 
-def test_a_store_of_another_deployment_is_not_believed(model, core, store, tmp_path, patience):
-    """It does not know the secret: nothing is asked there."""
+def test_store_of_other_deployment_is_not_used(model, core, store, tmp_path, ample_timeouts):
+    """The store does not know the secret, so no request is sent to it."""
     answer = _filled(model, store)
     directory = tmp_path / "stranger"
     directory.mkdir()
     stranger = StoreProcess(directory, "--dram", "32M", secret="another deployment's secret")
     try:
         epoch = _source(store).epoch
-        patience(2.0)
+        ample_timeouts(2.0)
         assert _ask(core, [_source(stranger, epoch=epoch)]) == (answer, 0)
         assert _hints(core) == {"unreachable": 1}
     finally:
@@ -170,7 +173,7 @@ def test_a_store_of_another_deployment_is_not_believed(model, core, store, tmp_p
     ],
     ids=["without a secret", "not named by the operator"],
 )
-def test_a_store_that_may_not_be_named_is_not_connected_to(
+def test_disallowed_store_address_is_not_connected_to(
     model, store, settings, network, host, monkeypatch
 ):
     answer = _filled(model, store)
@@ -182,15 +185,13 @@ def test_a_store_that_may_not_be_named_is_not_connected_to(
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["connected", "new"])
-def test_a_store_that_is_frozen_costs_no_more_than_the_patience(
-    model, core, store, is_known, patience
-):
+def test_frozen_store_costs_at_most_the_timeout(model, core, store, is_known, ample_timeouts):
     answer = _filled(model, store)
     source = _source(store)
     if is_known:
         _ask(core, [source], seed=1)
     store.send(signal.SIGSTOP)
-    patience(0.5)
+    ample_timeouts(0.5)
     try:
         began = time.monotonic()
         assert _ask(core, [source]) == (answer, 0)
@@ -198,7 +199,7 @@ def test_a_store_that_is_frozen_costs_no_more_than_the_patience(
         if not is_known:
             assert _hints(core) == {"unreachable": 1}
             return
-        # Its index is in memory that this host shares: it is asked to have its chunks read.
+        # The store's index is in memory that this host shares: only the read of its chunks waits.
         assert _hints(core)["found"] == 1
         while not core.stats().kv_pool.num_failed_loads:
             core.step()
@@ -207,7 +208,7 @@ def test_a_store_that_is_frozen_costs_no_more_than_the_patience(
         store.send(signal.SIGCONT)
 
 
-def test_a_store_that_ends_before_its_chunks_are_read(model, core, store, monkeypatch):
+def test_store_lost_before_its_chunks_are_read(model, core, store, monkeypatch):
     answer = _filled(model, store)
     source = _source(store)
     begin = PoolClient.start_load
@@ -224,7 +225,7 @@ def test_a_store_that_ends_before_its_chunks_are_read(model, core, store, monkey
     assert (stats.num_loads, stats.num_failed_loads) == (1, 1)
 
 
-def test_named_stores_are_left_when_nobody_names_them(model, core, store, monkeypatch):
+def test_unused_source_stores_are_disconnected(model, core, store, monkeypatch):
     _filled(model, store)
     assert _ask(core, [_source(store)])[1] == HELD
     client = core._scheduler._pool.chunk_pool._client

@@ -1,4 +1,4 @@
-"""Tokens with the pool are those without: models, KV types, ranks, speculation, preemption, n."""
+"""The pool changes no token: models, KV types, ranks, speculation, preemption, several choices."""
 
 import pytest
 from support.checkpoints import random_model, write_checkpoint
@@ -64,8 +64,8 @@ def test_settings(models, options):
     ("family", "tp_size"),
     [("qwen3_moe", 1), ("deepseek_v3", 2)],
 )
-def test_what_a_data_parallel_rank_saves_another_loads(models, family, tp_size):
-    """The ranks share experts, too: one computes while the other waits for layers."""
+def test_data_parallel_rank_loads_what_another_saved(models, family, tp_size):
+    """The ranks also share experts: one computes while the other waits for layers."""
     first, other = random_prompt(11, 200), random_prompt(12, 90)
     with engine(models(family), None) as core:
         plain = [_on_ranks(core, {0: prompt}) for prompt in (first, other, other, first)]
@@ -84,7 +84,7 @@ def test_what_a_data_parallel_rank_saves_another_loads(models, family, tp_size):
 
 
 def _on_ranks(core, prompts):
-    """Answers to one prompt on each of some ranks, all at once."""
+    """Concurrent answers to one prompt on each of these ranks."""
     requests = [
         EngineRequest(f"r{rank}", prompt, GREEDY, data_parallel_rank=rank)
         for rank, prompt in prompts.items()
@@ -93,8 +93,8 @@ def _on_ranks(core, prompts):
     return [answers[request.request_id] for request in requests]
 
 
-def test_answers_of_one_prompt(models):
-    """Siblings share what one of them has loaded."""
+def test_several_choices_of_one_prompt(models):
+    """Choices share the prefix that one of them has loaded."""
     prompt = random_prompt(4, 150)
     with engine(models("llama"), None, seed=5) as core:
         plain = [ask(core, [prompt], SEEDED, n=3)[0] for _ in range(2)]
@@ -107,7 +107,7 @@ def test_answers_of_one_prompt(models):
     assert max(cached) == 150 // CHUNK * CHUNK
 
 
-def test_too_little_memory_for_all(models):
+def test_preemption_during_loads(models):
     """Requests are preempted while others load."""
     prompts = [random_prompt(seed, 90) for seed in range(5)]
     few = {"num_kv_blocks": 22, "max_model_len": 300}
@@ -124,8 +124,8 @@ def test_too_little_memory_for_all(models):
 
 
 @pytest.mark.timeout(400)
-def test_ranks_and_stages_read_what_others_wrote(models, tmp_path):
-    """A writer of one shape, a reader of another; each through one store, in both directions."""
+def test_ranks_and_stages_read_chunks_of_other_shapes(models, tmp_path):
+    """A writer of one shape and a reader of another, each over one store, in both directions."""
     shapes = [{}, {"tp_size": 2, "block_size": 8}, {"pp_size": 2}]
     store = StoreProcess(tmp_path, "--dram", "64M")
     pool = f"connect=127.0.0.1:{store.port},{SETTINGS}"

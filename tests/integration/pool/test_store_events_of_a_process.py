@@ -1,4 +1,5 @@
-"""A store in a process of its own publishes what engines save there, with tokens and tenants."""
+"""A store in a process of its own publishes the chunks that engines save, with tokens and
+tenants."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=80, ignore_eos=True)
 
 
 def snapshot(endpoint: str, namespace: str) -> ChunkIndex:
-    """What a router that comes late knows of the store."""
+    """The view of the store of a router that subscribes late."""
     index = ChunkIndex(1)
     stream = EventStream(index, 0, PublishedBlocks(), supports_snapshots=True, namespace=namespace)
     found = ask_events(endpoint, SNAPSHOT_REQUEST)
@@ -40,7 +41,7 @@ def snapshot(endpoint: str, namespace: str) -> ChunkIndex:
 
 
 @pytest.mark.timeout(300)
-def test_prompts_and_answers_that_engines_save_are_published(tmp_path: Path) -> None:
+def test_saved_prompts_and_answers_are_published(tmp_path: Path) -> None:
     model = write_checkpoint(random_model("llama"), tmp_path / "llama")
     replay = f"ipc://{tmp_path}/replay"
     events = {

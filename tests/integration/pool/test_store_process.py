@@ -1,4 +1,5 @@
-"""A store in a process alone: shared, killed, frozen, restarted, full; never wrong, never hung."""
+"""A store in a process of its own is shared, killed, frozen, restarted and filled up: it never
+returns wrong bytes and never hangs its users."""
 
 import ctypes
 import os
@@ -25,7 +26,7 @@ DRAM = 8 * CHUNK_BYTES
 
 @pytest.fixture
 def started(tmp_path):
-    """Starts stores and ranks, and ends them."""
+    """Starts stores and ranks, and stops them."""
     opened = []
 
     def start(*options, dram=DRAM, **kwargs):
@@ -47,19 +48,19 @@ def await_store(rank, timeout=START_S):
 
 
 def await_ssd(rank, numbers):
-    """Until SSDs have them all; the writer is another process, so this asks."""
+    """Wait until the SSDs hold all these chunks; polls, since the writer is another process."""
     deadline = time.monotonic() + 60
     while rank.client.stats().result(60).ssd_chunks < len(numbers):
         assert time.monotonic() < deadline
         threading.Event().wait(0.02)
 
 
-def test_a_store_ends_whichever_of_its_threads_a_signal_comes_to(started):
-    """The system may choose any, where another signal is on its way to the first one."""
+def test_store_exits_whichever_thread_receives_the_signal(started):
+    """The kernel may choose any thread while another signal is pending for the first one."""
     store = started()
     threads = {int(path.name) for path in Path(f"/proc/{store.pid}/task").iterdir()}
     thread = min(threads - {store.pid})
-    time.sleep(0.5)  # until the first one waits; one that runs would see to the signal
+    time.sleep(0.5)  # until the first thread waits; a running one would handle the signal
     tgkill = 234 if platform.machine() == "x86_64" else 131
     libc = ctypes.CDLL(None, use_errno=True)
     assert libc.syscall(tgkill, store.pid, thread, signal.SIGTERM) == 0
@@ -67,7 +68,7 @@ def test_a_store_ends_whichever_of_its_threads_a_signal_comes_to(started):
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_what_one_process_put_another_gets(started, transport):
+def test_chunk_put_by_one_process_is_read_by_another(started, transport):
     store = started()
     assert "0.00195 GiB of memory, 0 GiB on SSDs with 0 chunks" in store.ready_line
     writer, reader = started.rank(store), started.rank(store, transport)
@@ -78,7 +79,7 @@ def test_what_one_process_put_another_gets(started, transport):
     assert store.end() == 0
 
 
-def test_users_that_die_leave_nothing_behind(started):
+def test_dead_users_leave_no_reservations_or_pins(started):
     store = started("--quarantine-seconds", "0.2")
     rank = started.rank(store)
     program = (
@@ -105,7 +106,7 @@ def test_users_that_die_leave_nothing_behind(started):
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_a_store_that_is_killed_while_it_is_read_is_a_miss(started, transport):
+def test_store_killed_during_reads_is_a_miss(started, transport):
     store = started()
     rank = started.rank(store, transport)
     assert rank.put([1, 2, 3]) == [True] * 3
@@ -125,7 +126,7 @@ def test_a_store_that_is_killed_while_it_is_read_is_a_miss(started, transport):
 
 
 def read_until_lost(rank):
-    """Get chunk 1 over and over; what came of each, up to the first miss."""
+    """Get chunk 1 repeatedly; returns each result, up to the first miss."""
     outcomes, deadline = [], time.monotonic() + 120
     while "miss" not in outcomes:
         assert time.monotonic() < deadline, "stuck"
@@ -136,7 +137,7 @@ def read_until_lost(rank):
     return outcomes
 
 
-def test_a_store_that_is_frozen_costs_one_timeout_and_is_found_again(started):
+def test_frozen_store_costs_one_timeout_and_reconnects(started):
     store = started()
     rank = started.rank(store)
     assert rank.put([1]) == [True]
@@ -150,7 +151,7 @@ def test_a_store_that_is_frozen_costs_one_timeout_and_is_found_again(started):
     assert rank.get([1]) == [True]
 
 
-def test_a_store_that_was_killed_has_its_ssds_contents_and_no_wrong_bytes(started, tmp_path):
+def test_killed_store_recovers_ssd_contents_without_wrong_bytes(started, tmp_path):
     ssd = tmp_path / "ssd"
     ssd.mkdir()
     store = started("--ssd", f"{ssd}:64M")
@@ -164,7 +165,7 @@ def test_a_store_that_was_killed_has_its_ssds_contents_and_no_wrong_bytes(starte
         await_ssd(rank, known)
         others = range(round_number * 10 + 5, round_number * 10 + 9)
         assert rank.put(others) == [True] * 4
-        rank.client.touch([chunk(n).key for n in others])  # writes begin
+        rank.client.touch([chunk(n).key for n in others])  # writes have started
         store.send(signal.SIGKILL)
         store.end()
         store = started("--ssd", f"{ssd}:64M")
@@ -174,7 +175,7 @@ def test_a_store_that_was_killed_has_its_ssds_contents_and_no_wrong_bytes(starte
         again.get(others)  # hits or misses; never wrong bytes
 
 
-def test_a_damaged_ssd_is_verified_and_what_is_damaged_forgotten(started, tmp_path):
+def test_damaged_ssd_records_are_detected_and_dropped(started, tmp_path):
     ssd = tmp_path / "ssd"
     ssd.mkdir()
     store = started("--ssd", f"{ssd}:64M")
@@ -193,7 +194,7 @@ def test_a_damaged_ssd_is_verified_and_what_is_damaged_forgotten(started, tmp_pa
     assert "3 records are intact, 1 were damaged and have been dropped" in done.stdout
 
 
-def test_a_disk_that_is_full_costs_copies_only(started, tmp_path):
+def test_full_disk_loses_copies_only(started, tmp_path):
     ssd = tmp_path / "ssd"
     ssd.mkdir()
     store = started("--ssd", f"{ssd}:64M")
@@ -211,7 +212,7 @@ def test_a_disk_that_is_full_costs_copies_only(started, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["taken", "unwritable", "too much memory"])
-def test_a_store_that_can_not_be_says_why(started, tmp_path, case):
+def test_store_that_cannot_start_reports_why(started, tmp_path, case):
     ssd = tmp_path / "ssd"
     ssd.mkdir()
     dram, directory, reason = str(DRAM), ssd, "is in use by another store"
@@ -219,7 +220,7 @@ def test_a_store_that_can_not_be_says_why(started, tmp_path, case):
         started("--ssd", f"{ssd}:64M")
     elif case == "unwritable":
         directory, reason = "/proc", "/proc can't be used for a store"
-        if os.geteuid():  # root may write to any directory but such
+        if os.geteuid():  # root may write to any directory but this kind
             ssd.chmod(0o500)
             directory, reason = ssd, "can't be used for a store: [Errno 13] Permission denied"
     else:
@@ -233,7 +234,7 @@ def test_a_store_that_can_not_be_says_why(started, tmp_path, case):
     assert "Traceback" not in done.stderr
 
 
-def test_an_operator_looks_into_a_store_and_drops(started, tmp_path):
+def test_operator_inspects_store_and_drops_chunks(started, tmp_path):
     (metrics_port,) = free_range(1)
     options = ["--tenant-quota", "t=1M", "--eviction", "lru", "--metrics-port", metrics_port]
     (tmp_path / "ssd").mkdir()
@@ -262,7 +263,7 @@ def test_an_operator_looks_into_a_store_and_drops(started, tmp_path):
     assert '"num_evicted": {\n    "drop": 3\n  }' in run("stats", "--json").stdout
 
 
-def test_without_a_store_the_command_says_where_it_looked():
+def test_command_without_store_reports_searched_path():
     command = [sys.executable, "-m", "mooncake_kv", "stats", "--port", "1"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""``mooncake-engine up --kv-pool``: a conversation over a deployment with a store of its own."""
+"""``mooncake-engine up --kv-pool``: a conversation over a deployment with its own store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
 
 
 def complete(url: str, prompt: str) -> str:
-    """What the deployment makes of a text."""
+    """The deployment's completion of a text."""
     body = {"model": "tiny-llama", "prompt": prompt, "max_tokens": 64, "temperature": 0}
     request = urllib.request.Request(
         f"{url}/v1/completions",
@@ -36,7 +36,7 @@ def complete(url: str, prompt: str) -> str:
 
 
 def counted(url: str, name: str) -> float:
-    """A counter of an instance's pool, over all its labels."""
+    """The sum over all labels of a counter of an instance's pool."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=10) as response:
         text = response.read().decode()
     lines = re.findall(rf"^mooncake:kv_pool_{name}(?:_total)?{{.*}} (\S+)$", text, re.MULTILINE)
@@ -44,7 +44,7 @@ def counted(url: str, name: str) -> float:
 
 
 def instances(up: Program) -> dict[str, str]:
-    """URLs by role, of the log of a deployment with one instance of each."""
+    """URLs by role, from the log of a deployment with one instance of each role."""
     found = re.findall(r"(prefill|decode)-0 │ ready (\S+)", up.error_text)
     return dict(found)
 
@@ -54,7 +54,7 @@ def store_pid(up: Program) -> int | None:
     return next((pid for pid, command in commands if "mooncake_kv store" in command), None)
 
 
-def test_a_second_turn_loads_the_answer_and_a_dead_store_is_replaced() -> None:
+def test_second_turn_loads_answer_and_dead_store_is_restarted() -> None:
     pool = ("--kv-pool", "dram=64MiB,chunk=32,load=always")
     with running("mooncake_engine.cli", "up", *OPTIONS, *pool) as up:
         url = up.wait_for("curl -N http://127.0.0.1:").split()[2].split("/v1")[0]
@@ -63,8 +63,8 @@ def test_a_second_turn_loads_the_answer_and_a_dead_store_is_replaced() -> None:
         said: dict[str, str] = {}
 
         def converses() -> bool:
-            """Two turns; whether the prefill instance has loaded what only the decode instance
-            had."""
+            """Run two turns; returns whether the prefill instance has loaded KV that only the
+            decode instance had computed."""
             first = f"{len(said)} {TURN}"
             said[first] = complete(url, first)
             until(lambda: counted(urls["decode"], "saves_under_way") == 0)
@@ -96,7 +96,7 @@ def test_a_second_turn_loads_the_answer_and_a_dead_store_is_replaced() -> None:
     assert "restarting it in 1 s (restart 1)" in up.error_text
 
 
-def test_a_store_that_cannot_be_had_is_said_at_once() -> None:
+def test_unavailable_store_fails_start_at_once() -> None:
     pool = ("--kv-pool", "dram=64MiB,ssd=/proc/nowhere:1GiB")
     with running("mooncake_engine.cli", "up", *OPTIONS, *pool) as up:
         assert up.wait(60) == 1

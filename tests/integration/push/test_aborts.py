@@ -1,5 +1,8 @@
-"""A push that is given up in every state, by the client or by the proxy: blocks come back at once,
-or as soon as nobody writes to them any more, and nobody else notices."""
+"""Pushes aborted in every state, by the client or by the proxy.
+
+Blocks are freed at once, or as soon as nothing writes to them any more, and other requests are not
+affected.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from mooncake_kv.params import KVTransferDict
 PROMPT = prompt_of(150)
 GATED: dict[str, Any] = {"transports": (NAME,), "lease_s": 20.0}
 SOON_S = 8.0
-"""Sooner than any lease ends: what is back by then was given back, and did not run out."""
+"""Shorter than any lease: blocks that are free by then were released and did not expire."""
 
 Scenario = Callable[[PushPair], Coroutine[Any, Any, None]]
 
 
 def run(model: Path, scenario: Scenario, **options: Any) -> None:
-    """Run a scenario on a pair; everything is given back soon, and both serve on."""
+    """Run a scenario on a pair; all blocks are freed soon, and both instances still serve."""
 
     async def main() -> None:
         async with instance(model) as single:
@@ -45,14 +48,14 @@ def run(model: Path, scenario: Scenario, **options: Any) -> None:
 
 
 async def leave(asking: asyncio.Task[Answer]) -> None:
-    """Go away, as a client does."""
+    """Disconnect, as a client does."""
     asking.cancel()
     with suppress(asyncio.CancelledError):
         await asking
 
 
-def test_while_waiting_for_blocks(model: Path, gate: Gate) -> None:
-    """Nothing was reserved, so no prefill is asked for."""
+def test_abort_while_waiting_for_blocks(model: Path, gate: Gate) -> None:
+    """Nothing was reserved, so no prefill is requested."""
 
     async def scenario(both: PushPair) -> None:
         gate.close()
@@ -69,8 +72,8 @@ def test_while_waiting_for_blocks(model: Path, gate: Gate) -> None:
     run(model, scenario, decode={"num_kv_blocks": 34})
 
 
-def test_before_a_prefill_instance_has_come(model: Path, gate: Gate) -> None:
-    """The blocks are free at once; the prefill instance comes too late, and is not let in."""
+def test_abort_before_prefill_instance_connects(model: Path, gate: Gate) -> None:
+    """The blocks are free at once; the prefill instance connects too late and is rejected."""
 
     async def scenario(both: PushPair) -> None:
         dispatch = both.dispatch
@@ -94,7 +97,7 @@ def test_before_a_prefill_instance_has_come(model: Path, gate: Gate) -> None:
     run(model, scenario)
 
 
-def test_while_decoding(model: Path, gate: Gate) -> None:
+def test_abort_while_decoding(model: Path, gate: Gate) -> None:
     async def scenario(both: PushPair) -> None:
         seen: list[int] = []
         endless = replace(GREEDY, max_tokens=300)
@@ -107,8 +110,8 @@ def test_while_decoding(model: Path, gate: Gate) -> None:
     run(model, scenario)
 
 
-def test_a_prefill_that_waits_its_turn(model: Path, gate: Gate) -> None:
-    """The proxy leaves the prefill instance before that has computed anything."""
+def test_abort_of_queued_prefill(model: Path, gate: Gate) -> None:
+    """The proxy disconnects from the prefill instance before it has computed anything."""
 
     async def scenario(both: PushPair) -> None:
         busy = asyncio.create_task(ask(both.prefill, PROMPT, replace(GREEDY, max_tokens=300)))
@@ -127,8 +130,8 @@ def test_a_prefill_that_waits_its_turn(model: Path, gate: Gate) -> None:
     run(model, scenario, prefill={"max_num_seqs": 1})
 
 
-def test_a_prefill_that_is_complete_and_still_written(model: Path, gate: Gate) -> None:
-    """The prefill instance has answered; what it sends is given up by name, as over HTTP."""
+def test_abort_of_completed_prefill_during_writes(model: Path, gate: Gate) -> None:
+    """The prefill instance has responded; its writes are aborted by request id, as over HTTP."""
 
     async def scenario(both: PushPair) -> None:
         gate.close()
@@ -149,8 +152,8 @@ def test_a_prefill_that_is_complete_and_still_written(model: Path, gate: Gate) -
     run(model, scenario)
 
 
-def test_both_sides_at_once(model: Path, gate: Gate) -> None:
-    """The client leaves, and the proxy gives both instances up in the same moment."""
+def test_abort_on_both_sides_at_once(model: Path, gate: Gate) -> None:
+    """The client disconnects, and the proxy aborts on both instances at the same moment."""
 
     async def scenario(both: PushPair) -> None:
         gate.close()

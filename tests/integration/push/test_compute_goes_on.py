@@ -1,4 +1,4 @@
-"""Steps of the prefill instance wait for no layer that is still to be sent."""
+"""Steps of the prefill instance don't wait for layers that are still to be sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PROMPT = prompt_of(40)
 
 
 class Device:
-    """Makes events of a device that is behind with its work until ``goes_on`` is set."""
+    """Makes events of a device that lags behind with its work until ``goes_on`` is set."""
 
     def __init__(self) -> None:
         self.goes_on = threading.Event()
@@ -27,7 +27,7 @@ class Device:
 
 
 class LateEvent:
-    """An ``Event`` that notes the threads that use it."""
+    """An ``Event`` that records the threads that use it."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -43,14 +43,14 @@ class LateEvent:
         self._device.goes_on.wait()
 
 
-def test_a_layer_is_an_event_that_no_step_waits_for(
+def test_no_step_waits_for_the_event_of_a_layer(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """P has answered before its device is through with any layer; D waits for the KV."""
+    """P has responded before its device has completed any layer; D waits for the KV."""
     device = Device()
 
     def late_context(*args: Any, **options: Any) -> RankContext:
-        """The connector's events are late; those by which the engine ends a step are not."""
+        """Delay the connector's events, but not those by which the engine ends a step."""
         return RankContext(*args, **options | {"make_event": lambda: LateEvent(device)})
 
     async def main() -> None:

@@ -1,4 +1,5 @@
-"""Whatever fails while a prompt is pushed: right tokens or an error, and every block comes back."""
+"""Failures during a push: the answer has the right tokens or is an error, and all blocks are
+freed."""
 
 from __future__ import annotations
 
@@ -43,7 +44,8 @@ Scenario = Callable[[list[int], PushPair], Coroutine[Any, Any, None]]
 
 
 def run(model: Path, scenario: Scenario, prompt: tuple[int, ...] = PROMPT, **options: Any) -> None:
-    """Run a scenario on a pair, given what one instance answers; every block is back afterwards."""
+    """Run a scenario on a pair, given a single instance's answer; afterwards all blocks are
+    free."""
 
     async def main() -> None:
         async with instance(model) as single:
@@ -69,7 +71,7 @@ async def expect_failure(both: PushPair, reason: str, asking: Coroutine[Any, Any
 
 
 @pytest.mark.parametrize("status", [404, 500, 302])
-def test_a_metaserver_that_refuses_is_heard(model: Path, status: int) -> None:
+def test_metaserver_rejection_ends_the_wait(model: Path, status: int) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         assert (await ask_pushed(both, PROMPT)).tokens == expected
         assert both.decode.stat("load_failures") == 1
@@ -77,16 +79,14 @@ def test_a_metaserver_that_refuses_is_heard(model: Path, status: int) -> None:
     run(model, scenario, status=status)
 
 
-def test_a_refusal_fails_the_request_where_nothing_is_recomputed(model: Path) -> None:
+def test_metaserver_rejection_without_local_prefill_fails_request(model: Path) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         await expect_failure(both, "answered 500, not 202", ask_pushed(both, PROMPT))
 
     run(model, scenario, status=500, decode=FAIL)
 
 
-def test_a_silent_metaserver_ends_at_its_deadline(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_metaserver_times_out(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mooncake_kv.metaserver_client.POST_TIMEOUT_S", 0.2)
 
     async def scenario(expected: list[int], both: PushPair) -> None:
@@ -104,7 +104,7 @@ def test_a_silent_metaserver_ends_at_its_deadline(
         ("http://127.0.0.1:99999/x", "failed"),
     ],
 )
-def test_a_metaserver_that_is_not_there(model: Path, url: str, reason: str) -> None:
+def test_unreachable_metaserver(model: Path, url: str, reason: str) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -114,7 +114,7 @@ def test_a_metaserver_that_is_not_there(model: Path, url: str, reason: str) -> N
     run(model, scenario, decode=FAIL)
 
 
-def test_a_prefill_that_never_comes_is_given_up(model: Path) -> None:
+def test_prefill_that_never_starts_times_out(model: Path) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         both.metaserver.dispatch = drop
         assert (await ask_pushed(both, PROMPT)).tokens == expected
@@ -140,7 +140,7 @@ def test_a_failed_write_is_recomputed(model: Path, gate: Gate, num_failures: int
     run(model, scenario, **GATED)
 
 
-def test_a_failed_write_names_its_reason(model: Path, gate: Gate) -> None:
+def test_failed_write_reports_its_reason(model: Path, gate: Gate) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         gate.num_failures = 1
         await expect_failure(both, "gated: told to fail", ask_pushed(both, PROMPT))
@@ -148,7 +148,7 @@ def test_a_failed_write_names_its_reason(model: Path, gate: Gate) -> None:
     run(model, scenario, decode=FAIL, **GATED)
 
 
-def test_a_write_that_hangs_ends_at_its_deadline(model: Path, gate: Gate) -> None:
+def test_hung_write_times_out(model: Path, gate: Gate) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         gate.close()
         assert (await ask_pushed(both, PROMPT)).tokens == expected
@@ -157,16 +157,14 @@ def test_a_write_that_hangs_ends_at_its_deadline(model: Path, gate: Gate) -> Non
     run(model, scenario, transfer_timeout_s=0.5, **GATED)
 
 
-def test_an_aborted_request_keeps_its_blocks_until_nothing_is_written(
-    model: Path, gate: Gate
-) -> None:
+def test_aborted_request_keeps_blocks_until_writes_end(model: Path, gate: Gate) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         gate.close()
         asking = asyncio.create_task(ask_pushed(both, PROMPT))
         await wait_until(lambda: gate.num_held > 0, 10)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
-        await asyncio.sleep(1.0)  # keepalives go on: the peer knows by now
+        await asyncio.sleep(1.0)  # keepalives continue: the peer knows of the abort by now
         assert both.decode.engine.stats().kv_cache_usage > 0
         both.decode.core.check_integrity()
         gate.open()
@@ -176,12 +174,12 @@ def test_an_aborted_request_keeps_its_blocks_until_nothing_is_written(
     run(model, scenario, **GATED)
 
 
-def test_an_aborted_prefill_tells_the_decode_instance(model: Path, gate: Gate) -> None:
+def test_aborted_prefill_notifies_decode_instance(model: Path, gate: Gate) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         gate.close()
 
         async def go_away(key: str, params: KVTransferDict) -> None:
-            """A proxy that asks for the prefill, and leaves before it is over."""
+            """A proxy that requests the prefill and disconnects before it completes."""
             asking = asyncio.create_task(ask(both.prefill, LONG, GREEDY, params))
             await wait_until(lambda: gate.num_held > 0, 10)
             asking.cancel()
@@ -195,9 +193,9 @@ def test_an_aborted_prefill_tells_the_decode_instance(model: Path, gate: Gate) -
     run(model, scenario, prompt=LONG, prefill={"max_num_batched_tokens": 1}, **GATED)
 
 
-def test_what_a_stalled_write_had_sent_lands_in_nobodys_blocks(model: Path, gate: Gate) -> None:
-    """P stalls in the middle of a layer, over what nobody can stop, and gives up; the client has
-    left; the rest arrives while D decodes another prompt."""
+def test_late_bytes_of_stalled_write_reach_no_reused_block(model: Path, gate: Gate) -> None:
+    """P stalls in the middle of a layer, over a transport that cannot be stopped, and times out;
+    the client has disconnected; the remaining bytes arrive while D decodes another prompt."""
     other = prompt_of(150, seed=1)
     longer = replace(GREEDY, max_tokens=40)
     gate.stops_writes_on_failure = False
@@ -225,7 +223,7 @@ def test_what_a_stalled_write_had_sent_lands_in_nobodys_blocks(model: Path, gate
     asyncio.run(main())
 
 
-def test_a_prefill_instance_that_shuts_down_leaves_nothing_behind(model: Path, gate: Gate) -> None:
+def test_prefill_shutdown_leaves_nothing_behind(model: Path, gate: Gate) -> None:
     async def main() -> None:
         async with instance(model) as single:
             expected = (await ask(single, PROMPT)).tokens
@@ -246,7 +244,7 @@ def test_a_prefill_instance_that_shuts_down_leaves_nothing_behind(model: Path, g
 
 
 def end_side_channel(connector: Any) -> None:
-    """Close its sockets as the process' end does; its loop is over already."""
+    """Close its sockets, as at the exit of the process; its event loop has already stopped."""
     listener = connector._server._listener
     clients = [entry.peer.client for entry in connector._peers._entries.values()]
     asked = [client._opening.result() for client in clients if client._opening is not None]
@@ -254,16 +252,18 @@ def end_side_channel(connector: Any) -> None:
     for session in (*listener.sessions, *asked):
         if session._transport._sock is not None:
             session._transport._sock.close()
-            session._transport._sock = None  # or its end is a ResourceWarning
+            # otherwise its garbage collection raises a ResourceWarning
+            session._transport._sock = None
 
 
-@pytest.mark.filterwarnings(  # the thread that hung finds nobody to report to
+@pytest.mark.filterwarnings(  # the thread that hung has nothing to report to
     "ignore:Exception in thread kv-push:pytest.PytestUnhandledThreadExceptionWarning"
 )
-def test_a_prefill_instance_that_can_not_stop_writing_is_not_taken_for_dead(
+def test_prefill_with_unstoppable_write_is_not_considered_dead(
     model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its shutdown is over, a write is not: its port stays taken, so nobody frees the blocks."""
+    """P's shutdown has completed, but not its write: the port stays taken, so D doesn't free the
+    blocks."""
     monkeypatch.setattr("mooncake_kv.push_worker.JOIN_TIMEOUT_S", 0.1)
 
     async def main() -> None:
@@ -287,7 +287,7 @@ def test_a_prefill_instance_that_can_not_stop_writing_is_not_taken_for_dead(
     asyncio.run(main())
 
 
-def test_a_decode_instance_that_is_gone_frees_the_prefill_instance(model: Path, gate: Gate) -> None:
+def test_lost_decode_instance_frees_prefill_blocks(model: Path, gate: Gate) -> None:
     async def main() -> None:
         async with push_pair(model, lease_s=1.0, **GATED) as both:
             gate.close()
@@ -304,7 +304,7 @@ def test_a_decode_instance_that_is_gone_frees_the_prefill_instance(model: Path, 
     asyncio.run(main())
 
 
-def test_another_model_is_refused_with_both_fingerprints(model: Path, tmp_path: Path) -> None:
+def test_other_model_is_rejected_with_both_fingerprints(model: Path, tmp_path: Path) -> None:
     fields = {"num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}
     other = write_byte_tokenizer(
         write_checkpoint(random_model("llama", seed=9, **fields), tmp_path / "other")
@@ -323,7 +323,7 @@ def test_another_model_is_refused_with_both_fingerprints(model: Path, tmp_path: 
     asyncio.run(main())
 
 
-def test_what_belongs_to_the_other_connector_is_refused(model: Path) -> None:
+def test_params_of_other_connector_are_rejected(model: Path) -> None:
     async def main() -> None:
         async with push_pair(model) as both:
             with pytest.raises(InvalidRequest, match=r"request a pull, .* does a push"):
@@ -335,7 +335,7 @@ def test_what_belongs_to_the_other_connector_is_refused(model: Path) -> None:
     asyncio.run(main())
 
 
-def test_another_prompt_of_the_same_length_is_refused(model: Path) -> None:
+def test_other_prompt_of_same_length_is_rejected(model: Path) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         dispatch = both.dispatch
 
@@ -352,7 +352,7 @@ def test_another_prompt_of_the_same_length_is_refused(model: Path) -> None:
 
 
 @pytest.mark.parametrize("leases_s", [(60.0, 1.0), (1.0, 60.0)], ids=["reader", "writer"])
-def test_a_push_outlives_the_shorter_of_two_leases(
+def test_push_outlives_shorter_lease(
     model: Path, gate: Gate, leases_s: tuple[float, float]
 ) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
@@ -368,7 +368,7 @@ def test_a_push_outlives_the_shorter_of_two_leases(
     run(model, scenario, prefill=first, decode=second, **GATED)
 
 
-def test_params_that_contradict_the_decode_instance_are_refused(model: Path) -> None:
+def test_params_contradicting_decode_instance_are_rejected(model: Path) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         dispatch = both.dispatch
 

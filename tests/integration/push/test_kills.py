@@ -1,4 +1,4 @@
-"""One side of a push is killed or frozen while the other one waits for it, or writes to it."""
+"""One side of a push is killed or frozen while the other one waits for it or writes to it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def params_of(metaserver_url: str) -> KVTransferDict:
 
 @contextlib.asynccontextmanager
 async def sent_to(prefill: Served) -> AsyncIterator[Metaserver]:
-    """A metaserver that sends every prefill of PROMPT there, and is not surprised by its end."""
+    """A metaserver that sends every prefill of PROMPT to this instance and tolerates its death."""
 
     async def dispatch(key: str, params: KVTransferDict) -> None:
         with contextlib.suppress(httpx.HTTPError):
@@ -51,14 +51,14 @@ async def sent_to(prefill: Served) -> AsyncIterator[Metaserver]:
 
 
 async def begin(decode: Instance, server: Metaserver) -> asyncio.Task[list[int]]:
-    """A request that a prefill instance has been let in for."""
+    """Start a request; returns once D has admitted a prefill instance for it."""
 
     async def tokens() -> list[int]:
         return (await ask(decode, PROMPT, GREEDY, params_of(server.url("k")))).tokens
 
     asking = asyncio.create_task(tokens())
     await wait_until(lambda: bool(server.posts), 5.0)
-    await asyncio.sleep(LEASE_S)  # longer than nobody may come
+    await asyncio.sleep(LEASE_S)  # longer than D waits for a prefill instance to connect
     assert decode.stat("reservations") == 1
     assert not asking.done()
     return asking
@@ -67,7 +67,8 @@ async def begin(decode: Instance, server: Metaserver) -> asyncio.Task[list[int]]
 def test_a_killed_prefill_instance(
     model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It hangs in a write; D hears nothing more of it, finds it dead, and has its blocks back."""
+    """P hangs in a write; D receives nothing more from it, considers it dead, and frees the
+    blocks."""
     monkeypatch.setenv("MOONCAKE_TEST_GATE", "closed")
 
     async def main() -> None:
@@ -85,10 +86,10 @@ def test_a_killed_prefill_instance(
     asyncio.run(main())
 
 
-def test_a_prefill_instance_that_is_killed_and_comes_back_is_another_one(
+def test_restarted_prefill_instance_is_another_epoch(
     model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody answers at its address, and is not who was let in; the next push is its own."""
+    """The instance at P's address is not the one that D admitted; its next push is its own."""
     port = ("--kv-port", str(free_port()))
 
     async def main() -> None:
@@ -112,10 +113,9 @@ def test_a_prefill_instance_that_is_killed_and_comes_back_is_another_one(
     asyncio.run(main())
 
 
-def test_a_decode_instance_that_is_killed_and_comes_back_is_not_written_to(
-    model: Path, gate: Gate
-) -> None:
-    """What was meant for the dead one fails; the one at its address gets only what is its own."""
+def test_restarted_decode_instance_receives_no_writes_of_old_epoch(model: Path, gate: Gate) -> None:
+    """Writes to the dead instance fail; the one at its address gets only writes of its own
+    requests."""
     port = ("--kv-port", str(free_port()))
 
     async def main() -> None:
@@ -149,7 +149,8 @@ def test_a_decode_instance_that_is_killed_and_comes_back_is_not_written_to(
 def test_a_frozen_prefill_instance_may_still_write(
     model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its request goes on in other blocks; its blocks come back when it wakes up, not before."""
+    """The request continues in other blocks; the old blocks are freed when P wakes up, not
+    before."""
     monkeypatch.setenv("MOONCAKE_TEST_GATE", "closed")
 
     async def main() -> None:
@@ -172,7 +173,7 @@ def test_a_frozen_prefill_instance_may_still_write(
 
 
 def test_a_killed_decode_instance(model: Path, gate: Gate) -> None:
-    """P was writing to it: it stops, has its blocks back, and serves the next one."""
+    """P was writing to D: it stops, frees its blocks, and serves the next one."""
 
     async def main() -> None:
         async with instance(model, Role.PREFILL, **IN_PROCESS) as prefill:

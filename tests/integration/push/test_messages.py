@@ -1,4 +1,4 @@
-"""What a prefill instance says goes astray: no block is lost, no token is wrong."""
+"""Messages of a prefill instance are lost: no block is lost, and no token is wrong."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Scenario = Callable[[list[int], PushPair, Relay], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture(autouse=True)
-def impatience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Questions are repeated sooner than in production, where answers come from other hosts."""
+def short_retry_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Retry requests sooner than in production, where responses come from other hosts."""
     monkeypatch.setattr(side_channel, "TRY_TIMEOUT_S", 0.3)
 
 
 def run(model: Path, scenario: Scenario) -> None:
-    """Run a scenario on a pair whose prefill instance reaches the other through a relay."""
+    """Run a scenario on a pair whose prefill instance reaches D through a relay."""
 
     async def main() -> None:
         async with instance(model) as single:
@@ -50,7 +50,7 @@ def run(model: Path, scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_messages_lost_repeated_and_late(model: Path, seed: int) -> None:
+def test_lost_repeated_and_late_messages(model: Path, seed: int) -> None:
     async def scenario(expected: list[int], both: PushPair, between: Relay) -> None:
         between.fate = unreliable(seed)
         answers = await asyncio.gather(*(ask_pushed(both, PROMPT) for _ in range(6)))
@@ -61,8 +61,8 @@ def test_messages_lost_repeated_and_late(model: Path, seed: int) -> None:
 
 
 @pytest.mark.parametrize("lost", ["hello", "welcome", "pushopen", "leasereply"])
-def test_a_kind_of_message_that_never_arrives(model: Path, lost: str) -> None:
-    """Without it nobody is let in, or knows it: the decode instance computes for itself."""
+def test_message_type_that_never_arrives(model: Path, lost: str) -> None:
+    """Without this message no P is admitted, or none learns of it: D prefills locally."""
 
     async def scenario(expected: list[int], both: PushPair, between: Relay) -> None:
         between.fate = losing(lost)
@@ -73,8 +73,8 @@ def test_a_kind_of_message_that_never_arrives(model: Path, lost: str) -> None:
 
 
 @pytest.mark.parametrize("lost", [("pushed",), ("pushed", "renew")], ids=str)
-def test_an_ending_that_never_arrives_is_asked_for(model: Path, lost: tuple[str, ...]) -> None:
-    """Both live, and the KV is all there: nothing needs to be computed again."""
+def test_missing_completion_message_is_requested(model: Path, lost: tuple[str, ...]) -> None:
+    """Both instances live and all KV has arrived: nothing has to be recomputed."""
 
     async def scenario(expected: list[int], both: PushPair, between: Relay) -> None:
         between.fate = losing(*lost)

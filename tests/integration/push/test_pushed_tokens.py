@@ -1,4 +1,4 @@
-"""What is pushed layer by layer says what one instance says, token for token."""
+"""Layerwise push gives the tokens of one instance."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mooncake_kv.push_worker import PushWorker
 
 slow = pytest.mark.slow
 CHUNK = 64
-"""Tokens per step: longer prompts are prefilled, and sent, in several."""
+"""Tokens per step, so that longer prompts are prefilled, and sent, in several."""
 
 run = partial(run_beside_one, push_pair)
-"""Of a model, a scenario, and the pair's options."""
+"""Runs a scenario, given a model and the pair's options."""
 
 
-async def say_the_same(single: Instance, both: PushPair) -> None:
-    """To prompts of one chunk and of several."""
+async def check_same_answers(single: Instance, both: PushPair) -> None:
+    """Compare the answers to prompts of one chunk and of several."""
     for length in (1, 33, 200):
         prompt = prompt_of(length)
         expected = await ask(single, prompt)
@@ -37,22 +37,22 @@ async def say_the_same(single: Instance, both: PushPair) -> None:
 )
 def test_tensor_parallel_pairs(model: Path, prefill_tp: int, decode_tp: int) -> None:
     sizes = {"tp_size": prefill_tp}, {"tp_size": decode_tp}
-    run(model, say_the_same, prefill=sizes[0], decode=sizes[1], max_num_batched_tokens=CHUNK)
+    run(model, check_same_answers, prefill=sizes[0], decode=sizes[1], max_num_batched_tokens=CHUNK)
 
 
-def test_prompts_in_pieces(model: Path) -> None:
-    """Whose layers are heard of between the graphs, on both ranks."""
+def test_piecewise_graphs(model: Path) -> None:
+    """Layers are reported between the graphs, on both ranks."""
 
     async def scenario(single: Instance, both: PushPair) -> None:
-        await say_the_same(single, both)
+        await check_same_answers(single, both)
         assert both.decode.stat("bytes_received") == both.prefill.stat("bytes_sent") > 0
 
     options = {"max_num_batched_tokens": CHUNK, "piecewise_graph_max_tokens": CHUNK}
     run(model, scenario, prefill={"tp_size": 2}, **options)
 
 
-def test_an_answer_may_end_with_its_first_token(model: Path) -> None:
-    """By length, by a stop token, and by the end of the context."""
+def test_answer_ending_with_first_token(model: Path) -> None:
+    """The answer ends by length, by a stop token, and by the end of the context."""
 
     async def scenario(single: Instance, both: PushPair) -> None:
         prompt = prompt_of(40)
@@ -71,7 +71,7 @@ def test_an_answer_may_end_with_its_first_token(model: Path) -> None:
 
 
 @pytest.mark.parametrize("heard", [(), (1,)], ids=["none", "the second"])
-def test_a_layer_whose_hook_did_not_fire_is_sent_at_the_end(
+def test_layer_whose_hook_did_not_fire_is_sent_at_end(
     model: Path, monkeypatch: pytest.MonkeyPatch, heard: tuple[int, ...]
 ) -> None:
     layer_done = PushWorker._layer_done

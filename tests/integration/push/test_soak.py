@@ -1,4 +1,4 @@
-"""Many requests with random faults and clients that leave: right tokens, and every block back."""
+"""Many requests with random faults and client disconnects: right tokens, and no block is lost."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AT_ONCE = 12
 PROMPTS = [prompt_of(20 + 37 * index, seed=index) for index in range(NUM_PROMPTS)]
 
 
-def test_random_faults_leak_nothing_and_change_no_token(model: Path, gate: Gate) -> None:
+def test_random_faults_leak_no_blocks_and_change_no_token(model: Path, gate: Gate) -> None:
     asyncio.run(_soak(model, gate, random.Random(7)))
 
 
@@ -56,7 +56,7 @@ async def _soak(model: Path, gate: Gate, dice: random.Random) -> None:
 
 
 def _lose_some_prefills(both: PushPair, dice: random.Random) -> None:
-    """One in ten is never sent, one in ten is broken off by a proxy that leaves."""
+    """Of all prefills, one in ten is never sent, and one in ten is broken off by the proxy."""
     dispatch = both.dispatch
 
     async def sometimes(key: str, params: KVTransferDict) -> None:

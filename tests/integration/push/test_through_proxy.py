@@ -1,4 +1,4 @@
-"""A whole deployment that pushes, seen by clients: proxy, metaserver and real instances."""
+"""A whole deployment that pushes, as clients see it: proxy, metaserver and real instances."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIONS = (
 
 @dataclass(frozen=True)
 class Deployment:
-    """A proxy before one instance of each role."""
+    """A proxy in front of one instance of each role."""
 
     url: str
     prefill: Served
@@ -43,7 +43,7 @@ class Deployment:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=30.0)
 
     def wait_until_idle(self, within_s: float = 5.0) -> None:
-        """Every block is back within that time."""
+        """Wait until every block is free, within that time."""
         deadline = time.monotonic() + within_s
         while any(figure(s.url, "vllm:kv_cache_usage_perc") for s in (self.prefill, self.decode)):
             assert time.monotonic() < deadline, f"blocks in use after {within_s:g} s"
@@ -66,7 +66,7 @@ def figure(url: str, name: str) -> float:
     return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
 
 
-def test_a_completion_whole_and_streamed(deployment: Deployment) -> None:
+def test_completion_streamed_and_not(deployment: Deployment) -> None:
     ask = deployment.client.completions.create
     prompts_before = figure(deployment.prefill.url, "vllm:prompt_tokens_total")
     whole = ask(prompt=PAGE[:300], max_tokens=30, **CASE)
@@ -94,7 +94,7 @@ def test_a_chat(deployment: Deployment) -> None:
 @pytest.mark.parametrize(
     "change", [{"max_tokens": 1}, {"n": 2, "seed": 1}, {"logprobs": 2}], ids=str
 )
-def test_other_forms_of_answers(deployment: Deployment, change: dict[str, Any]) -> None:
+def test_other_response_formats(deployment: Deployment, change: dict[str, Any]) -> None:
     case = {"prompt": PAGE[:200], "max_tokens": 8, **CASE, **change}
     answer = deployment.client.completions.create(**case)
     for choice in answer.choices:
@@ -104,8 +104,8 @@ def test_other_forms_of_answers(deployment: Deployment, change: dict[str, Any]) 
     deployment.wait_until_idle()
 
 
-def test_several_answers_begin_from_one_reservation(deployment: Deployment) -> None:
-    """P computes the prompt; D has it pushed once, for all of them."""
+def test_several_choices_start_from_one_reservation(deployment: Deployment) -> None:
+    """P computes the prompt and pushes it to D once, for all choices."""
     before = figure(deployment.decode.url, "mooncake:kv_transfer_loads_total")
     case = {"prompt": PAGE[20:300], "max_tokens": 8, "n": 3, **CASE}
     answer = deployment.client.completions.create(**case)
@@ -114,7 +114,7 @@ def test_several_answers_begin_from_one_reservation(deployment: Deployment) -> N
     deployment.wait_until_idle()
 
 
-def test_a_client_that_leaves_frees_both_sides(deployment: Deployment) -> None:
+def test_client_disconnect_frees_both_sides(deployment: Deployment) -> None:
     client = deployment.client.with_options(timeout=0.3)
     with pytest.raises(openai.APITimeoutError):
         client.completions.create(
@@ -123,8 +123,8 @@ def test_a_client_that_leaves_frees_both_sides(deployment: Deployment) -> None:
     deployment.wait_until_idle()
 
 
-def test_a_stream_goes_on_without_the_prefill_instance(deployment: Deployment) -> None:
-    """Last: it is killed. The next request is served by the decode instance alone."""
+def test_stream_continues_without_prefill_instance(deployment: Deployment) -> None:
+    """Runs last, since it kills P. The decode instance serves the next request alone."""
     stream = deployment.client.completions.create(
         prompt=PAGE[:300], max_tokens=200, stream=True, **CASE
     )

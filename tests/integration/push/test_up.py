@@ -1,4 +1,4 @@
-"""One command starts a deployment that pushes: the proxy's flow follows from the connector."""
+"""``up`` with the push connector: the proxy's flow follows from the connector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A decode instance drafts tokens from the first token that it gets, whichever way its KV comes."""
+"""A decode instance drafts tokens from the first token that it receives, by pull and by push."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMet
 SEEDED = SamplingParams(temperature=0.9, top_p=0.95, seed=11, max_tokens=12, ignore_eos=True)
 LENGTHS = (1, 15, 16, 17, 65, 200)
 CHUNK = 64
-"""Tokens per step: D's draft model catches up with the longest prompt in several."""
+"""Tokens per step, so that D's draft model needs several steps for the longest prompt."""
 Both = Pair | PushPair
 Ask = Callable[[tuple[int, ...], SamplingParams], Awaitable[Answer]]
 
@@ -40,7 +40,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def speculations(model: Path) -> list[SpeculativeConfig]:
-    """The right drafted, and some that now and then are."""
+    """Speculation with drafts that are always right, and with drafts that sometimes are."""
     return [
         SpeculativeConfig(SpeculativeMethod.DRAFT, 3, model),
         SpeculativeConfig(SpeculativeMethod.NGRAM, 3, prompt_lookup_min=1),
@@ -48,7 +48,7 @@ def speculations(model: Path) -> list[SpeculativeConfig]:
 
 
 async def compare(single: Instance, both: Both, ask_both: Ask) -> SpeculationStats:
-    """Ask for prompts of many lengths, one by one and all at once; what D's drafted came to."""
+    """Send prompts of many lengths, one by one and concurrently; returns D's draft statistics."""
     cases = [(prompt_of(length), way) for length in LENGTHS for way in (GREEDY, SEEDED)]
     expected = [(await ask(single, *case)).tokens for case in cases]
     for case, tokens in zip(cases, expected, strict=True):
@@ -69,10 +69,10 @@ async def compare(single: Instance, both: Both, ask_both: Ask) -> SpeculationSta
     ids=["draft", "ngram", "draft, steps ahead"],
 )
 @pytest.mark.parametrize(("both", "ask_both"), [(pair, ask_pair), (push_pair, ask_pushed)])
-def test_prompts_of_a_peer(
+def test_prompts_prefilled_by_peer(
     model: Path, both: Any, ask_both: Any, index: int, *, is_ahead: bool
 ) -> None:
-    """Pulled or pushed."""
+    """By pull and by push."""
 
     async def scenario() -> SpeculationStats:
         options = {
@@ -90,13 +90,14 @@ def test_prompts_of_a_peer(
 
 
 def check_acceptance(index: int, stats: SpeculationStats) -> None:
-    """The draft model is the model itself: it is always right, so its KV must be."""
+    """The draft model is the model itself: every draft must be accepted, so its KV must be
+    right."""
     if index == 0:
         assert stats.num_accepted_tokens > 0.97 * stats.num_draft_tokens
 
 
-def test_answers_to_one_prompt(model: Path) -> None:
-    """They share the prompt's blocks, in which the draft model runs it once for all of them."""
+def test_several_choices_of_one_prompt(model: Path) -> None:
+    """The choices share the prompt's blocks, for which the draft model runs once."""
 
     async def scenario() -> SpeculationStats | None:
         options = {"speculative_config": speculations(model)[0]}

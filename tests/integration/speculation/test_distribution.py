@@ -1,5 +1,7 @@
-"""What an engine samples with drafted follows the model's distribution: chi-square tests over
-answers whose seeds are fixed here, so that they come out the same every time."""
+"""Tokens sampled with speculation follow the model's distribution.
+
+Chi-square tests over answers with fixed seeds, so that results are the same in every run.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ PARAMS = SamplingParams(temperature=0.9, top_k=4, max_tokens=4, ignore_eos=True)
 
 
 def model_of(seed: int) -> PreTrainedModel:
-    """A tiny model; the spread of its logits is about 1.5."""
+    """A tiny model whose logits have a standard deviation of about 1.5."""
     return random_model("llama", seed=seed, vocab_size=VOCAB, num_hidden_layers=1)
 
 
@@ -36,14 +38,14 @@ def target() -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def paths(target: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """The model, and another one that drafts for it."""
+    """The paths of the model and of another one as its draft model."""
     other = write_checkpoint(model_of(1), tmp_path_factory.mktemp("other"))
     return write_checkpoint(target, tmp_path_factory.mktemp("target")), other
 
 
 @pytest.fixture(scope="module")
 def expected(target: PreTrainedModel) -> dict[tuple[int, ...], float]:
-    """The probability of each answer, by the definitions of the parameters."""
+    """The probability of each answer, from the definitions of the sampling parameters."""
     answers = list(product(range(VOCAB), repeat=4))
     with torch.no_grad():
         logits = target(torch.tensor([[*PROMPT, *answer] for answer in answers])).logits

@@ -1,4 +1,4 @@
-"""With tokens drafted an engine says what it says without, in fewer steps."""
+"""Speculation changes no token and needs fewer steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMet
 
 PLENTY = 200
 THIRD = 24
-"""Blocks: the largest load below needs 72 of them at its end."""
+"""KV blocks: the largest load below needs 72 at its end."""
 OUTPUT_TOKENS = 40
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS)
 RANDOM = SamplingParams(temperature=0.8, max_tokens=OUTPUT_TOKENS)
@@ -31,7 +31,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same weights, but for the layers: one, in place of three."""
+    """The same weights, except that there is one layer instead of three."""
     model = random_model("llama", num_hidden_layers=1)
     return write_checkpoint(model, tmp_path_factory.mktemp("small"))
 
@@ -57,10 +57,10 @@ def check_same(
 
 @in_turn_and_ahead
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "seeded"])
-def test_whatever_drafts(
+def test_every_draft_method(
     llama: Path, small: Path, sampling: SamplingParams, *, async_scheduling: bool
 ) -> None:
-    """Seeds are the clients' own: what they say must not depend on how much is drafted."""
+    """Requests have their own seeds: answers must not depend on the number of drafts."""
     requests = make_load(sampling, sizes=MIX)
     plain = run_load(llama, requests, num_kv_blocks=PLENTY)
     assert plain.stats.speculation is None
@@ -71,7 +71,7 @@ def test_whatever_drafts(
     check_same(llama, requests, plain, speculative_config=draft(small), **options)
 
 
-def test_a_draft_model_that_is_the_model_is_always_right(llama: Path) -> None:
+def test_drafts_of_identical_model_are_always_accepted(llama: Path) -> None:
     requests = make_load(GREEDY, sizes=MIX)
     plain = run_load(llama, requests, num_kv_blocks=PLENTY)
     found = check_same(llama, requests, plain, speculative_config=draft(llama))
@@ -81,8 +81,8 @@ def test_a_draft_model_that_is_the_model_is_always_right(llama: Path) -> None:
     assert max(len(updates) for updates in found.updates.values()) <= 1 + OUTPUT_TOKENS // 3
 
 
-def test_without_seeds_such_drafts_are_right_as_well(llama: Path) -> None:
-    """Drawn from the very distribution that they are tested against."""
+def test_drafts_of_identical_model_without_seeds_are_accepted(llama: Path) -> None:
+    """Drafts are sampled from the same distribution that they are verified against."""
     sampling = SamplingParams(temperature=1.0, top_p=0.9, max_tokens=OUTPUT_TOKENS, ignore_eos=True)
     requests = [EngineRequest(f"r{i}", random_prompt(i), sampling) for i in range(6)]
     found = run_load(llama, requests, num_kv_blocks=PLENTY, speculative_config=draft(llama))
@@ -108,7 +108,7 @@ def test_latent_attention_and_experts(family: str, llama: Path, tmp_path: Path) 
 def test_memory_for_a_third_of_the_load(
     llama: Path, small: Path, *, drafts_for_itself: bool, async_scheduling: bool
 ) -> None:
-    """Groups are swapped, single sequences start over, and draft tokens take nobody's place."""
+    """Groups are swapped, single sequences are recomputed, and draft tokens displace no request."""
     requests = make_load(GREEDY, sizes=(1, 3, 1, 2, 1, 3, 1, 2, 1))
     plain = run_load(llama, requests, num_kv_blocks=PLENTY)
     speculation = draft(llama if drafts_for_itself else small)
@@ -138,11 +138,11 @@ SHAPED = [
     replace(GREEDY, max_tokens=1),
     replace(GREEDY, max_tokens=2),
 ]
-"""Everything that looks at a token's place in its answer, or at the tokens before it."""
+"""Parameters that depend on a token's position in its answer, or on the tokens before it."""
 
 
 @in_turn_and_ahead
-def test_parameters_that_look_back_and_ends_in_the_middle(
+def test_parameters_that_depend_on_past_tokens_and_mid_step_ends(
     llama: Path, *, async_scheduling: bool
 ) -> None:
     requests = [
@@ -160,13 +160,13 @@ def test_parameters_that_look_back_and_ends_in_the_middle(
 
 
 def ends(outcome: Outcome, name: str) -> tuple[FinishReason | None, int | None]:
-    """Why an answer ended."""
+    """The finish reasons of the answers."""
     last = outcome.updates[name][-1]
     return last.finish, last.stop_token_id
 
 
 def scores(outcome: Outcome, name: str) -> list[float]:
-    """Log probabilities of prompt and answer."""
+    """Log probabilities of prompts and answers."""
     updates = outcome.updates[name]
     prompt = [entry.logprob for update in updates for entry in update.prompt_logprobs]
     return prompt + [entry.logprob for update in updates for entry in update.logprobs or ()]
@@ -182,7 +182,7 @@ def test_to_the_end_of_the_context(llama: Path) -> None:
         assert len(found.answers["r"]) == 61 - len(random_prompt(1))
 
 
-def test_a_draft_model_of_short_sequences_drafts_for_those(llama: Path, tmp_path: Path) -> None:
+def test_draft_model_with_short_context_drafts_within_it(llama: Path, tmp_path: Path) -> None:
     short = write_checkpoint(random_model("llama", max_position_embeddings=50), tmp_path)
     requests = make_load(GREEDY, sizes=(1,))
     plain = run_load(llama, requests, num_kv_blocks=PLENTY)

@@ -1,4 +1,4 @@
-"""How speculation is asked for, what is refused, and what it takes of the memory."""
+"""Options of speculation, the ones that are rejected, and its memory use."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"method": NGRAM, "prompt_lookup_min": 0}, "got 0 and 0"),
     ],
 )
-def test_contradictions_are_refused(options: dict[str, Any], words: str) -> None:
+def test_contradicting_options_are_rejected(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         SpeculativeConfig(**options)
 
 
-def test_one_bound_of_prompt_lookup_is_both() -> None:
+def test_one_prompt_lookup_bound_sets_both() -> None:
     assert SpeculativeConfig(NGRAM).prompt_lookup == (2, 5)
     assert SpeculativeConfig(NGRAM, prompt_lookup_min=3).prompt_lookup == (3, 3)
     assert SpeculativeConfig(NGRAM, prompt_lookup_max=4).prompt_lookup == (4, 4)
 
 
-def test_a_pipeline_of_stages_does_not_draft() -> None:
+def test_pipeline_stages_reject_speculation() -> None:
     with pytest.raises(ConfigError, match="pp_size 2"):
         EngineConfig(Path("x"), pp_size=2, speculative_config=SpeculativeConfig(NGRAM))
 
 
-def test_a_prefill_instance_leaves_it_to_its_decode_instances(model: Path) -> None:
+def test_prefill_instance_does_not_draft(model: Path) -> None:
     config = EngineConfig(
         model,
         role=Role.PREFILL,
@@ -65,14 +65,14 @@ def test_a_prefill_instance_leaves_it_to_its_decode_instances(model: Path) -> No
     assert make_plan(config, Registry.discover().select_backend("cpu")).draft is None
 
 
-def test_another_vocabulary_is_refused(model: Path, tmp_path: Path) -> None:
+def test_draft_model_with_other_vocabulary_size_is_rejected(model: Path, tmp_path: Path) -> None:
     other = write_checkpoint(random_model("llama", vocab_size=290), tmp_path)
     config = EngineConfig(model, speculative_config=SpeculativeConfig(DRAFT, model=other))
     with pytest.raises(ConfigError, match="has 290 tokens in its vocabulary, the model has 307"):
         build_engine(config)
 
 
-def test_other_tokens_under_the_same_ids_are_refused(tmp_path: Path) -> None:
+def test_draft_model_with_other_token_ids_is_rejected(tmp_path: Path) -> None:
     paths = [tmp_path / name for name in ("model", "same", "other")]
     for path in paths:
         path.mkdir()
@@ -101,8 +101,8 @@ def test_the_draft_models_kv_is_part_of_every_block(model: Path) -> None:
 
 
 @pytest.mark.parametrize("method", [NGRAM, DRAFT])
-def test_a_profiling_run_sees_what_drafts_take(model: Path, method: SpeculativeMethod) -> None:
-    """Sized by a share of the host's memory; the pool's pages are never touched."""
+def test_profiling_run_includes_draft_memory(model: Path, method: SpeculativeMethod) -> None:
+    """The pool is sized by a share of the host's memory; its pages are never touched."""
     speculation = SpeculativeConfig(method, model=model if method is DRAFT else None)
     config = EngineConfig(
         model, memory_utilization=0.2, max_num_seqs=8, speculative_config=speculation

@@ -1,7 +1,7 @@
-"""Prompts that begin alike, groups, aborts, and too little memory, round after round.
+"""Prompts with shared prefixes, groups, aborts and memory pressure, round after round.
 
-The draft model is the model itself, so every draft is right, and must be: one wrong entry in the
-books of its KV would show.
+The draft model is the model itself, so that every draft must be accepted: a single wrong entry in
+its KV bookkeeping would show.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROUNDS = 6
 
 
 def random_round(numbers: random.Random, round_number: int) -> list[EngineRequest]:
-    """Some prompts, of three beginnings and four ends, with one to three answers each."""
+    """Some prompts from three prefixes and four suffixes, with one to three choices each."""
     requests = []
     for group in range(6):
         beginning = random_prompt(numbers.randrange(3), numbers.randrange(5, 60))
@@ -46,7 +46,7 @@ def random_round(numbers: random.Random, round_number: int) -> list[EngineReques
 
 
 def begin_and_abort(core: EngineCore, requests: list[EngineRequest], num_steps: int) -> None:
-    """Leave requests in whatever state they are after some steps."""
+    """Abort requests in whatever state they are after a few steps."""
     for request in requests:
         core.post(AddRequest(request))
     for _ in range(num_steps):
@@ -58,7 +58,7 @@ def begin_and_abort(core: EngineCore, requests: list[EngineRequest], num_steps: 
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True], ids=["in turn", "ahead"])
-def test_every_draft_stays_right(tmp_path: Path, *, async_scheduling: bool) -> None:
+def test_every_draft_is_accepted(tmp_path: Path, *, async_scheduling: bool) -> None:
     checkpoint = write_checkpoint(random_model("llama"), tmp_path)
     plenty = EngineConfig(checkpoint, num_kv_blocks=800, block_size=4, dtype="float32", threads=1)
     short = replace(

@@ -1,4 +1,5 @@
-"""Several tokens in one step: texts, stop strings, grammars, streams, usage and metrics."""
+"""Several tokens per step through the API: texts, stop strings, grammars, streams, usage and
+metrics."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def generate(model: Path, sampling: list[SamplingParams], **options: Any) -> lis
         return llm.generate(prompts, sampling)
 
 
-def test_stop_strings_end_an_answer_in_the_middle_of_a_step(model: Path) -> None:
+def test_stop_string_ends_answer_within_a_step(model: Path) -> None:
     free = SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True)
     texts = [output.outputs[0].text for output in generate(model, [free] * 6)]
     numbers = random.Random(1)
@@ -54,8 +55,8 @@ def test_stop_strings_end_an_answer_in_the_middle_of_a_step(model: Path) -> None
 
 
 @pytest.mark.parametrize("method", list(SpeculativeMethod))
-def test_grammars_hold_for_drafts(model: Path, method: SpeculativeMethod) -> None:
-    """Also where an answer is complete in the middle of a draft."""
+def test_grammars_constrain_drafts(model: Path, method: SpeculativeMethod) -> None:
+    """Also if an answer completes in the middle of a draft."""
     schema = '{"type":"array","items":{"enum":["tea","teapot","te"]},"minItems":2,"maxItems":4}'
     grammars = [
         Grammar(GrammarKind.JSON_SCHEMA, schema),
@@ -81,7 +82,7 @@ def test_grammars_hold_for_drafts(model: Path, method: SpeculativeMethod) -> Non
         assert stats.num_accepted_tokens > 0
 
 
-def test_a_stream_has_a_chunk_per_step_and_usage_counts_tokens(model: Path) -> None:
+def test_stream_has_one_chunk_per_step_and_usage_counts_tokens(model: Path) -> None:
     config = make_config(model, speculative_config=drafts(model))
     engine = AsyncEngine.start(config)
     try:
@@ -114,7 +115,7 @@ def test_a_stream_has_a_chunk_per_step_and_usage_counts_tokens(model: Path) -> N
 
 
 def samples(text: str) -> dict[str, float]:
-    """Metrics by name, and by the position among their labels."""
+    """Metrics by name and by label values."""
     return {
         sample.name + sample.labels.get("position", ""): sample.value
         for family in text_string_to_metric_families(text)

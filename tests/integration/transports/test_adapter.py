@@ -1,4 +1,4 @@
-"""What adapters make of engines that fail, stand still, or answer in somebody else's name."""
+"""Adapters over engines that fail, stall, or answer under another engine's name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MIB = 1 << 20
 
 
 class Kit(TransportKit):
-    """Two endpoints whose engine does as the world says."""
+    """Two endpoints whose engine behaves as scripted by the fake world."""
 
     loader = "support.adapter_engine:load"
 
@@ -47,14 +47,14 @@ def pair(kit: Kit) -> Pair:
     return kit.pair()
 
 
-def test_a_slice_that_fails_is_tried_again_with_a_new_agent(kit: Kit, pair: Pair) -> None:
+def test_failed_slice_is_retried_with_new_agent(kit: Kit, pair: Pair) -> None:
     kit.world.num_failures, before = 2, kit.world.num_opened
     kit.read(pair.peer, pair.whole(MIB))
     assert (pair.here.get() == pair.there.get()).all()
     assert kit.world.num_opened == before + 2
 
 
-def test_an_engine_that_always_fails_is_given_up(kit: Kit, pair: Pair) -> None:
+def test_engine_that_always_fails_fails_the_transfer(kit: Kit, pair: Pair) -> None:
     kit.world.num_failures = 1000
     with pytest.raises(TransferError, match=r"failed 3 times in a row.*told to fail"):
         kit.read(pair.peer, pair.whole(MIB))
@@ -64,7 +64,7 @@ def test_an_engine_that_always_fails_is_given_up(kit: Kit, pair: Pair) -> None:
     assert (pair.here.get() == pair.there.get()).all()
 
 
-def test_a_transfer_that_stands_still_can_be_cancelled(kit: Kit, pair: Pair) -> None:
+def test_stalled_transfer_can_be_cancelled(kit: Kit, pair: Pair) -> None:
     kit.world.goes_on.clear()
     before = pair.here.get()
     transfer = pair.peer.read(pair.whole(MIB), timeout=60)
@@ -80,7 +80,7 @@ def test_a_transfer_that_stands_still_can_be_cancelled(kit: Kit, pair: Pair) -> 
     assert (pair.here.get() == pair.there.get()).all()
 
 
-def test_a_deadline_is_kept_though_nobody_waits(kit: Kit, pair: Pair) -> None:
+def test_deadline_expires_without_a_waiter(kit: Kit, pair: Pair) -> None:
     kit.world.goes_on.clear()
     transfer = pair.peer.write(pair.whole(64), timeout=0.01)
     ended = threading.Event()
@@ -90,7 +90,7 @@ def test_a_deadline_is_kept_though_nobody_waits(kit: Kit, pair: Pair) -> None:
         transfer.wait()
 
 
-def test_what_waits_behind_another_is_cancelled_at_once(kit: Kit, pair: Pair) -> None:
+def test_queued_transfer_is_cancelled_at_once(kit: Kit, pair: Pair) -> None:
     kit.world.goes_on.clear()
     first = pair.peer.read(pair.whole(MIB), timeout=60)
     second = pair.peer.read(pair.whole(MIB), timeout=60)
@@ -102,7 +102,7 @@ def test_what_waits_behind_another_is_cancelled_at_once(kit: Kit, pair: Pair) ->
     first.wait()
 
 
-def test_revoking_our_region_ends_what_touches_it(kit: Kit, pair: Pair) -> None:
+def test_revoking_local_region_ends_its_transfers(kit: Kit, pair: Pair) -> None:
     kit.world.goes_on.clear()
     transfer = pair.peer.read(pair.whole(MIB), timeout=60)
     assert kit.world.stands_still.wait(10)
@@ -114,7 +114,7 @@ def test_revoking_our_region_ends_what_touches_it(kit: Kit, pair: Pair) -> None:
     assert (pair.here.get() == before).all()
 
 
-def test_a_peer_that_leaves_ends_what_stands_still(kit: Kit, pair: Pair) -> None:
+def test_lost_peer_ends_stalled_transfers(kit: Kit, pair: Pair) -> None:
     kit.world.goes_on.clear()
     transfers = [pair.peer.read(pair.whole(MIB), timeout=60) for _ in range(3)]
     assert kit.world.stands_still.wait(10)
@@ -124,7 +124,7 @@ def test_a_peer_that_leaves_ends_what_stands_still(kit: Kit, pair: Pair) -> None
             transfer.wait()
 
 
-def test_another_engine_at_the_peers_address_is_found_out(kit: Kit) -> None:
+def test_other_engine_at_peers_address_is_detected(kit: Kit) -> None:
     near, far = kit.open(), kit.open()
     kit.world.is_misled = True
     with pytest.raises(TransportUnavailable, match="another engine replies"):
@@ -132,14 +132,14 @@ def test_another_engine_at_the_peers_address_is_found_out(kit: Kit) -> None:
     assert len(kit.world.agents) == 2, "an agent is left of the connection that was refused"
 
 
-def test_an_engine_out_of_reach_is_no_connection(kit: Kit) -> None:
+def test_unreachable_engine_fails_to_connect(kit: Kit) -> None:
     near, far = kit.open(), kit.open()
     kit.world.num_failures = 1
     with pytest.raises(TransportUnavailable, match="the peer's engine is unreachable"):
         near.connect(far.address, timeout=10)
 
 
-def test_a_region_is_told_to_a_drivers_agent_once(kit: Kit, pair: Pair) -> None:
+def test_region_is_registered_with_agent_once(kit: Kit, pair: Pair) -> None:
     late = kit.buffer(MIB)
     pair.far.register(late.region)
     for _ in range(2):

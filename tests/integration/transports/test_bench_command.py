@@ -1,4 +1,4 @@
-"""``mooncake-hal bench transfer`` for real, over little memory."""
+"""``mooncake-hal bench transfer`` over real transports, with little memory."""
 
 from __future__ import annotations
 
@@ -35,6 +35,6 @@ def test_two_transports_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert ElementTree.fromstring(drawing.read_text()).tag.endswith("svg")
 
 
-def test_a_transport_that_is_not_there_fails(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unavailable_transport_fails(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--transports", "warp", "--size", "1", "--pieces", "4096", "--rounds", "1") == 1
     assert "warp is not measured" in capsys.readouterr().err

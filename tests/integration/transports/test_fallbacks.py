@@ -1,4 +1,5 @@
-"""A host without a compiler: the same bytes arrive, and the log says what runs instead and why."""
+"""On a host without a compiler the same bytes arrive, and the log names the fallback and the
+reason."""
 
 from __future__ import annotations
 
@@ -48,7 +49,7 @@ def test_without_a_compiler(name: str, said: str, tmp_path: Path) -> None:
     assert "no c compiler on PATH" in done.stdout
 
 
-def test_loading_a_plugin_costs_nothing() -> None:
+def test_plugin_discovery_imports_nothing_heavy() -> None:
     """Discovery must not import numpy, torch or a transport."""
     names = ("shm", "tcp")
     imports = "; ".join(f"import mooncake_hal.transports.{name}.{name}_plugin" for name in names)

@@ -1,4 +1,5 @@
-"""Bytes that no peer would send: an endpoint refuses them, serves on, and touches nothing else."""
+"""Malformed bytes from peers: an endpoint rejects them, continues to serve, and touches no other
+memory."""
 
 from __future__ import annotations
 
@@ -39,13 +40,13 @@ LOADERS = {
     "shm": "mooncake_hal.transports.shm.shm_transport:load",
     "tcp": "mooncake_hal.transports.tcp.tcp_transport:load",
     "tcp interpreted": "mooncake_hal.transports.tcp.tcp_transport:load_interpreted",
-    "adapter": "support.adapter_engine:load",  # and rdma: they have one kind of session
+    "adapter": "support.adapter_engine:load",  # also covers rdma: both use the same sessions
 }
 
 
 @dataclass
 class Target:
-    """An endpoint under attack, with one registered buffer and one that is not."""
+    """An endpoint under attack, with one registered buffer and one unregistered."""
 
     kit: TransportKit
     endpoint: Endpoint
@@ -53,7 +54,8 @@ class Target:
     secretly: Buffer
 
     def check(self, before: np.ndarray) -> None:
-        """Demand that it serves a good client still, and that nothing unregistered changed."""
+        """Check that it still serves a well-behaved client, and that no unregistered memory
+        changed."""
         assert (self.secretly.get() == before).all()
         near, here = self.kit.open(), self.kit.buffer(64 * KIB)
         near.register(here.region)
@@ -83,7 +85,7 @@ def attack() -> Iterator[Callable[[str], Target]]:
 
 
 def dial(target: Target) -> socket.socket:
-    """Connect to an endpoint below everything that would stop us from misbehaving."""
+    """Connect to an endpoint with a raw socket, which allows any misbehaviour."""
     name = target.endpoint.transport
     kind = tcp_sockets.TcpAddress if name == "tcp" else SessionAddress
     there = authentication.decode_address(target.endpoint.address, kind, name)
@@ -96,7 +98,7 @@ def dial(target: Target) -> socket.socket:
 
 
 def prove(target: Target, connection: socket.socket) -> frames.Seals:
-    """Shake hands as one that knows the secret."""
+    """Do the handshake as a peer that knows the secret."""
     name = target.endpoint.transport
     versions = {"tcp": tcp_sockets.VERSION, "shm": shm_transport.VERSION}
     version = versions.get(name, adapter_messages.VERSION)
@@ -107,7 +109,7 @@ def prove(target: Target, connection: socket.socket) -> frames.Seals:
 
 
 def until_closed(connection: socket.socket) -> bytes:
-    """Receive until the other side ends the connection, or has nothing to say for a while."""
+    """Receive until the peer closes the connection, or sends nothing for a while."""
     found = b""
     connection.settimeout(0.3)
     try:
@@ -119,7 +121,7 @@ def until_closed(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_strangers_who_send_noise(name: str, attack: Callable[[str], Target]) -> None:
+def test_noise_from_strangers(name: str, attack: Callable[[str], Target]) -> None:
     target = attack(name)
     before, rng = target.secretly.get(), np.random.default_rng(5)
     for size in (0, 1, 4, 5, 100, 4000, 60000):
@@ -129,12 +131,12 @@ def test_strangers_who_send_noise(name: str, attack: Callable[[str], Target]) ->
                     connection.send(rng.bytes(size))
                     connection.send(b"\xff" * 8)
             except OSError:
-                pass  # refused before we were done
+                pass  # rejected before everything was sent
     target.check(before)
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_strangers_who_say_nothing(name: str, attack: Callable[[str], Target]) -> None:
+def test_silent_strangers(name: str, attack: Callable[[str], Target]) -> None:
     target = attack(name)
     before = target.secretly.get()
     silent = [dial(target) for _ in range(8)]
@@ -145,7 +147,7 @@ def test_strangers_who_say_nothing(name: str, attack: Callable[[str], Target]) -
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_a_member_who_sends_noise(name: str, attack: Callable[[str], Target]) -> None:
+def test_noise_from_authenticated_peer(name: str, attack: Callable[[str], Target]) -> None:
     target = attack(name)
     before, rng = target.secretly.get(), np.random.default_rng(6)
     for size in (1, 24, 40, 1000, 50000):
@@ -157,8 +159,8 @@ def test_a_member_who_sends_noise(name: str, attack: Callable[[str], Target]) ->
 
 
 @pytest.mark.parametrize("name", ["tcp", "tcp interpreted"])
-def test_frames_that_lie(name: str, attack: Callable[[str], Target]) -> None:
-    """Well-formed requests of a member, with every field driven to its edges."""
+def test_frames_with_false_fields(name: str, attack: Callable[[str], Target]) -> None:
+    """Well-formed requests of an authenticated peer, with every field at its limits."""
     target = attack(name)
     hidden, before = target.secretly.region, target.secretly.get()
     shown = target.registered.region
@@ -213,7 +215,7 @@ def test_frames_that_lie(name: str, attack: Callable[[str], Target]) -> None:
         "2^60 pieces",
     ],
 )
-def test_frames_that_are_none(request_: bytes, name: str, attack: Callable[[str], Target]) -> None:
+def test_malformed_frames(request_: bytes, name: str, attack: Callable[[str], Target]) -> None:
     target = attack(name)
     before = target.secretly.get()
     with dial(target) as connection:
@@ -224,7 +226,7 @@ def test_frames_that_are_none(request_: bytes, name: str, attack: Callable[[str]
 
 
 @pytest.mark.parametrize("name", ["tcp", "tcp interpreted"])
-def test_a_write_whose_total_lies(name: str, attack: Callable[[str], Target]) -> None:
+def test_write_with_false_total(name: str, attack: Callable[[str], Target]) -> None:
     target = attack(name)
     before, content = target.secretly.get(), target.registered.get()
     span = struct.pack("<QQ", target.registered.region.address, 64)
@@ -238,10 +240,8 @@ def test_a_write_whose_total_lies(name: str, attack: Callable[[str], Target]) ->
 
 
 @pytest.mark.parametrize("name", ["tcp", "tcp interpreted"])
-def test_revoking_does_not_wait_for_a_member_who_stalls(
-    name: str, attack: Callable[[str], Target]
-) -> None:
-    """A client that asks for much and reads nothing holds the memory no longer than revoke."""
+def test_revoke_does_not_wait_for_stalled_peer(name: str, attack: Callable[[str], Target]) -> None:
+    """A client that requests much and reads nothing holds the memory no longer than the revoke."""
     target = attack(name)
     large = target.kit.buffer(64 * KIB * KIB)
     key = target.endpoint.register(large.region)
@@ -251,13 +251,13 @@ def test_revoking_does_not_wait_for_a_member_who_stalls(
             span = struct.pack("<QQ", large.region.address, large.region.nbytes)
             stalled.sendall(REQUEST.pack(MAGIC, operation, 0, 1, large.region.nbytes) + span)
         writer.sendall(b"\xaa" * 1000)
-        time.sleep(0.2)  # both operations are under way now
+        time.sleep(0.2)  # both operations are in flight now
         started = time.monotonic()
         target.endpoint.revoke(key)
         assert time.monotonic() - started < 2
         after = large.get()
         writer.sendall(b"\xbb" * 100000)
-        time.sleep(0.1)  # what a revoked write still moved would arrive now
+        time.sleep(0.1)  # bytes that a revoked write still moved would arrive now
         assert (large.get() == after).all()
     target.check(target.secretly.get())
 
@@ -279,7 +279,7 @@ def test_revoking_does_not_wait_for_a_member_who_stalls(
     ids=["overlap", "beyond", "empty", "unknown", "call", "answer", "pings"],
 )
 @pytest.mark.parametrize("name", ["shm", "adapter"])
-def test_messages_that_make_no_sense(
+def test_invalid_messages(
     messages: list[frames.AnyMessage], name: str, attack: Callable[[str], Target]
 ) -> None:
     target = attack(name)
@@ -293,7 +293,7 @@ def test_messages_that_make_no_sense(
 
 
 @pytest.mark.parametrize("name", ["shm", "adapter"])
-def test_a_frame_too_long_to_be_one(name: str, attack: Callable[[str], Target]) -> None:
+def test_oversized_frame(name: str, attack: Callable[[str], Target]) -> None:
     target = attack(name)
     before = target.secretly.get()
     with dial(target) as connection:
@@ -301,13 +301,13 @@ def test_a_frame_too_long_to_be_one(name: str, attack: Callable[[str], Target]) 
         connection.sendall(b"\xff" * 4)
         connection.settimeout(10)
         while connection.recv(65536):
-            pass  # what it has registered was told first
+            pass  # its registered regions were published first
     target.check(before)
 
 
 @pytest.mark.parametrize("name", ["shm", "adapter"])
 @pytest.mark.parametrize("attack_", ["replayed", "reflected", "unsealed"])
-def test_frames_on_the_line_end_the_session(
+def test_unexpected_frames_end_the_session(
     attack_: str, name: str, attack: Callable[[str], Target]
 ) -> None:
     target = attack(name)
@@ -323,11 +323,12 @@ def test_frames_on_the_line_end_the_session(
         connection.sendall(sent)
         connection.settimeout(10)
         while connection.recv(65536):
-            pass  # it ends: no more than the region and the reply to the first ping comes
+            # the session ends: it sends no more than the region and the reply to the first ping
+            pass
     target.check(before)
 
 
-def test_descriptors_that_were_not_asked_for_are_closed(attack: Callable[[str], Target]) -> None:
+def test_unrequested_descriptors_are_closed(attack: Callable[[str], Target]) -> None:
     target = attack("shm")
     before, ours = target.secretly.get(), os.memfd_create("sent to whom did not want it")
     num_open = len(os.listdir("/proc/self/fd"))
@@ -346,8 +347,8 @@ def test_descriptors_that_were_not_asked_for_are_closed(attack: Callable[[str], 
     os.close(ours)
 
 
-def test_a_server_that_lies_to_its_client(attack: Callable[[str], Target]) -> None:
-    """The other direction: a fake tcp server that answers nonsense gets typed errors."""
+def test_malformed_responses_raise_typed_errors(attack: Callable[[str], Target]) -> None:
+    """The other direction: a client of a fake tcp server that sends nonsense gets typed errors."""
     target = attack("tcp")
     epoch = authentication.fresh_epoch()
     credentials = authentication.Credentials(SECRET, "tcp", tcp_sockets.VERSION)

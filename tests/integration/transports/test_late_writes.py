@@ -1,4 +1,4 @@
-"""What a network still carries of a write that has failed: why ``tcp`` does not end its writes."""
+"""A network may deliver bytes of a write that has failed: why ``tcp`` does not abort its writes."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from mooncake_hal.transports.tcp.tcp_transport import load
 
 NBYTES = 64 * MIB
 HELD_FROM = MIB
-"""Bytes of a connection that a network which stands still has let through."""
+"""Bytes of a connection that a stalled network has delivered."""
 
 
 class HoldingNetwork:
-    """Carries connections to a port; holds what comes after HELD_FROM bytes until ``goes_on``."""
+    """Forwards connections to a port; holds all bytes after HELD_FROM until ``goes_on``."""
 
     def __init__(self, port: int) -> None:
         self.goes_on = threading.Event()
@@ -94,7 +94,7 @@ def test_bytes_of_a_failed_write_arrive_after_its_connection_is_closed(stack: Ex
     with pytest.raises(TransferTimeout, match="drained"):
         peer.write(spans, timeout=0.3).wait()
     peer.close()
-    there.put(np.full(NBYTES, 3, np.uint8))  # somebody else's by now
+    there.put(np.full(NBYTES, 3, np.uint8))  # memory that belongs to another request by now
     network.goes_on.set()
     deadline = time.monotonic() + 10
     while (there.get() == 3).all():

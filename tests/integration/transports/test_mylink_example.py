@@ -1,4 +1,4 @@
-"""The example of a transport: installed as a plugin, listed, and under the conformance suite."""
+"""The example transport: installed as a plugin, listed, and passing the conformance suite."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ EXAMPLE = Path(__file__).parents[3] / "docs" / "examples" / "mylink"
 
 @pytest.fixture
 def environment(tmp_path: Path) -> dict[str, str]:
-    """An environment in which the example is installed: its folder, and what pip would note."""
+    """An environment with the example installed: its folder, and the metadata that pip would
+    write."""
     noted = tmp_path / "mylink-0.1.0.dist-info"
     noted.mkdir()
     (noted / "METADATA").write_text("Metadata-Version: 2.1\nName: mylink\nVersion: 0.1.0\n")
@@ -25,26 +26,26 @@ def environment(tmp_path: Path) -> dict[str, str]:
 
 
 def run(environment: dict[str, str], *arguments: str) -> str:
-    """Standard output of a module of this Python; it must end with 0."""
+    """Standard output of a Python module, which must exit with 0."""
     program = [sys.executable, "-m", *arguments]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_it_is_listed(environment: dict[str, str]) -> None:
+def test_example_is_listed(environment: dict[str, str]) -> None:
     lines = run(environment, "mooncake_hal", "devices").splitlines()
     [line] = [line for line in lines if line.split()[:1] == ["mylink"]]
     assert line.split(None, 3)[1:] == ["available", "-1", "every process of this host"]
 
 
 @pytest.mark.timeout(240)
-def test_it_passes_the_conformance_suite(environment: dict[str, str]) -> None:
+def test_example_passes_conformance_suite(environment: dict[str, str]) -> None:
     options = ["-q", "--import-mode=importlib", "-p", "no:cacheprovider"]
     output = run(environment, "pytest", *options, str(EXAMPLE / "tests"))
     assert int(output.split(" passed")[0].split()[-1]) > 40, output
 
 
-def test_it_stays_small() -> None:
+def test_example_stays_small() -> None:
     [source] = (EXAMPLE / "mylink").glob("*_transport.py")
     assert len(source.read_text().splitlines()) <= 150

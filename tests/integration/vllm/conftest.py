@@ -6,6 +6,6 @@ import pytest
 
 @pytest.fixture
 def stack() -> Iterator[ExitStack]:
-    """Closes what a test opens in it."""
+    """An exit stack that closes the resources of a test."""
     with ExitStack() as opened:
         yield opened

@@ -1,5 +1,8 @@
-"""Layers with a sliding window have blocks of their own, of which vLLM drops those that have left
-it: a prompt goes over group by group, by the connector's two sides, without vLLM."""
+"""KV-cache groups: layers with a sliding window have blocks of their own.
+
+vLLM drops the blocks that have left the window. A prompt is transferred group by group, through the
+connector's two sides without vLLM.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ def memory(instance: FakeVllm) -> Any:
 
 
 def check_arrived(decode: FakeVllm, prefill: FakeVllm, before: Any, format: str) -> None:
-    """What D keeps is P's, and nothing else has changed."""
+    """Check that the blocks that D keeps equal P's and that nothing else has changed."""
     wanted, source = before, memory(prefill)
     for layer in range(MODEL.layers):
         for ours, theirs in zip(D_BLOCKS[layer % 2], P_BLOCKS[layer % 2], strict=True):
@@ -68,7 +71,7 @@ def check_arrived(decode: FakeVllm, prefill: FakeVllm, before: Any, format: str)
 
 
 @pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2)])
-def test_what_the_windows_reach_is_pulled(
+def test_blocks_within_window_are_pulled(
     stack: ExitStack, tmp_path: Path, tps: tuple[int, int]
 ) -> None:
     prefill, decode = start(stack, tmp_path, PULL, tps)
@@ -90,7 +93,7 @@ def test_what_the_windows_reach_is_pulled(
     ("tps", "format"),
     [((1, 1), LINEAR), ((2, 1), LINEAR), ((1, 2), LINEAR), ((1, 1), "vllm-cpu/vec/4")],
 )
-def test_what_the_windows_reach_is_pushed(
+def test_blocks_within_window_are_pushed(
     stack: ExitStack,
     tmp_path: Path,
     tps: tuple[int, int],
@@ -115,7 +118,7 @@ def test_what_the_windows_reach_is_pushed(
     check_arrived(decode, prefill, before, format)
 
 
-def test_a_prefill_that_lacks_a_block_of_the_window_is_not_handed_over(
+def test_prefill_that_lacks_a_window_block_returns_no_kv_params(
     stack: ExitStack, tmp_path: Path
 ) -> None:
     prefill, _ = start(stack, tmp_path, PULL)
@@ -127,7 +130,7 @@ def test_a_prefill_that_lacks_a_block_of_the_window_is_not_handed_over(
     assert prefill.scheduler.request_finished(request, dropped) == (False, None)
 
 
-def test_a_token_that_no_prefill_keeps_is_not_waited_for(stack: ExitStack, tmp_path: Path) -> None:
+def test_token_outside_prefill_window_is_not_awaited(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path, PULL, window=WINDOW + 1)
     params = prefill.prefill(Asked("one", PROMPT, SEND), P_BLOCKS)
     again = Asked("again", PROMPT, dict(params))  # computes token 13, which looks back at token 7
@@ -145,9 +148,7 @@ def test_a_token_that_no_prefill_keeps_is_not_waited_for(stack: ExitStack, tmp_p
     assert not decode.told.failed
 
 
-def test_the_parameters_of_an_instance_without_groups_are_refused(
-    stack: ExitStack, tmp_path: Path
-) -> None:
+def test_params_of_instance_without_groups_are_rejected(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path, PULL)
     params = prefill.prefill(Asked("one", PROMPT, SEND), P_BLOCKS)
     params["remote_block_ids"] = params["remote_block_ids"][:1]

@@ -1,5 +1,9 @@
-"""A prompt goes between vLLM's memory and our own engine's, which is laid out by ``KV_LAYOUTS`` in
-blocks of another size, by one connector over real sockets. Packed pages are refused by name."""
+"""A prompt is transferred between vLLM's memory and that of our engine, by one connector over real
+sockets.
+
+Our engine's memory is laid out by ``KV_LAYOUTS``, in blocks of another size. Packed pages are
+rejected by name.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +45,7 @@ class EngineCaches:
     layers: dict[str, object]
 
     def stacked(self) -> Any:
-        """All of it: ``[layers, blocks, heads, tokens, content]``; a copy."""
+        """A copy of all memory: ``[layers, blocks, heads, tokens, content]``."""
         layout, shard = self.view.layout, self.view.shard
         planes = []
         for plane, width in enumerate(self.view.geometry.plane_dims):
@@ -83,14 +87,14 @@ def vllm_caches(order: str, tp: tuple[int, int], **kwargs: Any) -> Caches:
     return made
 
 
-def hand_over(
+def transfer(
     folder: Path,
     sources: list[Any],
     targets: list[Any],
     source_blocks: list[int],
     target_blocks: list[int],
 ) -> FakeVllm:
-    """From one instance's memory into another's; the second one."""
+    """Transfer a prompt from one instance's memory into another's; returns the second one."""
     with ExitStack() as stack:
         prefill = stack.enter_context(running("p", folder, sources, CONFIG))
         decode = stack.enter_context(running("d", folder, targets, CONFIG))
@@ -109,7 +113,7 @@ def tokens_of(ranks: list[RankCaches], blocks: list[int]) -> Any:
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2)])
 @pytest.mark.parametrize("layout", KV_LAYOUTS)
 @pytest.mark.parametrize("is_vllm_first", [True, False], ids=["from vllm", "to vllm"])
-def test_linear_memory_goes_either_way(
+def test_linear_memory_is_transferred_both_ways(
     tmp_path: Path, is_vllm_first: bool, layout: str, prefill_tp: int, decode_tp: int
 ) -> None:
     def of_vllm(size: int) -> list[Any]:
@@ -124,15 +128,17 @@ def test_linear_memory_goes_either_way(
     else:
         sources, targets = of_engine(prefill_tp), of_vllm(decode_tp)
         blocks = ENGINE_BLOCKS, VLLM_BLOCKS
-    decode = hand_over(tmp_path, sources, targets, *blocks)
+    decode = transfer(tmp_path, sources, targets, *blocks)
     assert not decode.told.failed
     assert (tokens_of(targets, blocks[1]) == tokens_of(sources, blocks[0])).all()
 
 
-def test_packed_pages_are_refused_by_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_packed_pages_are_rejected_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     packed = [vllm_caches("LBHNC", (0, 1), format="vllm-cpu/amx/4")]
     plain: list[Any] = [engine_caches("LPBHT", (0, 1))]
-    decode = hand_over(tmp_path, packed, plain, VLLM_BLOCKS, ENGINE_BLOCKS)
+    decode = transfer(tmp_path, packed, plain, VLLM_BLOCKS, ENGINE_BLOCKS)
     assert decode.told.failed == {"d"}
     assert "vllm-cpu/amx/4" in caplog.text
     assert "linear" in caplog.text

@@ -1,4 +1,4 @@
-"""What can't go on ends the engine, and what hangs keeps nothing of its peers: the connector's two
+"""A fatal error ends the engine, and a hung side keeps no blocks of its peers: the connector's two
 sides without vLLM, over real sockets and transports."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def start(
     config: KVTransferConfig = CONFIG,
     step_timeout_s: float = 300.0,
 ) -> tuple[FakeVllm, FakeVllm]:
-    """P and D."""
+    """Start P and D."""
     prefill, decode = (
         stack.enter_context(
             running(
@@ -45,11 +45,11 @@ def start(
 
 
 @pytest.mark.parametrize("where", ["step", "device", "link"])
-def test_an_order_that_fails_ends_the_engine(
+def test_failed_order_ends_the_engine(
     stack: ExitStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    """Whoever waits for the load would wait for ever; it fails in the step's thread, if that lets
-    the order go, in the one that waits for the device, or in the link's."""
+    """Otherwise the request would wait for the load for ever. The order fails in the step's thread,
+    if that sends it, in the thread that waits for the device, or in the link's."""
     prefill, decode = start(stack, tmp_path)
     params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
     request = Asked("d", PROMPT, params)
@@ -81,8 +81,9 @@ def test_an_order_that_fails_ends_the_engine(
         decode.step_until(decode.told.received, "d")
 
 
-def test_a_worker_that_hangs_keeps_nothing_of_its_peer(stack: ExitStack, tmp_path: Path) -> None:
-    """D's connector lives and has a request that waits for P's KV; its step does not return."""
+def test_hung_worker_keeps_no_blocks_of_its_peer(stack: ExitStack, tmp_path: Path) -> None:
+    """D's connector is alive with a request that waits for P's KV, while its step does not
+    return."""
     leases = replace(CONFIG, lease_s=1.0)
     prefill, decode = start(stack, tmp_path, leases, step_timeout_s=1.0)
     params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)

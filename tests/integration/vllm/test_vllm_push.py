@@ -1,5 +1,8 @@
-"""P writes a prompt's KV into D's blocks while it computes, by the connector's two sides, without
-vLLM: D reserves blocks and tells a metaserver, which sends P the request, as the proxy does."""
+"""P pushes a prompt's KV into D's blocks while it computes, through the connector's two sides
+without vLLM.
+
+D reserves blocks and posts them to a metaserver, which sends P the request, as the proxy does.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +48,7 @@ def start(
 
 
 def expect(decode: FakeVllm, post: Post, name: str = "d", num_computed: int = 0) -> Asked:
-    """D gets a request, and reserves blocks for it."""
+    """Have D receive a request and reserve blocks for it."""
     request = Asked(name, PROMPT, {"do_remote_prefill": True, "metaserver": post.server.url(name)})
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS, num_computed) == len(PROMPT) - num_computed
@@ -56,7 +59,7 @@ def expect(decode: FakeVllm, post: Post, name: str = "d", num_computed: int = 0)
 @pytest.mark.parametrize("names_layers", [True, False])
 @pytest.mark.parametrize("format", [LINEAR, "vllm-cpu/vec/4"])
 @pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2)])
-def test_a_prompt_arrives_whole_chunk_by_chunk(
+def test_prompt_is_pushed_chunk_by_chunk(
     stack: ExitStack,
     tmp_path: Path,
     post: Post,
@@ -78,7 +81,7 @@ def test_a_prompt_arrives_whole_chunk_by_chunk(
 
 
 @pytest.mark.parametrize("format", [LINEAR, "vllm-cpu/vec/4"])
-def test_a_prefix_of_d_is_not_sent(
+def test_prefix_cached_on_d_is_not_sent(
     stack: ExitStack, tmp_path: Path, post: Post, format: str
 ) -> None:
     prefill, decode = start(stack, tmp_path, format=format)
@@ -94,7 +97,7 @@ def test_a_prefix_of_d_is_not_sent(
     assert (found[:, :, 8:14] == wanted[:, :, 8:14]).all()
 
 
-def test_children_of_one_request_reserve_once(stack: ExitStack, tmp_path: Path, post: Post) -> None:
+def test_choices_of_one_request_reserve_once(stack: ExitStack, tmp_path: Path, post: Post) -> None:
     prefill, decode = start(stack, tmp_path)
     child = expect(decode, post)
     sibling = replace(child, request_id="d2")
@@ -108,7 +111,7 @@ def test_children_of_one_request_reserve_once(stack: ExitStack, tmp_path: Path, 
     assert len(post.server.posts) == 1
 
 
-def test_for_a_prompt_that_is_there_no_prefill_is_asked(
+def test_fully_cached_prompt_requests_no_prefill(
     stack: ExitStack, tmp_path: Path, post: Post
 ) -> None:
     _, decode = start(stack, tmp_path)
@@ -122,9 +125,7 @@ def test_for_a_prompt_that_is_there_no_prefill_is_asked(
     assert not decode.told.received
 
 
-def test_a_prefill_that_ends_early_fails_the_load(
-    stack: ExitStack, tmp_path: Path, post: Post
-) -> None:
+def test_aborted_prefill_fails_the_load(stack: ExitStack, tmp_path: Path, post: Post) -> None:
     prefill, decode = start(stack, tmp_path)
     expect(decode, post)
     request = Asked("p", PROMPT, post.wait())
@@ -136,7 +137,7 @@ def test_a_prefill_that_ends_early_fails_the_load(
     assert decode.told.failed == {"d"}
 
 
-def test_a_decode_that_ends_early_frees_both(stack: ExitStack, tmp_path: Path, post: Post) -> None:
+def test_aborted_decode_frees_both_sides(stack: ExitStack, tmp_path: Path, post: Post) -> None:
     prefill, decode = start(stack, tmp_path)
     waiting = expect(decode, post)
     request = Asked("p", PROMPT, post.wait())
@@ -147,7 +148,7 @@ def test_a_decode_that_ends_early_frees_both(stack: ExitStack, tmp_path: Path, p
     prefill.step_until(prefill.told.sent, "p")
 
 
-def test_one_that_is_pulled_is_refused_by_name(
+def test_pull_params_are_rejected_naming_the_connector(
     stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, _ = start(stack, tmp_path)

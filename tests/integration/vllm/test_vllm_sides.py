@@ -1,5 +1,7 @@
-"""A prompt goes from one instance's memory into another's by the connector's two sides, without
-vLLM: over real sockets and transports, whatever the layouts, and however requests end."""
+"""A prompt is transferred between two instances by the connector's two sides, without vLLM.
+
+Over real sockets and transports, in all layouts, and with every way for a request to end.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def start(
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 @pytest.mark.parametrize("tps", [(1, 1), (2, 1), (1, 2)])
-def test_a_prompt_arrives_and_each_side_is_told_once(
+def test_prompt_arrives_and_each_side_is_notified_once(
     stack: ExitStack, tmp_path: Path, transport: str, tps: tuple[int, int]
 ) -> None:
     config = replace(CONFIG, transports=(transport,))
@@ -68,7 +70,7 @@ def test_a_prompt_arrives_and_each_side_is_told_once(
 
 
 @pytest.mark.parametrize("num_cached", [0, 8])
-def test_the_proxy_is_told_how_much_of_a_prompt_was_cached(
+def test_proxy_receives_number_of_cached_tokens(
     stack: ExitStack, tmp_path: Path, num_cached: int
 ) -> None:
     instance = stack.enter_context(running("p", tmp_path, filled_ranks(MODEL, "LBHNC", 1), CONFIG))
@@ -81,7 +83,7 @@ def test_the_proxy_is_told_how_much_of_a_prompt_was_cached(
 
 
 @pytest.mark.parametrize("room", [1, 2])
-def test_d_is_asked_to_go_on_only_where_there_is_room_behind_ps_token(
+def test_d_continues_only_if_context_length_allows(
     stack: ExitStack, tmp_path: Path, room: int
 ) -> None:
     caches = filled_ranks(MODEL, "LBHNC", 1)
@@ -90,7 +92,7 @@ def test_d_is_asked_to_go_on_only_where_there_is_room_behind_ps_token(
     assert params["decode_continues_prompt"] == (room > 1)
 
 
-def test_what_a_prompt_finds_of_itself_after_a_preemption_was_not_cached(
+def test_own_blocks_found_after_preemption_do_not_count_as_cached(
     stack: ExitStack, tmp_path: Path
 ) -> None:
     instance = stack.enter_context(running("p", tmp_path, filled_ranks(MODEL, "LBHNC", 1), CONFIG))
@@ -107,11 +109,10 @@ def test_what_a_prompt_finds_of_itself_after_a_preemption_was_not_cached(
     assert params["remote_cached_tokens"] == 4
 
 
-def test_nothing_moves_before_the_step_that_allocated_the_blocks(
-    stack: ExitStack, tmp_path: Path
-) -> None:
+def test_no_transfer_before_step_that_allocated_blocks(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path)
-    for number in range(3):  # the first one shakes hands; then orders come before the steps do
+    # the first request includes the handshake; later orders arrive before their steps
+    for number in range(3):
         params = prefill.prefill(Asked(f"p{number}", PROMPT, SEND), P_BLOCKS)
         request = Asked(f"d{number}", PROMPT, params)
         decode.scheduler.on_new_request(request)
@@ -122,9 +123,7 @@ def test_nothing_moves_before_the_step_that_allocated_the_blocks(
         prefill.step_until(prefill.told.sent, f"p{number}")
 
 
-def test_nothing_moves_before_the_device_has_done_what_steps_enqueued_before(
-    stack: ExitStack, tmp_path: Path
-) -> None:
+def test_no_transfer_before_earlier_device_work_completes(stack: ExitStack, tmp_path: Path) -> None:
     awaited, ends = threading.Event(), threading.Event()
 
     def synchronize() -> None:
@@ -151,11 +150,11 @@ def test_nothing_moves_before_the_device_has_done_what_steps_enqueued_before(
     prefill.step_until(prefill.told.sent, "p")
 
 
-def test_both_wait_until_there_is_something_to_tell(stack: ExitStack, tmp_path: Path) -> None:
+def test_both_sides_block_until_a_notification(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path)
     assert not prefill.scheduler.is_waiting
     params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
-    assert prefill.scheduler.is_waiting  # its blocks are held
+    assert prefill.scheduler.is_waiting  # its blocks are leased
     request = Asked("d", PROMPT, params)
     decode.scheduler.on_new_request(request)
     assert not decode.scheduler.is_waiting
@@ -167,9 +166,7 @@ def test_both_wait_until_there_is_something_to_tell(stack: ExitStack, tmp_path: 
     assert not prefill.scheduler.is_waiting
 
 
-def test_a_new_request_does_not_wait_for_the_end_of_a_lease(
-    stack: ExitStack, tmp_path: Path
-) -> None:
+def test_new_request_does_not_wait_for_lease_to_end(stack: ExitStack, tmp_path: Path) -> None:
     instance = stack.enter_context(running("p", tmp_path, filled_ranks(MODEL, "LBHNC", 1), CONFIG))
     instance.prefill(Asked("held", PROMPT, SEND), P_BLOCKS)
     [worker], taken = instance.workers, []
@@ -181,7 +178,7 @@ def test_a_new_request_does_not_wait_for_the_end_of_a_lease(
     assert [(each.sent, each.received) for each in taken] == [(set(), set())]
 
 
-def test_a_prefix_that_is_here_is_not_loaded_and_a_whole_one_frees_the_peer(
+def test_cached_prefix_is_not_loaded_and_full_hit_frees_peer(
     stack: ExitStack, tmp_path: Path
 ) -> None:
     prefill, decode = start(stack, tmp_path)
@@ -203,7 +200,7 @@ def test_a_prefix_that_is_here_is_not_loaded_and_a_whole_one_frees_the_peer(
 
 
 @pytest.mark.parametrize("num_computed", [0, 8, 13])
-def test_the_peers_token_may_stand_behind_the_prompt(
+def test_prompt_may_end_with_peers_token(
     stack: ExitStack, tmp_path: Path, num_computed: int
 ) -> None:
     prefill, decode = start(stack, tmp_path)
@@ -219,9 +216,7 @@ def test_the_peers_token_may_stand_behind_the_prompt(
     assert (found == whole_prompt(prefill.caches, P_BLOCKS)[:, :, wanted]).all()
 
 
-def test_another_token_behind_the_prompt_is_another_prompt(
-    stack: ExitStack, tmp_path: Path
-) -> None:
+def test_prompt_ending_with_other_token_is_rejected(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path)
     params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
     request = Asked("d", [*PROMPT, 8], params | {"first_token_delivered": True})
@@ -230,7 +225,7 @@ def test_another_token_behind_the_prompt_is_another_prompt(
     prefill.step_until(prefill.told.sent, "p")
 
 
-def test_children_of_one_request_load_once(stack: ExitStack, tmp_path: Path) -> None:
+def test_choices_of_one_request_load_once(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path)
     params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
     children = [Asked(f"{number}_d", PROMPT, params) for number in range(3)]
@@ -244,7 +239,7 @@ def test_children_of_one_request_load_once(stack: ExitStack, tmp_path: Path) -> 
     assert not decode.told.failed
 
 
-def test_a_second_reader_fails_and_is_told_once(stack: ExitStack, tmp_path: Path) -> None:
+def test_second_reader_fails_and_is_notified_once(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path)
     params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
     for name in ("d", "again"):
@@ -257,9 +252,7 @@ def test_a_second_reader_fails_and_is_told_once(stack: ExitStack, tmp_path: Path
 
 
 @pytest.mark.parametrize("is_loading", [False, True])
-def test_a_request_that_ends_early_frees_the_peer(
-    stack: ExitStack, tmp_path: Path, is_loading: bool
-) -> None:
+def test_aborted_request_frees_peer(stack: ExitStack, tmp_path: Path, is_loading: bool) -> None:
     prefill, decode = start(stack, tmp_path)
     params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
     request = Asked("d", PROMPT, params)
@@ -267,7 +260,7 @@ def test_a_request_that_ends_early_frees_the_peer(
     if is_loading:
         decode.admit(request, D_BLOCKS)
     assert decode.scheduler.request_finished(request, [D_BLOCKS]) == (False, None)
-    if is_loading:  # vLLM keeps the blocks until it is told; a load begins with the step after it
+    if is_loading:  # vLLM keeps the blocks until notified; a load starts with the step after it
         decode.step_until(decode.told.received, "d")
     prefill.step_until(prefill.told.sent, "p")
 
@@ -281,7 +274,7 @@ def test_a_request_that_ends_early_frees_the_peer(
         {"mm_features": [object()]},
     ],
 )
-def test_one_that_is_refused_runs_alone_and_frees_the_peer(
+def test_rejected_transfer_prefills_locally_and_frees_peer(
     stack: ExitStack, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     prefill, decode = start(stack, tmp_path)
@@ -293,7 +286,7 @@ def test_one_that_is_refused_runs_alone_and_frees_the_peer(
     prefill.step_until(prefill.told.sent, "p")
 
 
-def test_parameters_that_name_nobody_hurt_nobody(stack: ExitStack, tmp_path: Path) -> None:
+def test_params_of_unknown_request_have_no_effect(stack: ExitStack, tmp_path: Path) -> None:
     _, decode = start(stack, tmp_path)
     for number, params in enumerate(
         ({"do_remote_prefill": True, "remote_port": "x"}, {"do_remote_prefill": True}, {"other": 1})
@@ -308,7 +301,7 @@ def test_parameters_that_name_nobody_hurt_nobody(stack: ExitStack, tmp_path: Pat
     ("status", "num_computed"),
     [("FINISHED_ABORTED", 14), ("FINISHED_STOPPED", 14), ("FINISHED_LENGTH_CAPPED", 13)],
 )
-def test_a_prefill_that_leaves_nothing_to_continue_keeps_no_blocks(
+def test_prefill_with_nothing_to_continue_keeps_no_blocks(
     stack: ExitStack, tmp_path: Path, status: str, num_computed: int
 ) -> None:
     prefill, _ = start(stack, tmp_path)
@@ -318,7 +311,7 @@ def test_a_prefill_that_leaves_nothing_to_continue_keeps_no_blocks(
     assert prefill.scheduler.request_finished(request, [P_BLOCKS]) == (False, None)
 
 
-def test_a_lease_that_nobody_wants_ends(stack: ExitStack, tmp_path: Path) -> None:
+def test_unclaimed_lease_expires(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path, config=replace(CONFIG, lease_s=0.5))
     params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
     prefill.step_until(prefill.told.sent, "p")
@@ -329,9 +322,7 @@ def test_a_lease_that_nobody_wants_ends(stack: ExitStack, tmp_path: Path) -> Non
         assert decode.told.failed == {"d"}
 
 
-def test_a_prefill_instance_that_is_gone_fails_the_load_once(
-    stack: ExitStack, tmp_path: Path
-) -> None:
+def test_lost_prefill_instance_fails_load_once(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path)
     params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
     prefill.scheduler.close()
@@ -344,14 +335,14 @@ def test_a_prefill_instance_that_is_gone_fails_the_load_once(
     assert decode.told.failed == {"d"}
 
 
-def test_a_worker_whose_thread_died_ends_the_engine(stack: ExitStack, tmp_path: Path) -> None:
+def test_dead_worker_thread_ends_the_engine(stack: ExitStack, tmp_path: Path) -> None:
     _, decode = start(stack, tmp_path)
     decode.workers[0].report_death(RuntimeError("a defect"))
     with pytest.raises(ConnectorDied, match="rank 0: RuntimeError"):
         decode.step_until(decode.told.received, "nobody")
 
 
-def test_pages_of_another_packing_are_refused_by_name(
+def test_pages_of_other_packing_are_rejected_by_name(
     stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     formats = ("vllm-cpu/amx/4", "vllm-cpu/vec/4")
@@ -365,7 +356,7 @@ def test_pages_of_another_packing_are_refused_by_name(
     assert all(name in caplog.text for name in (*formats, "the format of KV blocks differs"))
 
 
-def test_ranks_that_differ_are_no_instance(tmp_path: Path) -> None:
+def test_ranks_with_different_metadata_are_rejected(tmp_path: Path) -> None:
     ranks = [
         filled_ranks(MODEL, "LBHNC", 2)[0],
         filled_ranks(MODEL, "LBHNC", 2, format="vllm-cpu/vec/4")[1],
