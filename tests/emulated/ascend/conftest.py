@@ -1,4 +1,4 @@
-"""Every test begins on the first NPU."""
+"""Every test starts on the first NPU."""
 
 from __future__ import annotations
 

@@ -11,4 +11,4 @@ from mooncake_hal.testing.backends import BackendConformance, load_backend
 class TestAscend(BackendConformance):
     @pytest.fixture
     def backend(self) -> Backend:
-        return load_backend("ascend")  # not skipped: the emulated device is always there
+        return load_backend("ascend")  # not skipped: the emulated device is always available

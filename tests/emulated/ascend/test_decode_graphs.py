@@ -1,4 +1,4 @@
-"""A whole model's decode step is captured, and replayed over other tokens and contexts."""
+"""A whole model's decode step is captured, and replayed with other tokens and contexts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mooncake_hal.testing.backends import load_backend
 
 BLOCK = 128
 START = (1, 4)
-"""Contexts of the two sequences, in blocks 0 and 1."""
+"""Context lengths of the two sequences, in blocks 0 and 1."""
 
 
 def tensor(values: object, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -44,7 +44,7 @@ def batch_of(contexts: tuple[int, ...]) -> AttentionBatch:
 
 
 class Decoder:
-    """A loaded model and its KV, which is all zeros at first."""
+    """A loaded model and its KV cache, which is initially zero."""
 
     def __init__(self, folder: Path) -> None:
         self.backend = load_backend("ascend")

@@ -1,4 +1,5 @@
-"""The emulated NPU refuses what a real one refuses: otherwise it would prove nothing."""
+"""The emulated NPU rejects what a real one rejects; otherwise, passing tests would prove
+nothing."""
 
 from __future__ import annotations
 
@@ -69,7 +70,7 @@ def test_memory_is_counted_and_ends() -> None:
     gc.collect()
     before, total = npu.memory_allocated(0), npu.mem_get_info(0)[1]
     x = on_npu(1 << 20)
-    made = x + 1  # by an op, not by the allocator
+    made = x + 1  # allocated by an op, not by the allocator
     assert npu.memory_allocated(0) - before == 8 << 20
     assert npu.mem_get_info(0)[0] == total - npu.memory_allocated(0)
     npu.reset_peak_memory_stats(0)
@@ -147,7 +148,7 @@ def test_a_private_format_is_for_matrix_products_alone() -> None:
 
 
 def attention(**changed: object) -> Tensor:
-    """A call of two decodes that is right, but for what is changed."""
+    """A valid call of two decodes, apart from ``changed`` arguments."""
     cache = on_npu(4, 128, 2 * 64, dtype=BF16)
     arguments: dict[str, object] = {
         "query": on_npu(2, 8, 64, dtype=BF16),
@@ -209,7 +210,7 @@ def test_a_slot_is_written_once_and_inside_the_cache() -> None:
 
 
 def write_latents(**changed: Tensor | str) -> Tensor:
-    """A fused write of two tokens that is right, but for what is changed; returns both caches."""
+    """A valid fused write of two tokens, apart from ``changed`` arguments; returns both caches."""
     caches = [torch.zeros(2, 128, 1, dim, dtype=BF16, device="npu") for dim in (64, 512)]
     arguments: dict[str, Tensor | str] = {
         "kv": on_npu(2, 1, 1, 576, dtype=BF16),
@@ -228,7 +229,7 @@ def write_latents(**changed: Tensor | str) -> Tensor:
 
 
 def test_latents_are_written_as_rows_or_tiles() -> None:
-    """Under cosines and sines of one, pairs of ones become zeros and twos, kept as halves."""
+    """With cosines and sines of one, pairs of ones become zeros and twos, stored as halves."""
     rows, tiles = (write_latents(cache_mode=mode) for mode in ("PA", "PA_NZ"))
     turned = [0.0] * 32 + [2.0] * 32
     assert rows[0].view(-1)[3 * 64 : 4 * 64].tolist() == turned

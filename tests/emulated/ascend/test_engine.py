@@ -1,4 +1,4 @@
-"""The engine on the emulated NPU, alone and as P and D, says what it says on the CPU."""
+"""The engine on the emulated NPU, alone and as P and D, generates the same tokens as on the CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from mooncake_hal_ascend.hccs.hccs_staging import Scatterer, Wait
 TINY_LLAMA = Path(__file__).parents[3] / "examples" / "tiny-llama"
 FAMILIES = ("llama", "mixtral", "deepseek_v3")
 ALONE: list[dict[str, Any]] = [{}, {"max_num_batched_tokens": 64}]
-"""Prompts whole, and in chunks beside other prompts' decodes."""
+"""Whole prompts, and prompts in chunks beside other prompts' decodes."""
 APART = [
     *((how, family, (1, 1)) for how in ("pulled", "pushed") for family in FAMILIES),
     ("pulled", "deepseek_v3", (2, 2)),
@@ -30,7 +30,7 @@ APART = [
     ("pushed", "deepseek_v3", (2, 1)),
     ("pushed", "llama", (2, 2)),
 ]
-"""How KV crosses, of which model, between how many ranks."""
+"""Direction of the KV transfer, model family, and ranks of P and D."""
 
 
 @pytest.fixture(scope="module")
@@ -48,11 +48,11 @@ def test_one_instance(models: dict[str, Path], family: str, options: dict[str, A
         async with cpu(model) as on_cpu, instance(model, **ON_NPU, **options) as on_npu:
             cases = await clear_cases(on_cpu)
             asked = [ask(on_npu, case.prompt, FEW) for case in cases]
-            found = await asyncio.gather(*asked)  # together: batches of prompts and decodes
+            found = await asyncio.gather(*asked)  # concurrently: batches of prompts and decodes
             assert [each.tokens for each in found] == [case.tokens for case in cases]
             again = await ask(on_npu, cases[-1].prompt, FEW)
             assert again.tokens == cases[-1].tokens
-            assert again.num_cached_tokens >= 128  # over a cached prefix
+            assert again.num_cached_tokens >= 128  # a cached prefix is used
             await on_npu.check_clean()
 
     asyncio.run(main())
@@ -73,8 +73,8 @@ def test_logits_are_changed_while_steps_run_ahead(monkeypatch: pytest.MonkeyPatc
 
 
 def test_blocks_are_copied_and_swapped_through_pinned_memory() -> None:
-    """Two answers to each of two prompts that nearly fill a block: no room for second blocks. Equal
-    answers would share theirs with a prefix cache."""
+    """Two answers to each of two prompts that nearly fill a block leave no space for second blocks.
+    With a prefix cache, equal answers would share theirs."""
 
     async def main() -> None:
         cramped = {"num_kv_blocks": 6, "swap_space_bytes": 8 << 20, "prefix_caching": False}
@@ -95,7 +95,7 @@ def test_blocks_are_copied_and_swapped_through_pinned_memory() -> None:
     "options", [{}, {"ep_size": 2, "ep_dispatch_min_tokens": 20}], ids=["sliced", "divided"]
 )
 def test_two_ranks_over_hccl(models: dict[str, Path], options: dict[str, Any]) -> None:
-    """Experts that are divided are launched between captured graphs."""
+    """With divided experts, expert layers are launched between captured graphs."""
 
     async def main() -> None:
         model = models["mixtral"]
@@ -111,7 +111,7 @@ def test_two_ranks_over_hccl(models: dict[str, Path], options: dict[str, Any]) -
 def test_prefill_and_decode_apart(
     models: dict[str, Path], how: str, family: str, sizes: tuple[int, int]
 ) -> None:
-    """KV crosses by hccs, between processes where there are several ranks."""
+    """hccs transfers the KV, between processes if there are several ranks."""
     make, send = WAYS[how]
     sides = {"prefill": {"tp_size": sizes[0]}, "decode": {"tp_size": sizes[1]}}
 
@@ -131,7 +131,8 @@ def test_prefill_and_decode_apart(
 
 @pytest.mark.parametrize("how", WAYS)
 def test_stripes_cross_as_whole_blocks(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two ranks' heads become one's: no token is moved by itself, the NPU scatters them all."""
+    """Two ranks' heads are joined on one rank: blocks are transferred whole, and the NPU scatters
+    all of their tokens."""
     num_tokens: list[int] = []
     scatter = Scatterer.scatter
 
@@ -156,7 +157,7 @@ def test_stripes_cross_as_whole_blocks(how: str, monkeypatch: pytest.MonkeyPatch
 
 
 def test_fewer_ranks_for_prefill_are_refused() -> None:
-    """D asks for recomputation where KV can't come over, and says why it can't."""
+    """D asks for recomputation because the KV can't be transferred, and names the reason."""
 
     async def main() -> None:
         sides = {"prefill": {"tp_size": 1}, "decode": {"tp_size": 2, "load_failure": "fail"}}

@@ -1,5 +1,5 @@
-"""Experts of several NPUs by torch-npu's dispatch and combine: what each token's experts make of
-it, within the limits of each family."""
+"""Experts on several NPUs by torch-npu's dispatch and combine: each token gets the sum of its
+experts, within the limits of each SoC family."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ A2, A3 = (soc.fused_experts for soc in SOCS)
 
 
 def weights_of(expert: int, hidden: int) -> tuple[Tensor, Tensor]:
-    """Gate and up, [2 * inner, hidden], and down, [hidden, inner], of an expert."""
+    """An expert's weights: gate and up, [2 * inner, hidden], and down, [hidden, inner]."""
     generator = torch.Generator().manual_seed(expert)
     gate_up = torch.randn(2 * INNER, hidden, generator=generator) / hidden**0.5
     down = torch.randn(hidden, INNER, generator=generator) / INNER**0.5
@@ -50,8 +50,8 @@ def expected(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 def test_tokens_get_the_sums_of_their_experts_wherever_these_are(
     family: str, ranks: int, shape: ExpertShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first rank has more tokens than the others, and some have none; all choose some of the
-    last rank's experts, and one rank's get none."""
+    """The first rank has more tokens than the others, and some ranks have none. All tokens choose
+    some of the last rank's experts; one rank's experts get no token."""
     monkeypatch.setenv("NPU_EMULATION_GENERATION", family)
     monkeypatch.setattr(torch_npu.npu, "device_count", lambda: ranks)
     meeting = f"tcp://127.0.0.1:{free_port()}"
@@ -109,7 +109,7 @@ def test_what_the_ops_do_not_support_is_named(
 
 
 def test_a_call_is_no_larger_than_a_groups_buffer() -> None:
-    """DeepSeek-V3 on 16 ranks; by the documentation's formulas."""
+    """DeepSeek-V3 on 16 ranks, by the documentation's formulas."""
     shape, mib = ExpertShape(256, 8, 7168), 1 << 20
     assert A2.max_tokens(16, shape, 200 * mib) == 98 * mib // (16 * 8 * 7168 * 2)
     assert A3.max_tokens(16, shape, 200 * mib) == 99 * mib // (2 * 7296 * (256 + 9))
@@ -130,7 +130,8 @@ def test_other_groups_are_told_why(caplog: pytest.LogCaptureFixture) -> None:
 def test_an_instance_over_eight_npus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Data-parallel ranks that share experts, most of them without tokens: the CPU's answers."""
+    """Data-parallel ranks that share experts, most of them without tokens; answers are the
+    CPU's."""
     monkeypatch.setenv("NPU_EMULATION_GENERATION", "A3")
     monkeypatch.setenv("NPU_EMULATION_DEVICES", "8")
     shape = {"hidden_size": 7168, "num_hidden_layers": 1, "num_experts": 16}

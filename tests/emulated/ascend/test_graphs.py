@@ -1,4 +1,4 @@
-"""Steps of the engine as graphs of the emulated NPU, which refuses what a device would."""
+"""Engine steps as graphs of the emulated NPU, which rejects what a device would."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SEEDED = SamplingParams(temperature=1.0, max_tokens=8, ignore_eos=True, seed=3)
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often graphs were replayed."""
+    """Number of graph replays."""
     counts: Counter[str] = Counter()
     replay = torch_npu.npu.NPUGraph.replay
 
@@ -43,7 +43,7 @@ def test_replayed_steps_say_what_launched_ones_say(
     tmp_path: Path, replays: Counter[str], family: str, sampling: SamplingParams
 ) -> None:
     model = write_family(tmp_path, family)
-    lengths = (5, 5, 40, 130, 200)  # two of one prompt, so that blocks are copied on write
+    lengths = (5, 5, 40, 130, 200)  # two with one prompt, so that blocks are copied on write
     requests = [
         EngineRequest(f"r{index}", prompt_of(length), sampling, group=f"g{length}")
         for index, length in enumerate(lengths)
@@ -66,7 +66,8 @@ def test_replayed_steps_say_what_launched_ones_say(
 def test_layers_come_from_the_pool_and_go_there_between_pieces(
     tmp_path: Path, replays: Counter[str]
 ) -> None:
-    """A step whose layers are awaited, or saved, is replayed piece by piece like any other."""
+    """A step whose layers are loaded from or saved to the pool is replayed piecewise like any
+    other."""
     model = write_checkpoint(random_model("llama"), tmp_path / "llama")
     options: dict[str, Any] = {**ON_NPU, "dtype": "auto", "max_num_batched_tokens": 160}
     options["piecewise_graph_max_tokens"] = None

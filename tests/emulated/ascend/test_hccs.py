@@ -1,4 +1,4 @@
-"""The transport suite over hccs, in the memory of the emulated NPU and between processes."""
+"""The transport suite over hccs, in the emulated NPU's memory and between processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mooncake_hal.transport import EndpointOptions
 
 @pytest.fixture(autouse=True)
 def on_the_npu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers, which are processes of their own, take the backend from here, too."""
+    """Peers, which are processes of their own, inherit the variable."""
     monkeypatch.setenv("MOONCAKE_HAL_BACKEND", "ascend")
 
 

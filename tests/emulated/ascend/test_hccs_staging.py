@@ -1,4 +1,4 @@
-"""Stripes of a decode rank's blocks are read as whole runs, and scattered by the NPU."""
+"""Stripes of a decode rank's blocks are read as contiguous runs and scattered by the NPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def memory() -> Memory:
 
 @pytest.fixture
 def target(memory: Memory) -> Iterator[Allocation]:
-    """Blocks of two ranks' heads: a stripe of each per token."""
+    """Blocks with two ranks' heads; each rank has a stripe of every token."""
     made = memory.allocate(2 * STRIPE_BYTES, 0)
     yield made
     made.free()
@@ -43,7 +43,7 @@ def test_stripes_are_spread_and_the_rest_is_left(
     moves = []
 
     def read(wanted: Spans) -> None:
-        """As an engine would: into NPU memory at an address."""
+        """Read into NPU memory at an address, as an engine would."""
         moves.append(len(wanted))
         for local, remote, size in zip(*map(np.ndarray.tolist, _arrays(wanted)), strict=True):
             at = local - buffers.region.address
@@ -53,7 +53,7 @@ def test_stripes_are_spread_and_the_rest_is_left(
     staging = StagedReader(buffers.tensor, Scatterer(memory.tensor_at, NpuSideStream()), 1)
     assert staging.read(target.region, spans, read)
     assert len(moves) == -(-STRIPE_BYTES // (buffers_bytes // 2))
-    assert set(moves) == {1}  # the peer's blocks lie behind each other
+    assert set(moves) == {1}  # the peer's blocks are contiguous
     found = target.tensor.view(BLOCKS * TOKENS, 2, PIECE).cpu()
     assert torch.equal(found[:, 1].flatten(), source)
     assert not found[:, 0].any()
@@ -80,6 +80,6 @@ def test_memory_that_was_given_back_is_not_found(memory: AscendMemory) -> None:
     address = made.region.address
     assert memory.tensor_at(address) is made.tensor
     assert memory.allocation_around(address + 1) is made.tensor
-    made.free()  # whoever holds it still: something else may lie there by now
+    made.free()  # although references remain: the address may be reused
     assert memory.tensor_at(address) is None
     assert memory.allocation_around(address + 1) is None

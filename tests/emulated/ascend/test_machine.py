@@ -1,4 +1,4 @@
-"""What ``mooncake-hal devices`` says of machines with NPUs, each in a process of its own."""
+"""The output of ``mooncake-hal devices`` on machines with NPUs, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MACHINE = Path(os.environ["MOONCAKE_HAL_ASCEND_ROOT"])
 
 
 def devices(**variables: str) -> str:
-    """The command's output with these variables set, spaces run together."""
+    """The command's output with these environment variables, with runs of spaces collapsed."""
     command = [sys.executable, "-m", "mooncake_hal", "devices"]
     done = subprocess.run(
         command, env=os.environ | variables, capture_output=True, text=True, timeout=100, check=True

@@ -1,4 +1,5 @@
-"""A decode instance keeps latents as tiles: whatever it does with them, the CPU's tokens follow."""
+"""A decode instance keeps latents as tiles and generates the CPU's tokens whatever it does with
+them."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=["whole", "chunked", "async"],
 )
 def test_prompts_of_its_own(model: Path, options: dict[str, Any]) -> None:
-    """Without a peer: over no prefix, a cached one, and beside others' decodes."""
+    """Without a peer: without a cached prefix, with one, and beside other requests' decodes."""
 
     async def main() -> None:
         alone = instance(model, Role.DECODE, **OVER_HCCS, **options)
@@ -46,9 +47,10 @@ def test_prompts_of_its_own(model: Path, options: dict[str, Any]) -> None:
 
 
 def test_blocks_that_came_are_shared_copied_and_swapped(model: Path) -> None:
-    """Two answers to each of two loaded prompts that nearly fill a block, in too little room.
+    """Two answers to each of two loaded prompts that nearly fill a block, with too few blocks.
 
-    They are long: one prompt's answers still take their room when the other prompt's KV has come.
+    The answers are long, so that one prompt's answers still hold their blocks when the other
+    prompt's KV has arrived.
     """
     long = replace(FEW, max_tokens=60)
 
@@ -78,7 +80,7 @@ def test_blocks_that_came_are_shared_copied_and_swapped(model: Path) -> None:
 
 @pytest.mark.parametrize("decode", [{}, AS_ROWS], ids=["tiles", "rows"])
 def test_a_prefix_that_came_is_no_longer_loaded(model: Path, decode: dict[str, Any]) -> None:
-    """The second prompt goes on from the first one's full blocks, its rest is loaded."""
+    """The second prompt reuses the first one's full blocks; only the rest is loaded."""
 
     async def main() -> None:
         async with cpu(model) as on_cpu, pair(model, decode=decode, **OVER_HCCS) as both:
@@ -98,7 +100,7 @@ def test_a_prefix_that_came_is_no_longer_loaded(model: Path, decode: dict[str, A
 
 
 def test_what_does_not_come_is_computed_here(model: Path) -> None:
-    """The prefill instance is gone when its KV is asked for."""
+    """The prefill instance is gone when D asks for its KV."""
 
     async def main() -> None:
         decode = instance(model, Role.DECODE, **OVER_HCCS)

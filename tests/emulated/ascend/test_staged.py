@@ -1,4 +1,4 @@
-"""KV of an NPU through the host's memory: to NPUs that hccs refuses, and to other hardware."""
+"""KV of an NPU over the host's memory: to NPUs that hccs can't reach, and to other hardware."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CPU: dict[str, Any] = {**STAGED, "block_size": 16, "num_kv_blocks": 128}
 
 @pytest.fixture(autouse=True)
 def on_the_npu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peers, which are processes of their own, take the backend from here, too."""
+    """Peers, which are processes of their own, inherit the variable."""
     monkeypatch.setenv("MOONCAKE_HAL_BACKEND", "ascend")
 
 
@@ -51,10 +51,10 @@ PAIRS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
     ("pushed", "llama", CPU, NPU),
     ("pushed", "deepseek_v3", NPU, CPU),
     ("pulled", "deepseek_v3", CPU, NPU),
-    ("pulled", "llama", NPU, {**NPU, "tp_size": 2}),  # hccs wants a multiple
+    ("pulled", "llama", NPU, {**NPU, "tp_size": 2}),  # hccs requires a multiple
     ("pushed", "llama", {**NPU, "tp_size": 2}, CPU),
 ]
-"""How KV crosses, of which model, from what to what."""
+"""Direction of the KV transfer, model family, and the options of P and D."""
 
 
 @pytest.mark.parametrize(("how", "family", "prefill", "decode"), PAIRS, ids=str)

@@ -1,4 +1,4 @@
-"""Nothing that a step may need between the model and its tokens waits for the NPU."""
+"""No op between the model and its tokens makes a step wait for the NPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NEEDS: dict[str, dict[str, Any]] = {
 
 
 class Evens:
-    """A vocabulary and a matcher whose grammar allows even tokens."""
+    """A vocabulary and a matcher with a grammar that allows even token ids."""
 
     def matcher(self, grammar: Grammar) -> Any:
         return self
@@ -55,7 +55,8 @@ def admitted(table: RequestTable, name: str, params: SamplingParams) -> CachedRe
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "random"])
 @pytest.mark.parametrize("need", NEEDS)
 def test_choosing_tokens_does_not_wait(need: str, temperature: float) -> None:
-    """Neither for a batch that stays nor for a request that comes to it; the CPU chooses alike."""
+    """Neither for a stable batch nor for a request that joins it; the CPU samples the same
+    tokens."""
     params = SamplingParams(temperature=temperature, **NEEDS[need])
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
     chosen = []
@@ -116,7 +117,7 @@ WAITS: list[Callable[[Tensor], object]] = [
 
 @pytest.mark.parametrize("wait", WAITS, ids=range(len(WAITS)))
 def test_a_wait_would_be_seen(wait: Callable[[Tensor], object]) -> None:
-    """What the tests before this one rest on."""
+    """Validates the tests above."""
     with watched() as waits:
         wait(torch.zeros(2, 3, device=NPU))
     assert len(waits) == 1

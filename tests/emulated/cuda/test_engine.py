@@ -1,4 +1,5 @@
-"""The engine on the emulated device: CUDA's kernels, memory and transports, CPU's tokens."""
+"""The engine on the emulated device: CUDA's kernels, memory and transports, and the CPU's
+tokens."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ KINDS = pytest.mark.parametrize("kinds", [("cuda", "cpu"), ("cpu", "cuda")], ids
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plugin finds the emulated device."""
+    """The plugin loads the emulated device."""
     monkeypatch.setattr(cuda_plugin, "probe", lambda: Availability(True, "emulated"))
     monkeypatch.setattr(cuda_plugin, "load", emulated_backend)
     monkeypatch.setattr(cuda_plugin, "load_ipc", load_ipc)
@@ -50,7 +51,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 def check_pair(
     model: Path, how: str, sides: tuple[dict[str, Any], dict[str, Any]], **same: Any
 ) -> None:
-    """A pair says what the CPU alone says, and its KV went from one to the other."""
+    """Check that a pair answers as the CPU alone does, with KV transferred from P to D."""
 
     async def main() -> None:
         make, send = WAYS[how]
@@ -68,7 +69,7 @@ def check_pair(
 async def check_same(
     single: Instance, both: Pair | PushPair, send: Callable[..., Awaitable[Answer]]
 ) -> None:
-    """For a short prompt and a long one, greedy and drawn."""
+    """For a short and a long prompt, greedy and sampled."""
     for length, sampling in ((5, FEW), (40, DRAWN)):
         expected = await ask(single, prompt_of(length), sampling)
         assert (await send(both, prompt_of(length), sampling)).tokens == expected.tokens
@@ -99,7 +100,7 @@ def test_prefill_and_decode_apart_say_what_the_cpu_says(
 def test_a_gpu_and_a_cpu_say_what_the_cpu_says(
     tmp_path: Path, kinds: tuple[str, str], how: str, family: str
 ) -> None:
-    """Through the planner: their blocks are of different sizes and layouts, and in fp8."""
+    """The planner converts between their block sizes and layouts, also in fp8."""
     model = write_model(tmp_path / "model", family)
     prefill, decode = ({"backend": kind} for kind in kinds)
     other = {"block_size": 32, "kv_layout": "LPBTH"}
@@ -112,7 +113,7 @@ def test_a_gpu_and_a_cpu_say_what_the_cpu_says(
 def test_a_gpu_and_two_ranks_of_a_cpu_say_what_the_cpu_says(
     tmp_path: Path, kinds: tuple[str, str], how: str
 ) -> None:
-    """Heads are cut or joined on their way; the CPU's ranks are processes."""
+    """Heads are split or joined in the transfer; the CPU's ranks are processes."""
     model = write_model(tmp_path / "model")
     sizes = {"cpu": {"backend": "cpu", "tp_size": 2}, "cuda": {"backend": "cuda"}}
     prefill, decode = (sizes[kind] for kind in kinds)
@@ -126,7 +127,7 @@ def test_a_gpu_and_two_ranks_of_a_cpu_say_what_the_cpu_says(
 def test_fp8_weights_are_multiplied_as_they_are(
     tmp_path: Path, family: str, form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By a pair, over whose KV both agree; nothing is dequantised, experts neither."""
+    """On a pair with a common KV format; nothing is dequantised, not even experts."""
     fields = WHOLE_BLOCKS | ({"moe_intermediate_size": 128} if family == "qwen3_moe" else {})
     plain = write_model(tmp_path / "plain", family, **fields, dtype="bfloat16")
     model, _ = write_fp8(plain, tmp_path / "model", form)

@@ -1,5 +1,5 @@
-"""Models with fp8 experts on the kernels, interpreted: the tokens of the reference, alone and
-divided over ranks. The ranks are threads."""
+"""Models with fp8 experts on interpreted kernels generate the reference's tokens, on one rank and
+on several. The ranks are threads."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ from mooncake_hal.reference import ReferenceOps
 FIELDS = {"hidden_size": 128, "moe_intermediate_size": 256, "num_hidden_layers": 1}
 FIELDS |= {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 128}
 FIELDS |= {"num_experts": 4, "num_experts_per_tok": 2}
-"""Whole blocks, on two ranks, too."""
+"""Sizes that are whole blocks, also on each of two ranks."""
 LARGEST_PART = 2**-4
-"""Of the logits' norm: numbers near the middle of two of e4m3 become the one or the other."""
+"""Tolerance relative to the logits' norm: values near the middle between two e4m3 values may be
+rounded either way."""
 
 
 @pytest.fixture(scope="module", params=["blocks", "channel"])
@@ -65,7 +66,8 @@ def test_the_tokens_are_those_of_the_reference(model: Path) -> None:
 def test_two_ranks_have_the_tokens_of_two_of_the_reference(
     model: Path, ep_size: int, least: int
 ) -> None:
-    """With slices of all experts, or whole ones; rows of a slice have scales of their own."""
+    """With slices of all experts or with whole experts; the rows of a slice have scales of their
+    own."""
 
     def logits(ops: Ops, group: Communicator) -> list[Tensor]:
         sizes = {"ep_size": ep_size, "ep_dispatch_min_tokens": least}

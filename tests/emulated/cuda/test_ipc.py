@@ -1,7 +1,7 @@
 """The transport suite over ``cuda_ipc`` on the emulated device; needs TRITON_INTERPRET=1.
 
-Within a process addresses are good as they are: that part of the suite runs once, what takes two
-processes over every kind of memory. Whatever the end of a case, the driver has everything back.
+Within a process, addresses need no mapping: that part of the suite runs once, the part with two
+processes with every kind of memory. After every case the driver must have all memory back.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mooncake_hal_cuda.transports.ipc_protocol import IpcRegionInfo
 
 
 class Emulated(TransportKit):
-    """Endpoints of the emulated device, here and in the other process."""
+    """Endpoints of the emulated device, in this process and in the other one."""
 
     loader = "support.cuda_emulation:load_ipc"
     allocator = "support.cuda_emulation:allocate"
@@ -59,7 +59,7 @@ class TestDescriptors(Emulated, TransportConformance, TransportProcessConformanc
     kind = "fd"
 
     def revoke_when_asked(self, child: PeerProcess, times: int) -> None:
-        """The child revokes its region when it is about to be asked for it that many times."""
+        """The child revokes its region just before the ``times``-th request for a descriptor."""
         ask, asked = PeerMappings._open_descriptor, []
 
         def revoke_and_ask(mappings: PeerMappings, key: int, name: IpcRegionInfo) -> Mapped:
@@ -77,7 +77,7 @@ class TestDescriptors(Emulated, TransportConformance, TransportProcessConformanc
         near.register(here.region)
         self.revoke_when_asked(child, times)
         peer = near.connect(child.address, timeout=self.timeout)
-        peer._mappings.close()  # what the handshake has mapped: the next transfer asks again
+        peer._mappings.close()  # drops the handshake's mappings: the next transfer asks again
         with raises(RegionRevoked):
             self.read(peer, one_span(here.region.address, child.region.address, MIB))
 
@@ -101,7 +101,7 @@ class TestNames(Emulated, TransportProcessConformance):
 
 
 class Elsewhere(Emulated):
-    """A device in an NVLink domain; every other process is one of another host."""
+    """A device in an NVLink domain, with every other process on another host."""
 
     kind = "fabric"
 
@@ -134,7 +134,7 @@ class TestFabric(Elsewhere, TransportProcessConformance):
         assert "in different NVLink domains" in reason
 
     def test_a_peer_of_this_host_needs_no_fabric(self) -> None:
-        """Fabric memory is mapped by descriptor there, even where no channel can be read."""
+        """Within a host, fabric memory is mapped by descriptor, even without a readable channel."""
         self.patch.delenv("EMULATED_HOST_OF")
         child = self.child(MIB)
         self.patch.setenv("EMULATED_CUDA_LACKS", "imex")

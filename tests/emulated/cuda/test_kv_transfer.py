@@ -1,4 +1,5 @@
-"""What the benchmark of the hand-over measures, small and looked at, on the emulated device."""
+"""The KV transfer that the benchmark measures, on a small scale, with its result checked, on the
+emulated device."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ DEVICE = ("support.cuda_emulation:load_ipc", "support.cuda_emulation:allocate")
 
 
 def expected(case: KVTransferCase, reader: Reader) -> np.ndarray:
-    """The pool after the read, span by span."""
+    """The expected pool after the read, span by span."""
     base, found = reader.pool.region.address, reader.pool.get()
     for plan in reader.plans:
         region = reader.remotes[plan.peer]

@@ -1,6 +1,6 @@
 """Small all-reduces between processes of the emulated device; needs TRITON_INTERPRET=1.
 
-The kernel is the GPU's, interpreted: its atomic operations work on memory that the processes share.
+The kernel is the GPU's, interpreted; its atomic operations act on memory that the processes share.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def test_a_rank_that_can_not_share_makes_all_ranks_use_nccl(lacks: str, reason: 
     assert (first, second) == (False, False)
     assert logged.startswith("all-reduces of all sizes run on NCCL: rank 1: ")
     assert reason in logged
-    assert nothing == ""  # only the first rank logs it
+    assert nothing == ""  # only the first rank logs the reason
 
 
 def test_one_rank_that_requests_nccl_makes_all_ranks_use_it() -> None:
@@ -64,7 +64,7 @@ def test_a_failed_exchange_is_undone_on_all_ranks() -> None:
 
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_the_communicator_suite(monkeypatch: pytest.MonkeyPatch, world_size: int) -> None:
-    """Beside the library's collectives, in two groups at once."""
+    """Including the library's collectives, in two groups at once."""
     path = [str(folder) for folder in KINDS["cuda"].folders]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
     monkeypatch.setenv("MOONCAKE_HAL_BLOCK", "cuda")

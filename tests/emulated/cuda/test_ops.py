@@ -28,7 +28,7 @@ from mooncake_hal_cuda.launch_tuning import Splitting, Tuning
 def reordered(
     order: Sequence[int], set_place: Callable[..., None]
 ) -> Callable[[InterpreterBuilder, int, int, int], None]:
-    """What tells the interpreter's programs where they are, in another order along x."""
+    """Sets the positions of the interpreter's programs along x in another order."""
     return lambda builder, x, y, z: set_place(builder, order[x], y, z)
 
 
@@ -58,7 +58,7 @@ class TestKernels(
     def test_a_lone_row_by_programs_as_small_as_a_devices(
         self, backend: Backend, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Inputs of one step and of several; others in this suite have larger ones."""
+        """Inputs that take one step and several; other inputs in this suite are larger."""
         monkeypatch.setattr(gemv, "COLUMNS", 2)
         x = random(backend, 1, dims[0], dtype="bfloat16")
         weight = random(backend, *reversed(dims), dtype="bfloat16", seed=1) * dims[0] ** -0.5
@@ -75,7 +75,7 @@ class TestKernels(
         least: int,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """To the bit: how many there are depends on the batch."""
+        """Bit-identical, since the number of programs depends on the batch."""
         made = case(Shape(), ((1, 700), (1, 33), (1, 1500)))
         arguments = (made.query, made.kv.key, made.kv.value, made.batch, 0.1)
         expected = backend.ops.decode_attention(*arguments)
@@ -86,7 +86,7 @@ class TestKernels(
     def test_whoever_comes_last_merges(
         self, backend: Backend, case: MakeCase, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """To the bit, launch after launch: each leaves the counts of arrivals as it found them."""
+        """Bit-identical in every launch; each launch resets its arrival counts."""
         made = case(Shape(), ((1, 700), (1, 33), (1, 256), (1, 1500)))
         arguments = (made.query, made.kv.key, made.kv.value, made.batch, 0.1)
         expected = backend.ops.decode_attention(*arguments)
@@ -110,7 +110,7 @@ class TestKernels(
     def test_latents_of_one_split_are_there_before_the_merge(
         self, backend: Backend, latent_case: MakeCase, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Beside a longer one: what is merged is only that."""
+        """Beside a longer context, which is the only one to be merged."""
         made = latent_case(latent_shape(backend), ((1, 1500), (1, 33), (1, 256)))
         arguments = (made.query, made.kv.key, made.kv.value, made.batch, 0.1)
         expected = backend.ops.mla_decode_attention(*arguments)
@@ -124,7 +124,7 @@ class TestKernels(
         latent_case: MakeCase,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """Long contexts are one split each; nothing is merged."""
+        """Long contexts are a single split each, and nothing is merged."""
         monkeypatch.setattr(Tuning, "splitting", lambda *_: Splitting(256, 1))
         self.check_decode(backend, case(Shape(), ((1, 700), (1, 33))))
         self.check_latent(backend, latent_case(latent_shape(backend), ((1, 700), (1, 33))))
@@ -137,7 +137,7 @@ class TestKernels(
         programs: int,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        """To the bit, as each row of a batch does alone."""
+        """Bit-identical, as is each row of a batch computed alone."""
         shape = latent_shape(backend)
         made = latent_case(shape, ((1, 700), (1, 33), (1, 1500)))
         arguments = (made.query, made.kv.key, made.kv.value, made.batch, 0.1)

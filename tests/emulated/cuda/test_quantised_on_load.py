@@ -1,5 +1,5 @@
-"""``--quantization fp8`` on the kernels, interpreted: to the bit what the same model quantised
-beforehand makes, of one rank and of two. Two ranks are threads."""
+"""``--quantization fp8`` on interpreted kernels is bit-identical to the same model quantised
+beforehand, on one rank and on two. Two ranks are threads."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ FEW = replace(GREEDY, max_tokens=3, logprobs=2)
 
 @pytest.fixture(autouse=True)
 def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plugin finds the emulated device."""
+    """The plugin loads the emulated device."""
     monkeypatch.setattr(cuda_plugin, "probe", lambda: Availability(True, "emulated"))
     monkeypatch.setattr(cuda_plugin, "load", emulated_backend)
     monkeypatch.setattr(cuda_plugin, "load_ipc", load_ipc)
@@ -53,7 +53,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> None:
 def models(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, Path]:
-    """A model, and the same quantised beforehand with the scales that two ranks find, too."""
+    """A model, and the same model quantised beforehand with scales that two ranks also compute."""
     folder, family = tmp_path_factory.mktemp(request.param), request.param
     plain = write_model(folder / "plain", family, **FIELDS[family], dtype="bfloat16")
     return plain, write_fp8(even_halves(plain), folder / "model", "channel")[0]
@@ -62,7 +62,7 @@ def models(
 def test_the_tokens_are_those_of_the_model_quantised_beforehand(
     models: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With their log probabilities, which are others where nothing is quantised."""
+    """Including log probabilities, which differ without quantisation."""
 
     async def tokens(model: Path, **options: Any) -> tuple[list[int], list[Any]]:
         async with instance(model, backend="cuda", **options) as single:
@@ -72,7 +72,7 @@ def test_the_tokens_are_those_of_the_model_quantised_beforehand(
     plain, quantised = models
     found = asyncio.run(tokens(plain, quantization="fp8"))
     assert found == asyncio.run(tokens(quantised))
-    assert found == asyncio.run(tokens(quantised, quantization="fp8"))  # which changes nothing
+    assert found == asyncio.run(tokens(quantised, quantization="fp8"))  # no effect here
     assert found[1] != asyncio.run(tokens(plain))[1]
     assert "quantised" not in caplog.text
 
@@ -97,7 +97,7 @@ def test_peers_of_which_one_quantises_say_so(
 def test_two_ranks_make_the_logits_of_two_with_the_model_quantised_beforehand(
     models: tuple[Path, Path],
 ) -> None:
-    """Rows whose columns are divided have scales of each rank's part, which are the same here."""
+    """Rows whose columns are divided have scales per rank, which are equal here."""
 
     def logits(model: Path, config: Fp8Config, group: Communicator) -> list[Tensor]:
         kept = Fp8Linears(config, keeps_experts=True)

@@ -1,4 +1,4 @@
-"""Memory that processes share, over the emulated driver: layouts, refusals, and what is taken."""
+"""Memory shared by processes, over the emulated driver: layouts, rejections, and selected kinds."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DESCRIPTOR = HandleType.POSIX_FILE_DESCRIPTOR
 
 
 def header_fact(name: str) -> int:
-    """A size, offset or number, as NVIDIA's header has it."""
+    """A size, offset or constant from NVIDIA's header."""
     return int(emulated_library().header_fact(name.encode()))
 
 
@@ -114,7 +114,7 @@ def test_what_fails_half_way_is_undone(memory: VirtualMemory) -> None:
     owned = memory.allocate(2 * MIB, 0, DESCRIPTOR, is_rdma=False)
     descriptor = memory.export_descriptor(owned.address)
     with pytest.raises(DeviceError, match="cuMemMap failed"):
-        memory.open_descriptor(descriptor, 4 * MIB, 0)  # more than there is
+        memory.open_descriptor(descriptor, 4 * MIB, 0)  # more than its size
     os.close(descriptor)
     owned.close()
     assert emulated_library().emulated_leftovers() == 0
@@ -160,7 +160,7 @@ def test_the_longest_reach_is_taken(
 def test_memory_that_can_not_be_pinned_for_nics_is_shared_without(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As in sandboxes whose driver has the attribute, and refuses such memory."""
+    """As in sandboxes whose driver reports the attribute but rejects such memory."""
     monkeypatch.setenv("EMULATED_CUDA_LACKS", "pinning")
     found = emulated_sharing().of(0)
     assert (found.kind, found.is_rdma) == (MemoryKind.DESCRIPTOR, False)
@@ -170,7 +170,7 @@ def test_memory_that_can_not_be_pinned_for_nics_is_shared_without(
 
 
 def test_what_needs_a_device_is_refused_in_a_thread_without_one() -> None:
-    """As the driver does: code that frees memory binds the device first."""
+    """As in the driver: code that frees memory binds the device first."""
     driver = emulated_driver()
     driver.bind(0)
     address = driver.allocate_host(4096)
@@ -181,7 +181,7 @@ def test_what_needs_a_device_is_refused_in_a_thread_without_one() -> None:
 
 
 def test_staging_is_given_back_by_any_thread() -> None:
-    """A connection's reader, for example, which never had a device."""
+    """For example a connection's reader thread, which never bound a device."""
     copies = CudaHostCopies(emulated_driver(), 0, InterpretedCopier)
     tcp = load_tcp()
     endpoint = tcp.open(EndpointOptions(host="127.0.0.1", secret=b"secret"))

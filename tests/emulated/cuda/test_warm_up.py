@@ -1,4 +1,4 @@
-"""What a first short step launches, the steps before the first request have launched."""
+"""A first short step launches only kernels that the warm-up steps have already launched."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from mooncake_engine.scheduling.step_plan import StepPlan
 from mooncake_hal_cuda.cuda_ops import CudaOps
 
 Launch = tuple[object, ...]
-"""A kernel, the types of its tensors and its compile-time arguments: what it is compiled for."""
+"""A kernel, its tensors' dtypes and its compile-time arguments, which together determine
+compilation."""
 FEW = SamplingParams(temperature=0.0, max_tokens=3)
 
 
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> set[Launch]:
-    """All launches so far; the test empties it."""
+    """All launches so far; the test clears it."""
     found: set[Launch] = set()
     launch = GridExecutor.__call__
 
@@ -43,7 +44,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> set[Launch]:
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch, launches: set[Launch]) -> None:
-    """Steps of decodes alone count for nothing, as where they are replayed from graphs."""
+    """Steps with decodes only are not counted, as if they were replayed from graphs."""
 
     def forgetting(execute: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: InProcessExecutor, plan: StepPlan) -> Any:
@@ -71,7 +72,7 @@ def test_a_short_decode_beside_a_prompt_compiles_nothing(
     try:
         launches.clear()
         for steps in warm_up_requests(plan, executor.info.num_blocks, compiles=True):
-            if steps[0].num_tokens > 64:  # longer prompts take their time, interpreted
+            if steps[0].num_tokens > 64:  # longer prompts take long in the interpreter
                 break
             for step in steps:
                 executor.execute(step)

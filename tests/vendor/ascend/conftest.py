@@ -1,3 +1,3 @@
-"""Sets the stub of CANN up before a test module imports torch-npu; see ci/test-ascend-contract."""
+"""Sets up the CANN stub before a test module imports torch-npu; see ci/test-ascend-contract."""
 
-from support import vendor_npu  # noqa: F401  # importing it is what it takes
+from support import vendor_npu  # noqa: F401  # importing it sets it up

@@ -1,6 +1,6 @@
 """The backend suite over the real torch-npu: its allocator, streams, events, schemas and shapes.
 
-The numbers are the references' and the CPU's, since there is no NPU; graphs and HCCL need one.
+Without an NPU, values come from the reference kernels and the CPU; graphs and HCCL need an NPU.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from mooncake_hal.testing.backends_rows import RowsSuite
 class TestRealTorchNpu(
     BackendBasics, OpsSuite, RowsSuite, ExpertsSuite, LatentSuite, NativeLatentsSuite
 ):
-    test_graphs_as_promised = None  # CANN captures them
-    test_captured_decodes_follow_their_batch = None  # and these
+    test_graphs_as_promised = None  # CANN captures graphs
+    test_captured_decodes_follow_their_batch = None  # needs captured graphs
 
     @pytest.fixture
     def backend(self) -> Backend:
@@ -47,7 +47,7 @@ OPS = (
 
 
 def test_the_shapes_were_compared_with_torch_npus_meta_kernels() -> None:
-    """Runs after the suite: of every op that the backend calls, at least once."""
+    """Runs after the suite: at least one comparison for every op that the backend calls."""
     from support.cann_stub.registry import checked
 
     assert {name for name in OPS if not checked[name]} == set()
@@ -69,6 +69,6 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 
 
 def test_a_rank_may_be_forked_behind_the_import_of_torch_npu() -> None:
-    """As ranks are, from a process that has imported it with torch."""
+    """As ranks are forked, from a process that has imported it with torch."""
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -1,4 +1,5 @@
-"""The published wheels' Python surface is the one that hccs and its fake were checked against."""
+"""The published wheels' Python API equals the recorded one that hccs and its fake are checked
+against."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def test_the_wheel_is_as_recorded(engine: str) -> None:
 
 
 def test_every_code_of_memfabric_has_a_meaning() -> None:
-    """Its header has them; those of mooncake's engine are in no wheel."""
+    """The codes are in its header; no wheel lists those of mooncake's engine."""
     header = Path(memfabric_hybrid.__file__).parent / "include/smem/host/smem.h"
     codes = re.findall(
         r"#define SMEM_\w+ +\((-\d+)\)", header.read_text().partition("error code")[2]

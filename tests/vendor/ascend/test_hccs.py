@@ -1,4 +1,4 @@
-"""The transport suite over mooncake's real Ascend engine; the stub of HIXL moves the bytes."""
+"""The transport suite over mooncake's real Ascend engine; the HIXL stub moves the bytes."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = pytest.mark.timeout(180)
 
 @pytest.fixture(autouse=True)
 def _no_endpoints_of_earlier_cases() -> None:
-    """Each has 36 MiB of the device, of which the stub has 1 GiB; closed ones that are part of a
-    cycle keep theirs until the collector comes."""
+    """Each endpoint has 36 MiB of the device's 1 GiB; closed endpoints that are part of a reference
+    cycle keep theirs until garbage collection."""
     gc.collect()
 
 

@@ -1,8 +1,8 @@
-"""The CUDA backend's kernels as Ascend would have them: which lower within its documented limits,
-and what those compute, run on the CPU and compared with the reference.
+"""The CUDA backend's kernels compiled by triton-ascend: which of them lower within its documented
+limits, and whether their results, computed on the CPU, equal the reference.
 
-The Ascend backend has a torch-npu op for everything that it does today and calls none of them;
-these are what a missing op could be replaced by.
+The Ascend backend uses a torch-npu op for everything and calls none of these kernels; they could
+replace an op that is missing.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ DRAWING = Case(
     {"GROUPS": 64},
     (16, 256),
 )
-"""Every row's slices of logits, before tokens are drawn from them."""
+"""The kernel that summarises each row's slices of logits before tokens are sampled."""
 
 
 MODULES = ("norm_rope_silu", "paged_cache", "copy_kernels", "moe_kernels", "sampling_kernel")
@@ -140,7 +140,7 @@ def test_within_the_limits(name: str) -> None:
 
 
 def test_drawing_tokens_is_none_of_them() -> None:
-    """Why the Ascend backend would need another one: it counts in float64."""
+    """The Ascend backend would need another one, since this one counts in float64."""
     found = violations(lowered("summarise_slices", DRAWING), DRAWING.grid)
     assert "uses float64, which the vector cores do not have" in found
 
