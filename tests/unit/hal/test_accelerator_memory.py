@@ -1,4 +1,4 @@
-"""What a process takes of a device is told from what others had taken before it came."""
+"""A process's peak device memory excludes what other processes had allocated before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOTAL = 1000
 
 @dataclass
 class Device:
-    """Stands for torch's module of one kind of device."""
+    """A stand-in for torch's module of one device type."""
 
     others: int = 0
     context: int = 0
@@ -39,7 +39,7 @@ class Device:
 
 
 @pytest.mark.parametrize("others", [0, 400])
-def test_the_peak_is_this_process_s(others: int) -> None:
+def test_peak_excludes_memory_of_other_processes(others: int) -> None:
     module = Device(others=others)
     runtime = AcceleratorRuntime(
         "emulated", module, "cuda", "VISIBLE", [DeviceInfo(0, "emulated", "sm_90", TOTAL)]
@@ -48,7 +48,7 @@ def test_the_peak_is_this_process_s(others: int) -> None:
     module.reserved, module.most_reserved = 200, 300
     runtime.bind_thread(0)  # a later thread changes nothing
     assert runtime.peak_bytes(0) == 300
-    module.others -= others // 2  # whoever leaves does not make it less than nothing
+    module.others -= others // 2  # a process that exits does not make the peak negative
     assert runtime.peak_bytes(0) == 300 - others // 2
     module.reserved = module.most_reserved = 0
     assert runtime.peak_bytes(0) == 0

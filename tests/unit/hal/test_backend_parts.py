@@ -1,4 +1,4 @@
-"""A pool of graphs' memory lives as long as one of them."""
+"""A graph memory pool lives as long as any graph in it."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from mooncake_hal.backend_parts import GraphPool
 
 
 class Graph:
-    """Something that may be gone."""
+    """A graph that can be garbage-collected."""
 
 
-def test_graphs_share_a_pool_until_the_last_is_gone() -> None:
+def test_graphs_share_a_pool_until_the_last_is_deleted() -> None:
     numbers = count(1)
     pool = GraphPool(lambda: next(numbers))
     first, second = Graph(), Graph()
@@ -24,7 +24,7 @@ def test_graphs_share_a_pool_until_the_last_is_gone() -> None:
     assert pool.handle() == 2
 
 
-def test_a_capture_that_failed_leaves_a_new_pool() -> None:
+def test_failed_capture_gets_a_new_pool() -> None:
     numbers = count(1)
     pool = GraphPool(lambda: next(numbers))
     assert [pool.handle(), pool.handle()] == [1, 2]

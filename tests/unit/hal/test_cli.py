@@ -48,7 +48,7 @@ def test_devices_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         (BackendUnavailable("odd", "driver says 507015"), PluginStatus.UNAVAILABLE),
     ],
 )
-def test_a_backend_that_does_not_load_is_a_row(failure: Exception, status: PluginStatus) -> None:
+def test_backend_that_fails_to_load_is_a_row(failure: Exception, status: PluginStatus) -> None:
     def load() -> Any:
         raise failure
 
@@ -60,7 +60,7 @@ def test_a_backend_that_does_not_load_is_a_row(failure: Exception, status: Plugi
     assert found["devices"] == []
 
 
-def test_a_reason_for_every_backend_that_is_refused() -> None:
+def test_table_has_a_reason_for_every_unavailable_backend() -> None:
     row = {"name": "fast", "status": "unavailable", "priority": 90, "reason": "no driver"}
     empty: list[dict[str, Any]] = []
     found = {"backends": [row], "devices": empty, "transports": empty, "not_loaded": empty}
@@ -69,7 +69,7 @@ def test_a_reason_for_every_backend_that_is_refused() -> None:
     )
 
 
-def test_unknown_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_arguments_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["devices", "--jsno"])
     assert "unrecognized arguments: --jsno" in capsys.readouterr().err
@@ -82,7 +82,7 @@ def test_unknown_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> No
         ("foo", "--backend auto: none: MOONCAKE_HAL_BACKEND=foo is not installed"),
     ],
 )
-def test_devices_says_what_auto_stands_for(
+def test_devices_prints_the_backend_that_auto_selects(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str, said: str
 ) -> None:
     monkeypatch.setenv("MOONCAKE_HAL_BACKEND", variable)
@@ -90,7 +90,7 @@ def test_devices_says_what_auto_stands_for(
     assert text.splitlines()[-1] == said
 
 
-def test_a_bad_environment_is_one_line(
+def test_invalid_environment_is_reported_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOONCAKE_HAL_BLOCK", "No Name")
@@ -107,13 +107,13 @@ def test_the_transfer_benchmark_declares_its_own_arguments(
     assert "--transports" in capsys.readouterr().out
 
 
-def test_a_reader_that_leaves_early_is_no_error() -> None:
+def test_closed_stdout_prints_no_traceback() -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    with os.fdopen(writing, "wb") as nobody_reads:
+    with os.fdopen(writing, "wb") as closed_pipe:
         done = subprocess.run(
             [sys.executable, "-m", "mooncake_hal", "devices"],
-            stdout=nobody_reads,
+            stdout=closed_pipe,
             stderr=subprocess.PIPE,
             text=True,
             check=False,
@@ -121,7 +121,7 @@ def test_a_reader_that_leaves_early_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (1, "")
 
 
-def test_collect_env_has_the_machine_and_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
+def test_collect_env_prints_the_machine_and_the_tables(capsys: pytest.CaptureFixture[str]) -> None:
     status, text = run(capsys, "collect-env")
     assert status == 0
     for title in ("## System", "## Packages", "## RDMA", "## Hardware layer", "Transports"):

@@ -1,6 +1,6 @@
-"""What our commands share: how a process ended, and what a tool that is not installed says.
+"""Common behaviour of our commands: exit descriptions, error lines, missing tools, Ctrl-C.
 
-The proxy shares no code with the others, and describes the end of a process in the same words.
+The proxy shares no code with the others, but describes the end of a process in the same words.
 """
 
 from __future__ import annotations
@@ -34,9 +34,7 @@ from mooncake_proxy.ops.worker_processes import describe_exit as by_proxy
         (-(signal.SIGRTMIN + 1), f"killed by signal {signal.SIGRTMIN + 1}"),
     ],
 )
-def test_the_end_of_a_process_is_described(
-    describe: Callable[[int], str], status: int, said: str
-) -> None:
+def test_exit_status_is_described(describe: Callable[[int], str], status: int, said: str) -> None:
     assert describe(status) == said
 
 
@@ -49,7 +47,7 @@ def test_the_end_of_a_process_is_described(
         (["serve", "--model", "x", "--max-model-le", "a"], "invalid int value: 'a'; see"),
     ],
 )
-def test_a_misspelt_option_is_named(
+def test_misspelt_option_is_corrected(
     capsys: pytest.CaptureFixture[str], words: list[str], said: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
@@ -59,7 +57,7 @@ def test_a_misspelt_option_is_named(
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
-    """What a missing package looks like to an import."""
+    """Make imports of a package fail as if it were not installed."""
     for name in [name for name in sys.modules if f"{name}.".startswith(f"{package}.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
@@ -72,7 +70,7 @@ def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
         (engine_main, "mooncake_engine.replay", ["bench", "--url", "http://127.0.0.1:1"]),
     ],
 )
-def test_a_bench_that_is_not_installed_says_what_to_install(
+def test_missing_benchmark_names_the_package_to_install(
     main: Callable[[Sequence[str]], int],
     package: str,
     arguments: list[str],
@@ -84,7 +82,7 @@ def test_a_bench_that_is_not_installed_says_what_to_install(
     assert "`pip install 'mooncake-hal[testing]'`" in capsys.readouterr().err
 
 
-def test_a_development_module_that_lacks_something_else_is_broken(
+def test_development_module_with_a_missing_import_is_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "broken_tool.py").write_text("import no_such_thing\n")
@@ -104,7 +102,7 @@ Main = Callable[[Sequence[str]], int]
         (hal_main, "mooncake-hal doctor", ["doctor", "--instance", "a"]),
     ],
 )
-def test_a_wrong_option_is_a_line_not_the_usage_of_all(
+def test_invalid_option_prints_one_line_without_usage(
     main: Main, command: str, wrong: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -115,7 +113,7 @@ def test_a_wrong_option_is_a_line_not_the_usage_of_all(
     assert said.count("\n") == 1
 
 
-def test_the_proxys_usage_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_proxy_option_prints_a_short_usage(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         proxy_main(["--port", "a"])
     assert capsys.readouterr().err.count("\n") == 2
@@ -124,7 +122,7 @@ def test_the_proxys_usage_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     "main", [engine_main, kv_cli.main, hal_main, conductor_cli.main, proxy_main]
 )
-def test_every_command_tells_its_version(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_prints_its_version(main: Main, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
     assert capsys.readouterr().out == f"{__version__}\n"
@@ -138,7 +136,7 @@ def test_every_command_tells_its_version(main: Main, capsys: pytest.CaptureFixtu
         (conductor_cli, "simulate", ["simulate", "trace.jsonl"]),
     ],
 )
-def test_ctrl_c_is_a_status_and_no_traceback(
+def test_ctrl_c_exits_with_130_without_traceback(
     module: ModuleType, function: str, words: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object) -> int:
@@ -148,7 +146,7 @@ def test_ctrl_c_is_a_status_and_no_traceback(
     assert module.main(words) == 130
 
 
-def test_ctrl_c_while_the_proxy_loads_ends_it_at_once() -> None:
+def test_ctrl_c_while_the_proxy_loads_exits_at_once() -> None:
     before = signal.getsignal(signal.SIGINT)
     try:
         assert proxy_main([]) == 2  # nothing to serve with

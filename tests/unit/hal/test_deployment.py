@@ -1,4 +1,4 @@
-"""The rules of deployments: every refusal names what was wanted, found, and what to do."""
+"""Deployment rules: every problem names what was wanted, what was found, and what to do."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ DECODE = replace(PREFILL, name="d0", role="decode")
         ((64, 32), BlockSize(64, "the backend's best; it does not support the default of 16")),
     ],
 )
-def test_a_block_size_that_nobody_named_suits_the_backend(
+def test_default_block_size_suits_the_backend(
     offered: tuple[int, ...], expected: BlockSize
 ) -> None:
     capabilities = Capabilities(("float32",), offered, ("BHLPT",), False, ("tcp",))
     assert default_block_size(capabilities) == expected
 
 
-def test_a_sound_deployment_has_no_problems() -> None:
+def test_valid_deployment_has_no_problems() -> None:
     assert DeploymentPlan((PREFILL, DECODE)).problems() == []
 
 
@@ -87,7 +87,7 @@ def test_a_sound_deployment_has_no_problems() -> None:
         ),
     ],
 )
-def test_what_is_wrong_is_said(instances: tuple[InstancePlan, ...], message: str) -> None:
+def test_invalid_deployment_has_problems(instances: tuple[InstancePlan, ...], message: str) -> None:
     problems = DeploymentPlan(instances).problems()
     assert any(message in problem for problem in problems), problems
 
@@ -115,7 +115,7 @@ def test_what_is_wrong_is_said(instances: tuple[InstancePlan, ...], message: str
         ),
     ],
 )
-def test_a_pair_that_does_not_fit_is_refused(
+def test_incompatible_pair_is_rejected(
     prefill: InstanceInfo, decode: InstanceInfo, message: str
 ) -> None:
     with pytest.raises(DeploymentRefused, match=message):
@@ -123,7 +123,7 @@ def test_a_pair_that_does_not_fit_is_refused(
 
 
 @pytest.mark.parametrize("tp_sizes", [(4, 4), (4, 2), (4, 1)])
-def test_the_default_ratio_rule_allows_multiples(tp_sizes: tuple[int, int]) -> None:
+def test_default_ratio_rule_allows_multiples(tp_sizes: tuple[int, int]) -> None:
     check_compatibility(replace(STRICT, tp_size=tp_sizes[0]), replace(STRICT, tp_size=tp_sizes[1]))
 
 
@@ -131,11 +131,11 @@ def test_pipeline_stages_need_no_ratio() -> None:
     check_compatibility(replace(STRICT, pp_size=3), replace(STRICT, pp_size=2))
 
 
-def test_a_transport_that_moves_any_part_takes_any_ratio() -> None:
+def test_transport_without_ratio_rule_allows_any_ratio() -> None:
     check_compatibility(replace(FREE, tp_size=2), replace(FREE, tp_size=3))
 
 
-def test_what_one_transport_refuses_another_one_takes() -> None:
+def test_pair_uses_the_transports_that_allow_it() -> None:
     both = {"links": LINKS, "staged": ANY}
     prefill, decode = replace(STRICT, transports=both), replace(FREE, transports=both)
     assert usable_transports(prefill, decode) == ("staged",)
@@ -144,7 +144,7 @@ def test_what_one_transport_refuses_another_one_takes() -> None:
     check_compatibility(replace(decode, tp_size=3), replace(prefill, tp_size=2))
 
 
-def test_a_taken_port_names_its_holder() -> None:
+def test_port_in_use_names_its_process() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         number = listener.getsockname()[1]
         plan = replace(PREFILL, ports=(Port("HTTP", "127.0.0.1", number),))
@@ -153,7 +153,7 @@ def test_a_taken_port_names_its_holder() -> None:
         assert f"(pid {os.getpid()})" in str(holder_of(number))
 
 
-def test_ports_that_a_transport_may_take_below_are_left_to_it() -> None:
+def test_port_in_a_reserved_range_is_a_problem() -> None:
     engine = ReservedPorts("an engine", PortRange(20_000, 21_000), "ITS_PORT")
     ports = (Port("HTTP", "127.0.0.1", 20_500), Port("KV side channel", "127.0.0.1", 0))
     plan = replace(PREFILL, ports=ports, reserved=(engine,))
@@ -163,12 +163,12 @@ def test_ports_that_a_transport_may_take_below_are_left_to_it() -> None:
     ]
 
 
-def test_all_ports_are_tried_at_once() -> None:
+def test_port_wanted_twice_is_in_use() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         number = listener.getsockname()[1]
     twice = [Port("HTTP", "127.0.0.1", number), Port("side channel", "127.0.0.1", number)]
     assert len(find_ports_in_use(twice)) == 1
 
 
-def test_ports_of_other_hosts_are_left_to_them() -> None:
+def test_ports_of_other_hosts_are_not_checked() -> None:
     assert find_ports_in_use([Port("HTTP", "192.0.2.1", 8100)]) == []

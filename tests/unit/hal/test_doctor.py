@@ -1,4 +1,4 @@
-"""What the doctor says of arguments that it can't work with."""
+"""``mooncake-hal doctor``: invalid arguments, and plans for hardware that is not present."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mooncake_hal.transport import EndpointOptions
 from mooncake_hal.transports.tcp.tcp_transport import load as load_tcp
 
 
-def test_nothing_to_check_fails_and_names_what_to_give(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_arguments_fails_and_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 1
     said = capsys.readouterr().out
     assert said.startswith("FAIL  arguments")
@@ -32,7 +32,7 @@ def test_nothing_to_check_fails_and_names_what_to_give(capsys: pytest.CaptureFix
         (("--instance", "prefill"), "--instance: wanted KEY=VALUE,... such as role=prefill"),
     ],
 )
-def test_a_wrong_command_line_is_status_2(
+def test_invalid_command_line_exits_with_2(
     arguments: tuple[str, ...], wanted: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -42,7 +42,7 @@ def test_a_wrong_command_line_is_status_2(
 
 
 @pytest.mark.parametrize("option", ["--file", "--secret-file"])
-def test_a_missing_file_is_named(
+def test_missing_file_is_named(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["doctor", option, str(tmp_path / "missing")]) == 1
@@ -52,7 +52,7 @@ def test_a_missing_file_is_named(
 
 
 @pytest.mark.parametrize("content", ["{}", "instances: []", "[]", '{"instances": ["prefill"]}'])
-def test_a_file_of_another_form_is_told_the_right_one(
+def test_invalid_plan_file_is_rejected_with_an_example(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "plan").write_text(content)
@@ -61,12 +61,12 @@ def test_a_file_of_another_form_is_told_the_right_one(
 
 
 @pytest.mark.parametrize("key", ["tp", "pp", "block_size", "http", "kv"])
-def test_what_is_no_number_is_a_finding(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_number_is_reported(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--instance", f"backend=cpu,{key}=many"]) == 1
     assert "wanted a number, got 'many'" in capsys.readouterr().out
 
 
-def test_a_deployment_without_a_secret_is_tried_from_another_host(
+def test_deployment_without_a_secret_is_probed_from_another_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(addressing, "is_loopback", lambda _: False)
@@ -82,7 +82,7 @@ def plan(capsys: pytest.CaptureFixture[str], *instances: str) -> tuple[int, str]
     return status, capsys.readouterr().out
 
 
-def test_a_plan_of_hardware_that_is_not_here_is_checked_by_what_is_known_of_it(
+def test_plan_of_absent_hardware_is_checked_by_known_constraints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     status, said = plan(
@@ -98,7 +98,7 @@ def test_a_plan_of_hardware_that_is_not_here_is_checked_by_what_is_known_of_it(
     assert "ok    p to d: KV goes over staged\n" in said
 
 
-def test_a_plan_says_by_which_transports_kv_may_go(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_lists_the_usable_transports(capsys: pytest.CaptureFixture[str]) -> None:
     status, said = plan(
         capsys,
         "role=prefill,name=p,backend=ascend,generation=A2,tp=4",
@@ -122,7 +122,7 @@ def test_a_plan_says_by_which_transports_kv_may_go(capsys: pytest.CaptureFixture
         ("backend=tpu", "no installed plugin offers backend 'tpu'"),
     ],
 )
-def test_what_a_plan_asks_of_absent_hardware_in_vain(
+def test_unsupported_request_of_absent_hardware_is_reported(
     capsys: pytest.CaptureFixture[str], instance: str, wanted: str
 ) -> None:
     status, said = plan(capsys, instance)
@@ -130,7 +130,7 @@ def test_what_a_plan_asks_of_absent_hardware_in_vain(
     assert wanted in said
 
 
-def test_a_pair_that_no_transport_joins_is_found_on_any_machine(
+def test_pair_without_a_common_transport_is_reported(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     links_alone = replace(ASCEND, transports={"hccs": ASCEND.transports["hccs"]})
@@ -144,7 +144,7 @@ def test_a_pair_that_no_transport_joins_is_found_on_any_machine(
     assert "p and d: hccs: it needs the same device generation on both sides" in said
 
 
-def test_a_peer_that_is_no_url_is_told_the_form(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_peer_url_is_rejected_with_the_form(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--peer", "p0"]) == 1
     assert capsys.readouterr().out == (
         "FAIL  HTTP of p0: wanted --peer http://HOST:PORT, its --host and --port\n"

@@ -1,4 +1,4 @@
-"""How much memory a control group leaves: of either version, the tightest of those around it."""
+"""Available memory under control groups of both versions: the tightest enclosing limit counts."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ UNLIMITED = {V1: str((1 << 63) - 4096), V2: "max"}
 
 @pytest.fixture
 def cgroups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where control groups are, and this process is in none."""
+    """The control group directory, while this process is in no group."""
     monkeypatch.setattr(host_memory, "_CGROUPS", tmp_path / "cgroup")
     monkeypatch.setattr(host_memory, "_OWN_CGROUPS", tmp_path / "own")
     return tmp_path / "cgroup"
 
 
 def group(path: Path, version: tuple[str, str, str], limit: object, used: int, files: int) -> None:
-    """A control group that has read so many bytes of files."""
+    """Create a control group whose page cache has ``files`` bytes."""
     path.mkdir(parents=True)
     limit_file, used_file, prefix = version
     (path / limit_file).write_text(f"{limit}\n")
@@ -31,14 +31,12 @@ def group(path: Path, version: tuple[str, str, str], limit: object, used: int, f
     (path / "memory.stat").write_text(stat)
 
 
-def test_without_a_control_group_there_is_no_limit(cgroups: Path) -> None:
+def test_no_limit_without_a_control_group(cgroups: Path) -> None:
     assert host_memory._cgroup_bytes() == (None, 0)
 
 
 @pytest.mark.parametrize("version", [V1, V2])
-def test_the_group_of_this_process_counts_and_those_around_it(
-    cgroups: Path, version: tuple[str, str, str]
-) -> None:
+def test_own_group_and_its_ancestors_count(cgroups: Path, version: tuple[str, str, str]) -> None:
     root = cgroups / "memory" if version is V1 else cgroups
     group(root, version, UNLIMITED[version], 900, 100)
     group(root / "pod", version, 1000, 700, 300)
@@ -49,7 +47,7 @@ def test_the_group_of_this_process_counts_and_those_around_it(
 
 
 @pytest.mark.parametrize("version", [V1, V2])
-def test_a_container_that_sees_its_own_group_only(
+def test_container_uses_the_root_group_if_its_path_is_hidden(
     cgroups: Path, version: tuple[str, str, str]
 ) -> None:
     group(cgroups / "memory" if version is V1 else cgroups, version, 1000, 700, 300)
@@ -58,6 +56,6 @@ def test_a_container_that_sees_its_own_group_only(
     assert host_memory._cgroup_bytes() == (1000, 400)
 
 
-def test_what_a_group_leaves_is_available(cgroups: Path) -> None:
+def test_available_memory_follows_the_group(cgroups: Path) -> None:
     group(cgroups, V2, 1 << 20, 1 << 19, 1 << 18)
     assert host_memory.memory_bytes() == ((1 << 20) - (1 << 18), 1 << 20)

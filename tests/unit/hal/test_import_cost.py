@@ -1,4 +1,4 @@
-"""Importing the hardware layer, and finding its plugins, brings in nothing heavy."""
+"""Importing the hardware layer and discovering its plugins imports no heavy module."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from support.programs import imported_by
 HEAVY = ("torch", "numpy", "zmq", "msgspec", "importlib.metadata", "mooncake_hal.bench")
 
 
-def test_the_package_is_free_to_import() -> None:
+def test_package_imports_no_heavy_modules() -> None:
     found = imported_by("-c", "import mooncake_hal")
     assert "mooncake_hal.registry" in found
     assert found.isdisjoint(HEAVY)
@@ -29,7 +29,7 @@ def test_discovery_and_probes_import_no_torch() -> None:
     assert "torch" not in found
 
 
-def test_everything_public_is_documented() -> None:
+def test_public_names_have_docstrings() -> None:
     import mooncake_hal
 
     for name in mooncake_hal.__all__:

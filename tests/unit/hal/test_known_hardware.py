@@ -1,4 +1,4 @@
-"""What is known of backends without their hardware is what they say with it."""
+"""The constants known of absent hardware equal what the backends report when present."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ REGISTRY = Registry.discover()
 
 
 def constraints(hardware: HardwareInfo) -> dict[str, TransportConstraints]:
-    """Those that the installed plugins have for the same names."""
+    """Return the constraints of the installed transport plugins with the same names."""
     return {name: REGISTRY.transports[name][0].constraints for name in hardware.transports}
 
 
-def test_every_transport_asks_what_its_plugin_says() -> None:
+def test_known_constraints_equal_those_of_the_plugins() -> None:
     for hardware in KNOWN_HARDWARE.values():
         assert hardware.transports == constraints(hardware)
 
@@ -36,7 +36,7 @@ def test_ascend() -> None:
     assert {soc.block_size for soc in SOCS} == set(ASCEND.block_sizes)
 
 
-def test_a_plugin_without_its_hardware_says_its_own_and_an_unknown_one_nothing() -> None:
+def test_known_hardware_is_found_by_backend_name() -> None:
     assert REGISTRY.known_hardware("ascend") is ASCEND
     assert Registry().known_hardware("ascend") is ASCEND
     assert REGISTRY.known_hardware("null") is None

@@ -1,4 +1,4 @@
-"""What ``collect-env`` finds, on a machine made of files."""
+"""The report of ``collect-env``, on a machine emulated by files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_the_kernel_shows(root: Path) -> None:
+def test_report_has_the_kernels_values(root: Path) -> None:
     found = machine_report(root).sections
     assert found["System"]["cpu"] == "Some CPU"
     assert sys.executable in found["System"]["python"]
@@ -48,7 +48,7 @@ def test_what_the_kernel_shows(root: Path) -> None:
     }
 
 
-def test_secrets_are_left_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_omitted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("https_proxy", "http://user:secret@proxy")
     monkeypatch.setenv("MOONCAKE_HAL_BACKEND", "cpu")
@@ -63,7 +63,7 @@ def test_secrets_are_left_out(root: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert "OTHER_VARIABLE" not in report.text()
 
 
-def test_tools_are_asked_and_may_fail(
+def test_tool_output_and_failures_are_reported(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, script in (("nvidia-smi", "echo '0, H200'"), ("npu-smi", "echo broken >&2; exit 3")):

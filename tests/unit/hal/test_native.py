@@ -1,4 +1,4 @@
-"""Compiling helpers: what is cached, what is refused, what is said."""
+"""Compiled helpers: caching, rejected caches, errors and log lines."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(native.find_compiler() is None, reason="no C compiler on this machine")
-def test_compiles_once_says_so_and_calls(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_helper_is_compiled_once_logged_and_callable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source = ADD % os.getpid()
     with caplog.at_level(logging.INFO):
         library = native.compile_c("adder", source)
@@ -33,21 +35,21 @@ def test_compiles_once_says_so_and_calls(tmp_path: Path, caplog: pytest.LogCaptu
     assert [path.suffix for path in built] == [".so"]
 
 
-def test_no_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     with pytest.raises(NativeUnavailable, match="no c compiler on PATH"):
         native.compile_c("lonely", ADD % -1)
 
 
 @pytest.mark.skipif(native.find_compiler() is None, reason="no C compiler on this machine")
-def test_a_source_that_does_not_compile_says_why() -> None:
+def test_compile_error_is_reported() -> None:
     with pytest.raises(NativeUnavailable, match="error"):
         native.compile_c("broken", "int f( {")
     with pytest.raises(NativeUnavailable, match="error"):
         native.compile_c("broken", "int f( {")
 
 
-def test_a_cache_that_others_can_write_is_refused(tmp_path: Path) -> None:
+def test_cache_writable_by_others_is_not_used(tmp_path: Path) -> None:
     ours = tmp_path / "mooncake-hal" / "native"
     ours.mkdir(parents=True)
     ours.chmod(0o777)

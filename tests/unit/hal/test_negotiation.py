@@ -1,4 +1,4 @@
-"""Which transport wins, what is said about those that did not, and what a forced one does."""
+"""Transport negotiation: which transport is chosen, why others are not, and forced transports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPTIONS = EndpointOptions(secret=b"negotiation")
 
 
 class ForbiddenCalls(NumpyCopier):
-    """What a kernel that forbids process_vm_readv does."""
+    """A copier under a kernel that forbids process_vm_readv."""
 
     def call_one(self, pid: int, write: int, local: int, remote: int, nbytes: int) -> int:
         return errno.EPERM
@@ -76,7 +76,7 @@ def memory() -> Iterator[Callable[[], HostBuffer]]:
         buffer.close()
 
 
-def test_the_best_common_one_wins(
+def test_common_transport_of_highest_priority_is_chosen(
     opened: Callable[..., Transports],
     memory: Callable[..., HostBuffer],
     caplog: pytest.LogCaptureFixture,
@@ -96,14 +96,14 @@ def test_the_best_common_one_wins(
     assert (here.get() == 2).all()
 
 
-def test_one_below_zero_has_to_be_named(opened: Callable[..., Transports]) -> None:
+def test_transport_of_negative_priority_must_be_named(opened: Callable[..., Transports]) -> None:
     reluctant = spec("tcp", -10, load_tcp, ok=True)
     assert opened(SHM, reluctant).names == ["shm"]
     assert opened(SHM, reluctant, allowed=["shm", "tcp"]).names == ["shm", "tcp"]
     assert opened(SHM, reluctant, wanted="tcp").names == ["tcp"]
 
 
-def test_the_next_one_is_taken_and_the_reason_is_logged(
+def test_next_transport_is_used_and_the_reason_is_logged(
     opened: Callable[..., Transports], caplog: pytest.LogCaptureFixture
 ) -> None:
     ours, theirs = opened(SHM, TCP), opened(TCP)
@@ -113,7 +113,7 @@ def test_the_next_one_is_taken_and_the_reason_is_logged(
     assert "shm: the peer does not offer it" in caplog.text
 
 
-def test_a_kernel_that_forbids_calls_leaves_mappable_memory_to_shm(
+def test_shm_moves_mappable_memory_without_process_vm_calls(
     opened: Callable[..., Transports], memory: Callable[..., HostBuffer]
 ) -> None:
     ours, theirs = opened(NO_CALLS, TCP), opened(SHM, TCP)
@@ -127,7 +127,7 @@ def test_a_kernel_that_forbids_calls_leaves_mappable_memory_to_shm(
     assert (there.get() == 1).all()
 
 
-def test_a_kernel_that_forbids_calls_sends_other_memory_by_tcp(
+def test_tcp_moves_other_memory_without_process_vm_calls(
     opened: Callable[..., Transports],
     memory: Callable[..., HostBuffer],
     caplog: pytest.LogCaptureFixture,
@@ -145,7 +145,7 @@ def test_a_kernel_that_forbids_calls_sends_other_memory_by_tcp(
     assert (here.get() == 2).all()
 
 
-def test_a_forced_one_that_is_unavailable_fails_at_start(
+def test_unavailable_forced_transport_fails_at_start(
     opened: Callable[..., Transports],
 ) -> None:
     with pytest.raises(TransportUnavailable, match="'rdma' is unavailable: says the test"):
@@ -154,13 +154,13 @@ def test_a_forced_one_that_is_unavailable_fails_at_start(
         opened(SHM, wanted="warp")
 
 
-def test_a_forced_one_is_the_only_one(opened: Callable[..., Transports]) -> None:
+def test_forced_transport_is_the_only_one(opened: Callable[..., Transports]) -> None:
     ours = opened(SHM, TCP, wanted="tcp")
     assert ours.names == ["tcp"]
     assert ours.connect(opened(SHM, TCP).addresses, timeout=10).name == "tcp"
 
 
-def test_nothing_in_common_names_every_reason(opened: Callable[..., Transports]) -> None:
+def test_no_common_transport_names_every_reason(opened: Callable[..., Transports]) -> None:
     ours, theirs = opened(SHM, TCP), opened(TCP, wanted="tcp")
     stranger = {"shm": theirs.addresses["tcp"], "hccs": b"x"}
     with pytest.raises(TransportUnavailable) as caught:
@@ -170,7 +170,7 @@ def test_nothing_in_common_names_every_reason(opened: Callable[..., Transports])
     assert "tcp: the peer does not offer it" in message
 
 
-def test_a_denied_peer_is_denied_and_not_tried_otherwise(
+def test_denied_peer_is_not_retried_on_another_transport(
     opened: Callable[..., Transports],
 ) -> None:
     ours = opened(SHM, TCP)
@@ -179,13 +179,15 @@ def test_a_denied_peer_is_denied_and_not_tried_otherwise(
         ours.connect(theirs.addresses, timeout=10)
 
 
-def test_only_what_the_backend_allows(opened: Callable[..., Transports]) -> None:
+def test_only_transports_allowed_by_the_backend_are_opened(
+    opened: Callable[..., Transports],
+) -> None:
     assert opened(SHM, TCP, allowed=("tcp",)).names == ["tcp"]
     with pytest.raises(TransportUnavailable, match="shm: the backend can't use it"):
         opened(SHM, allowed=("hccs",))
 
 
-def test_a_transport_that_can_not_take_the_memory_is_dropped(
+def test_transport_that_cannot_register_the_memory_is_dropped(
     opened: Callable[..., Transports], caplog: pytest.LogCaptureFixture
 ) -> None:
     ours = opened(SHM, TCP)
@@ -194,7 +196,7 @@ def test_a_transport_that_can_not_take_the_memory_is_dropped(
     assert "transport shm is dropped: it can't reach memory of npu:0" in caplog.text
 
 
-def test_revoking_reaches_every_transport(
+def test_revoke_covers_every_transport(
     opened: Callable[..., Transports], memory: Callable[..., HostBuffer]
 ) -> None:
     ours = opened(SHM, TCP)
@@ -203,7 +205,7 @@ def test_revoking_reaches_every_transport(
     ours.register(region)
 
 
-def test_writes_end_with_their_writers_if_they_do_by_every_transport(
+def test_stops_writes_on_failure_needs_every_transport(
     opened: Callable[..., Transports],
 ) -> None:
     assert opened(SHM).stops_writes_on_failure
@@ -211,7 +213,7 @@ def test_writes_end_with_their_writers_if_they_do_by_every_transport(
     assert not opened(SHM, TCP).stops_writes_on_failure
 
 
-def test_a_range_that_does_not_last_drops_no_transport_in_silence() -> None:
+def test_exhausted_port_range_is_an_error() -> None:
     host, ports = "127.0.0.1", free_range(1)
     options = EndpointOptions(host=host, port_range=ports, secret=b"negotiation")
     both = registry(TCP, spec("other", 20, load_tcp, ok=True))
@@ -219,7 +221,7 @@ def test_a_range_that_does_not_last_drops_no_transport_in_silence() -> None:
         Transports.open(both, options)
 
 
-def test_what_would_listen_is_counted() -> None:
+def test_listening_ports_are_counted() -> None:
     silent = replace(SHM, num_ports=0)
     twice = replace(TCP, name="staged", num_ports=2)
     hidden = replace(TCP, name="nixl", priority=-1)
@@ -231,7 +233,7 @@ def test_what_would_listen_is_counted() -> None:
     assert count_ports(known, wanted="nobody") == 0
 
 
-def test_what_may_be_taken_below_is_known_of_those_that_open() -> None:
+def test_reserved_ports_cover_the_opened_transports() -> None:
     engine = ReservedPorts("an engine", PortRange(20_000, 21_000), "ITS_PORT")
     taking = replace(TCP, name="over-it", reserved_ports=lambda: (engine,))
     known = registry(SHM, TCP, ABSENT, taking)

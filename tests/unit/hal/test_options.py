@@ -1,4 +1,4 @@
-"""Options declared as dataclass fields: parser, values, command line again, and table."""
+"""Options declared as dataclass fields: parsing, values, back to arguments, and the docs table."""
 
 from __future__ import annotations
 
@@ -82,21 +82,21 @@ def test_every_kind_of_field_is_filled() -> None:
     assert from_arguments(Config, args) == expected
 
 
-def test_other_fields_are_given_beside_the_arguments() -> None:
+def test_fields_without_options_are_passed_explicitly() -> None:
     config = from_arguments(Config, parse("--path", "x", "--size", "9"), derived=5, size=1)
     assert (config.derived, config.size) == (5, 1)
 
 
-def test_an_option_that_a_command_lacks_leaves_the_default() -> None:
+def test_missing_option_keeps_the_default() -> None:
     assert from_arguments(Config, argparse.Namespace(path=Path("x"))) == Config(Path("x"))
 
 
-def test_some_fields_only() -> None:
+def test_options_can_be_selected() -> None:
     assert [one.flag for one in options_of(Config, only=("size", "fast"))] == ["--size", "--fast"]
     assert "--size" not in [one.flag for one in options_of(Config, without=("size",))]
 
 
-def test_a_default_can_stay_unset_so_that_a_command_can_tell() -> None:
+def test_unset_option_is_distinguishable_from_its_default() -> None:
     assert parse("--path", "x").depth is None
     [depth] = options_of(Config, only=("depth",))
     assert depth.default_text == "7"
@@ -114,7 +114,7 @@ def test_a_default_can_stay_unset_so_that_a_command_can_tell() -> None:
         ("names", [], []),
     ],
 )
-def test_a_value_becomes_words_of_a_command_line(name: str, value: Any, words: list[str]) -> None:
+def test_value_becomes_arguments(name: str, value: Any, words: list[str]) -> None:
     [one] = options_of(Config, only=(name,))
     assert list(one.words(value)) == words
 
@@ -124,7 +124,7 @@ def test_several_values_follow_one_flag() -> None:
     assert list(several.words(["a", "b"])) == ["--of", "a", "b"]
 
 
-def test_the_table_of_the_docs() -> None:
+def test_markdown_table_lists_the_options() -> None:
     assert markdown_table(options_of(Config, without=("limit",))) == (
         "| option | default | meaning |\n"
         "|---|---|---|\n"
@@ -144,7 +144,7 @@ def test_the_table_of_the_docs() -> None:
 @pytest.mark.parametrize(
     ("words", "value"), [((), None), (("--eager",), True), (("--no-eager",), False)]
 )
-def test_a_switch_that_is_none_by_default_has_both_forms(
+def test_switch_with_default_none_has_both_forms(
     words: tuple[str, ...], value: bool | None
 ) -> None:
     assert from_arguments(Config, parse("--path", "x", *words)).eager is value

@@ -1,4 +1,4 @@
-"""The reference ops: slow in what they compute, and in nothing else."""
+"""The reference ops: only their arithmetic is slow."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from mooncake_hal.backend import AttentionBatch
 from mooncake_hal.reference import ReferenceOps
 
 
-def test_attention_touches_the_blocks_of_its_sequences_only() -> None:
-    """A pool that no host could widen or copy: 2^40 blocks, all of them the same memory."""
+def test_attention_reads_only_the_blocks_of_its_sequences() -> None:
+    """The pool has 2^40 blocks on the same memory: no host could convert or copy it as a whole."""
     pool = torch.ones(1, 4, 1, 8).expand(1 << 40, 4, 1, 8)
     batch = AttentionBatch(
         num_decodes=1,

@@ -1,4 +1,4 @@
-"""The registry: what it finds, what it refuses, and what it says about both."""
+"""The plugin registry: discovery, selection, rejected plugins, and the reasons it reports."""
 
 from __future__ import annotations
 
@@ -107,28 +107,28 @@ def refusal(registry: Registry) -> tuple[PluginStatus, str]:
     return row.status, row.reason
 
 
-def test_auto_takes_the_available_backend_of_highest_priority(plugins: Plugins) -> None:
+def test_auto_selects_the_available_backend_of_highest_priority(plugins: Plugins) -> None:
     plugins.backend("slow", 0)
     plugins.backend("fast", 90)
     plugins.backend("fastest", 100, reason="no device")
     assert chosen(plugins.discover().select_backend()) == "fast"
 
 
-def test_auto_never_takes_a_negative_priority(plugins: Plugins) -> None:
+def test_auto_never_selects_a_negative_priority(plugins: Plugins) -> None:
     plugins.backend("null", -1)
     with pytest.raises(BackendUnavailable, match="no backend plugin"):
         plugins.discover().select_backend()
     assert chosen(plugins.discover().select_backend("null")) == "null"
 
 
-def test_auto_says_why_each_one_was_refused(plugins: Plugins) -> None:
+def test_auto_reports_why_each_backend_was_rejected(plugins: Plugins) -> None:
     plugins.backend("a", 90, reason="no driver")
     plugins.point("b", "module_that_is_nowhere")
     with pytest.raises(BackendUnavailable, match=r"a: no driver; b: module .* not installed"):
         plugins.discover().select_backend()
 
 
-def test_auto_goes_on_when_a_load_refuses(
+def test_auto_continues_when_a_load_fails(
     plugins: Plugins, caplog: pytest.LogCaptureFixture
 ) -> None:
     def load() -> Any:
@@ -140,7 +140,7 @@ def test_auto_goes_on_when_a_load_refuses(
     assert "0 devices after all" in caplog.text
 
 
-def test_a_load_that_fails_is_told_in_one_line(plugins: Plugins) -> None:
+def test_failed_load_is_reported_in_one_line(plugins: Plugins) -> None:
     def load() -> Any:
         raise RuntimeError("driver says 507015")
 
@@ -150,7 +150,7 @@ def test_a_load_that_fails_is_told_in_one_line(plugins: Plugins) -> None:
 
 
 class OldOps(NullOps):
-    """Ops of an older contract: without ``silu_mul``, and with norms of another form."""
+    """Ops of an older contract: without ``silu_mul``, and with another signature of the norm."""
 
     silu_mul: Any = None
 
@@ -159,7 +159,9 @@ class OldOps(NullOps):
 
 
 @pytest.mark.parametrize("name", ["auto", "old"])
-def test_a_backend_of_an_older_contract_is_told_what_it_lacks(plugins: Plugins, name: str) -> None:
+def test_backend_of_an_older_contract_is_rejected_with_what_it_lacks(
+    plugins: Plugins, name: str
+) -> None:
     class OldRuntime(NullRuntime):
         peak_bytes: Any = None
 
@@ -174,7 +176,7 @@ def test_a_backend_of_an_older_contract_is_told_what_it_lacks(plugins: Plugins, 
     )
 
 
-def test_a_promised_capability_is_looked_for(plugins: Plugins) -> None:
+def test_claimed_capability_without_methods_is_rejected(plugins: Plugins) -> None:
     backend = backend_named("bold")
     backend.capabilities = replace(
         backend.capabilities,
@@ -201,7 +203,7 @@ def test_a_promised_capability_is_looked_for(plugins: Plugins) -> None:
         (SimpleNamespace(**dict.fromkeys(dir(Backend))), "capabilities of type NoneType, wanted C"),
     ],
 )
-def test_something_else_than_a_backend_is_refused(
+def test_object_that_is_no_backend_is_rejected(
     plugins: Plugins, loaded: object, lacking: str
 ) -> None:
     plugins.backend("odd", load=lambda: loaded)
@@ -209,9 +211,7 @@ def test_something_else_than_a_backend_is_refused(
         plugins.discover().select_backend("odd")
 
 
-def test_the_environment_decides_auto_and_only_auto(
-    plugins: Plugins, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_environment_overrides_only_auto(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     plugins.backend("slow", 0)
     plugins.backend("fast", 90)
     monkeypatch.setenv("MOONCAKE_HAL_BACKEND", "slow")
@@ -219,20 +219,20 @@ def test_the_environment_decides_auto_and_only_auto(
     assert chosen(plugins.discover().select_backend("fast")) == "fast"
 
 
-def test_an_unknown_backend_is_answered_with_what_there_is(plugins: Plugins) -> None:
+def test_unknown_backend_is_rejected_with_the_installed_names(plugins: Plugins) -> None:
     plugins.backend("slow")
     with pytest.raises(BackendNotFound, match=r"'quick'; installed backends: \['slow'\]"):
         plugins.discover().select_backend("quick")
 
 
-def test_an_unavailable_backend_keeps_its_reason(plugins: Plugins) -> None:
+def test_unavailable_backend_keeps_its_reason(plugins: Plugins) -> None:
     plugins.backend("fast", reason="no driver")
     with pytest.raises(BackendUnavailable, match="'fast' is unavailable: no driver") as caught:
         plugins.discover().select_backend("fast")
     assert (caught.value.name, caught.value.reason) == ("fast", "no driver")
 
 
-def test_the_table_is_sorted_and_complete(plugins: Plugins) -> None:
+def test_backend_table_is_sorted_and_complete(plugins: Plugins) -> None:
     plugins.backend("slow", 0)
     plugins.backend("fast", 90, reason="no driver")
     rows = plugins.discover().backend_table()
@@ -242,7 +242,7 @@ def test_the_table_is_sorted_and_complete(plugins: Plugins) -> None:
     ]
 
 
-def test_a_probe_that_raises_is_a_broken_row(plugins: Plugins) -> None:
+def test_probe_that_raises_is_broken(plugins: Plugins) -> None:
     def probe() -> Availability:
         raise RuntimeError("probe fell over")
 
@@ -254,7 +254,7 @@ def test_a_probe_that_raises_is_a_broken_row(plugins: Plugins) -> None:
         plugins.discover().select_backend("bad")
 
 
-def test_a_missing_plugin_is_absent(plugins: Plugins) -> None:
+def test_missing_plugin_is_absent(plugins: Plugins) -> None:
     plugins.point("gone", "module_that_is_nowhere.plugin")
     assert refusal(plugins.discover()) == (
         PluginStatus.ABSENT,
@@ -262,7 +262,7 @@ def test_a_missing_plugin_is_absent(plugins: Plugins) -> None:
     )
 
 
-def test_a_plugin_that_lacks_a_library_is_broken(
+def test_plugin_with_a_missing_library_is_broken(
     plugins: Plugins, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "plugin_that_needs.py").write_text("import library_that_is_nowhere\n")
@@ -279,7 +279,7 @@ def test_a_plugin_that_lacks_a_library_is_broken(
         registry.select_backend("needy")
 
 
-def test_a_plugin_that_raises_at_import_is_broken(
+def test_plugin_that_raises_at_import_is_broken(
     plugins: Plugins, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "plugin_that_raises.py").write_text("raise OSError('no such driver')\n")
@@ -288,7 +288,7 @@ def test_a_plugin_that_raises_at_import_is_broken(
     assert refusal(plugins.discover()) == (PluginStatus.BROKEN, "OSError: no such driver")
 
 
-def test_another_api_version_is_broken(plugins: Plugins) -> None:
+def test_plugin_of_another_api_version_is_broken(plugins: Plugins) -> None:
     plugins.backend("old", api_version=0)
     status, reason = refusal(plugins.discover())
     assert status is PluginStatus.BROKEN
@@ -296,27 +296,27 @@ def test_another_api_version_is_broken(plugins: Plugins) -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "Upper", "with space", ""])
-def test_a_name_that_can_not_be_selected_is_broken(plugins: Plugins, name: str) -> None:
+def test_plugin_with_an_invalid_name_is_broken(plugins: Plugins, name: str) -> None:
     plugins.backend(name)
     assert refusal(plugins.discover())[0] is PluginStatus.BROKEN
 
 
-def test_a_hook_that_returns_something_else_is_broken(plugins: Plugins) -> None:
+def test_hook_that_returns_no_spec_is_broken(plugins: Plugins) -> None:
     plugins.add("odd", mooncake_hal_backend=hookimpl(named("mooncake_hal_backend", "cuda")))
     assert "returned str, wanted BackendSpec" in refusal(plugins.discover())[1]
 
 
-def test_a_plugin_without_hooks_is_broken(plugins: Plugins) -> None:
+def test_plugin_without_hooks_is_broken(plugins: Plugins) -> None:
     plugins.add("empty")
     assert "implements neither" in refusal(plugins.discover())[1]
 
 
-def test_a_hook_that_does_not_exist_is_broken(plugins: Plugins) -> None:
+def test_plugin_with_an_unknown_hook_is_broken(plugins: Plugins) -> None:
     plugins.add("typo", mooncake_hal_bakend=hookimpl(named("mooncake_hal_bakend", None)))
     assert "unknown hook 'mooncake_hal_bakend'" in refusal(plugins.discover())[1]
 
 
-def test_a_name_offered_twice_is_an_error(plugins: Plugins) -> None:
+def test_duplicate_name_is_an_error(plugins: Plugins) -> None:
     plugins.backend("fast")
     plugins.backend("fast")
     with pytest.raises(PluginError, match=r"offered by both .*uninstall one"):
@@ -329,16 +329,14 @@ def test_one_module_listed_twice_is_one_plugin(plugins: Plugins) -> None:
     assert len(plugins.discover().backends) == 1
 
 
-def test_a_blocked_plugin_is_not_imported(
-    plugins: Plugins, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_blocked_plugin_is_not_imported(plugins: Plugins, monkeypatch: pytest.MonkeyPatch) -> None:
     plugins.point("fast", "module_that_is_nowhere")
     monkeypatch.setenv("MOONCAKE_HAL_BLOCK", "other, fast")
     assert refusal(plugins.discover()) == (PluginStatus.BLOCKED, "blocked by MOONCAKE_HAL_BLOCK")
 
 
 @pytest.mark.parametrize("variable", ["MOONCAKE_HAL_BACKEND", "MOONCAKE_HAL_BLOCK"])
-def test_a_bad_value_raises(
+def test_invalid_environment_value_is_an_error(
     plugins: Plugins, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, "Not A Name")
@@ -346,7 +344,7 @@ def test_a_bad_value_raises(
         plugins.discover().select_backend()
 
 
-def test_transports(plugins: Plugins) -> None:
+def test_transports_are_loaded_by_name(plugins: Plugins) -> None:
     plugins.transport("near")
     plugins.transport("far", reason="no card")
     plugins.point("gone", "module_that_is_nowhere")

@@ -741,9 +741,8 @@ def test_prompt_is_loaded_from_the_pool_after_its_peer_failed(first_token):
     bench.end_load("pulls", "the peer is dead")
     bench.step()
     load_id = the_load(bench)
-    bench.scheduler.load_ended(
-        "pulls", "the peer is dead"
-    )  # a duplicate event, of a load that has ended
+    # a duplicate event, of a load that has ended
+    bench.scheduler.load_ended("pulls", "the peer is dead")
     assert request.state is RequestStatus.TRANSFERRING
     bench.end(load_id)
     bench.run()

@@ -1,4 +1,4 @@
-"""The benchmark's table, JSON and plot, from made-up figures."""
+"""The transfer benchmark's table, JSON and plot, from synthetic results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_the_table_has_a_line_per_shape_and_subject() -> None:
     assert lines[4].endswith("p50 15.2 us, p99 40.0 us")
 
 
-def test_the_data_is_json() -> None:
+def test_data_is_json_serializable() -> None:
     data = json.loads(json.dumps(as_data(FOUND, [])))
     assert data["bandwidth"][3]["shape"] == {"total_bytes": 1 << 28, "piece_bytes": 4096}
 
@@ -46,14 +46,14 @@ def test_speed_is_compared_round_by_round() -> None:
     assert FOUND[3].faster_than(FOUND[1]) == pytest.approx(1.0)
 
 
-def test_a_shape_lays_every_piece_out_once() -> None:
+def test_shape_places_every_piece_once() -> None:
     spans = TransferShape(1 << 20, 4096).spans(1 << 30, 1 << 40)
     assert len(spans) == 256
     for array, base in ((spans.local, 1 << 30), (spans.remote, 1 << 40)):
         assert (np.sort(array) == base + np.arange(256, dtype=np.uint64) * np.uint64(4096)).all()
 
 
-def test_bad_arguments_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_arguments_are_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     bench.add_arguments(parser)
     with pytest.raises(SystemExit):

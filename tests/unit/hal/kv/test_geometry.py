@@ -1,4 +1,4 @@
-"""Which part of a model's KV each rank of a pipeline of tensor-parallel groups holds."""
+"""Which part of a model's KV each rank holds under tensor and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, layer_range, sha
 
 
 @given(st.integers(1, 200), st.data())
-def test_stages_divide_the_layers_evenly_and_the_last_gets_no_more(
+def test_stages_divide_the_layers_evenly_with_the_last_smallest(
     layers: int, data: st.DataObject
 ) -> None:
     pp_size = data.draw(st.integers(1, layers))
@@ -24,7 +24,7 @@ def test_stages_divide_the_layers_evenly_and_the_last_gets_no_more(
 
 
 @given(st.booleans(), st.integers(1, 9), st.integers(1, 8), st.integers(1, 8), st.data())
-def test_every_layer_and_head_is_held_as_often_as_its_holders_say(
+def test_every_layer_and_head_has_the_stated_number_of_holders(
     mla: bool, layers: int, heads: int, tp_size: int, data: st.DataObject
 ) -> None:
     kind = AttentionKind.MLA if mla else AttentionKind.GQA
@@ -45,7 +45,7 @@ def test_every_layer_and_head_is_held_as_often_as_its_holders_say(
     assert len(set(shards)) == len(shards)
 
 
-def test_a_stage_without_a_layer_is_refused() -> None:
+def test_stage_without_a_layer_is_rejected() -> None:
     geometry = KVGeometry(AttentionKind.GQA, 3, 2, (4, 4), "float32", 4)
     with pytest.raises(PlanError, match="stage 0 of 4 has none of 3 layers"):
         shard_of(geometry, 1, 0, 4)

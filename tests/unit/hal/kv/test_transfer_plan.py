@@ -1,4 +1,4 @@
-"""The planner against a dense oracle: random models, ratios, block sizes, lengths and layouts."""
+"""The transfer planner, checked against a dense oracle over random models, ratios and layouts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Side:
     blocks: list[int]
 
     def fill(self, geometry: KVGeometry, dense: np.ndarray, tokens: range, only: int | None = None):
-        """Write the dense KV where each rank's layout says it lies."""
+        """Write the dense KV to the addresses of each rank's layout."""
         for rank, (placement, memory) in enumerate(
             zip(self.placements, self.memories, strict=True)
         ):
@@ -123,7 +123,7 @@ def _placements(tp_size: int, layout: str, num_blocks: int = 64) -> list[KVShard
 
 
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (4, 2), (2, 4), (8, 1)])
-def test_block_major_layout_moves_one_run_per_block_whatever_the_ratio(
+def test_block_major_layout_moves_one_run_per_block_at_any_ratio(
     source_tp: int, target_tp: int
 ) -> None:
     blocks = list(range(0, 64, 2))
@@ -147,7 +147,7 @@ def test_consecutive_blocks_of_equal_layouts_become_one_run() -> None:
     assert plans[0].spans.total_bytes == 512 * LLAMA.token_bytes
 
 
-def test_replicas_take_turns() -> None:
+def test_replicas_are_used_in_turn() -> None:
     geometry = KVGeometry(AttentionKind.MLA, 2, 1, (5, 2), "test", 1)
     sources = make_side(geometry, 4, "LPBTH", 4, [0]).placements
     target = make_side(geometry, 1, "LPBTH", 4, [0]).placements[0]
@@ -160,7 +160,7 @@ def test_replicas_take_turns() -> None:
     assert peers == [0, 1, 2, 3, 0, 1, 2, 3]
 
 
-def test_a_peer_that_lacks_heads_is_refused() -> None:
+def test_peer_that_lacks_heads_is_rejected() -> None:
     with pytest.raises(PlanError, match=r"make 256 \(layer, head\) pairs.*hold 128"):
         plan_transfer(
             LLAMA,
@@ -170,7 +170,7 @@ def test_a_peer_that_lacks_heads_is_refused() -> None:
         )
 
 
-def test_block_tables_that_do_not_fit_are_refused() -> None:
+def test_block_tables_that_do_not_fit_are_rejected() -> None:
     placement = _placements(1, "BHLPT")[0]
     with pytest.raises(PlanError, match="17 tokens need 2 remote blocks of 16, the table has 1"):
         plan_transfer(LLAMA, placement, [placement], BlockTransfer([0, 1], [0], (0, 17)))
@@ -192,12 +192,12 @@ def _grouped(geometry: KVGeometry, window: int) -> KVGeometry:
 
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
 @pytest.mark.parametrize("unit", [1, 4])
-def test_each_group_has_its_own_blocks_and_only_what_its_window_reaches(
+def test_each_group_moves_its_own_blocks_within_its_window(
     source_tp: int, target_tp: int, unit: int
 ) -> None:
     plain = KVGeometry(AttentionKind.GQA, 5, 4, (3 * unit, 3 * unit), "test", 1, unit)
     geometry, stop, window, size = _grouped(plain, 6), 22, 6, 4
-    sliding, full = [9, 9, 9, 9, 5, 6], [1, 2, 3, 4, 7, 8]  # 9: dropped; is never looked at
+    sliding, full = [9, 9, 9, 9, 5, 6], [1, 2, 3, 4, 7, 8]  # 9: dropped, never accessed
     of_source = [block for pair in zip(sliding, full, strict=True) for block in pair]
     of_target = [39 - block for block in of_source]
     per_token = sum(plain.plane_dims) // unit
@@ -225,7 +225,8 @@ def test_each_group_has_its_own_blocks_and_only_what_its_window_reaches(
 
 
 def _place(placement: KVShardSpec, address: int) -> tuple[int, int]:
-    """Layer and block of an address, where layers and planes are outermost."""
+    """Return layer and block of an address in a layout whose outermost dimensions are layers and
+    planes."""
     layout = placement.layout
     for plane, bases in enumerate(layout.bases):
         for layer, base in enumerate(bases):
@@ -235,7 +236,7 @@ def _place(placement: KVShardSpec, address: int) -> tuple[int, int]:
     raise AssertionError(address)
 
 
-def test_a_window_reaches_back_from_the_prompts_end() -> None:
+def test_window_is_counted_from_the_prompts_end() -> None:
     geometry = _grouped(KVGeometry(AttentionKind.GQA, 2, 1, (4, 4), "test", 1), 8)
     side = make_side(replace(geometry, groups=()), 1, "LPBHT", 4, []).placements
     blocks = list(range(20))

@@ -1,4 +1,4 @@
-"""A device that takes time: its events pass in order, and not before their work is done."""
+"""The paced backend: work takes time, and events complete in order after their work."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> PacedBackend:
     return PacedBackend()
 
 
-def test_work_takes_its_time_one_after_another(backend: PacedBackend) -> None:
+def test_work_runs_sequentially_at_the_pace(backend: PacedBackend) -> None:
     query, cache = torch.zeros(3, 2, 4), torch.zeros(1, 16, 2, 4)
     start = time.perf_counter()
     events = []
@@ -48,7 +48,7 @@ def test_work_takes_its_time_one_after_another(backend: PacedBackend) -> None:
     assert all(a >= b - 0.001 for a, b in zip(passed, wanted, strict=True)), passed
 
 
-def test_a_graph_takes_what_was_captured_in_it(backend: PacedBackend) -> None:
+def test_graph_replay_takes_the_time_of_the_captured_work(backend: PacedBackend) -> None:
     query, cache = torch.zeros(1, 2, 4), torch.zeros(1, 16, 2, 4)
 
     def attend_twice() -> None:
@@ -67,14 +67,14 @@ def test_a_graph_takes_what_was_captured_in_it(backend: PacedBackend) -> None:
     assert time.perf_counter() - start >= 2 * DECODE_S - 0.001
 
 
-def test_a_device_that_has_nothing_to_do_begins_at_once(backend: PacedBackend) -> None:
+def test_idle_device_starts_at_once(backend: PacedBackend) -> None:
     event = backend.runtime.event(0)
     event.record()
     assert event.query()
 
 
 @pytest.mark.parametrize("value", ["", "3", "a b", "1 2 3"])
-def test_a_pace_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_invalid_pace_is_rejected(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("MOONCAKE_HAL_PACED", value)
     with pytest.raises(HalError, match="two numbers of microseconds"):
         PacedBackend()

@@ -1,4 +1,4 @@
-"""Where endpoints listen, and what they tell their peers of it."""
+"""Where endpoints listen, and which address they advertise to peers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def port_of(listener: socket.socket) -> int:
     return int(listener.getsockname()[1])
 
 
-def test_the_first_free_port_of_a_range_is_taken() -> None:
+def test_first_free_port_of_a_range_is_used() -> None:
     ports = free_range(3)
     with held("127.0.0.1", ports.first):
         options = replace(OPTIONS, port_range=ports)
@@ -49,20 +49,20 @@ def test_the_first_free_port_of_a_range_is_taken() -> None:
                 assert port_of(other) == ports.first
 
 
-def test_a_port_that_is_named_need_not_be_in_the_range() -> None:
+def test_explicit_port_may_lie_outside_the_range() -> None:
     ports = free_range(3)
     options = replace(OPTIONS, port=ports.last, port_range=PortRange(ports.first, ports.first))
     with closing(open_listener(options, "tcp", 8)) as found:
         assert port_of(found) == ports.last
 
 
-def test_another_failure_than_a_taken_port_ends_the_search() -> None:
+def test_other_bind_errors_end_the_port_search() -> None:
     options = replace(OPTIONS, host="192.0.2.1", port_range=PortRange(20_000, 20_001))
     with pytest.raises(OSError, match=r"can't listen on 192.0.2.1 port 20000"):
         open_listener(options, "tcp", 8)
 
 
-def test_all_addresses_take_in_both_families() -> None:
+def test_wildcard_host_accepts_both_address_families() -> None:
     options = replace(OPTIONS, host="::", advertise_host="127.0.0.1")
     with closing(open_listener(options, "tcp", 8)) as listener:
         assert advertised_host(options, listener) == "127.0.0.1"
@@ -80,22 +80,22 @@ BOTH = pytest.mark.parametrize(
 
 @BOTH
 @pytest.mark.parametrize(
-    ("host", "told"),
+    ("host", "advertised"),
     [("127.0.0.1", None), ("::1", None), ("0.0.0.0", "127.0.0.2"), ("127.0.0.2", "127.0.0.1")],
 )
-def test_every_endpoint_listens_and_is_told_of_as_asked(
-    load: Loader, kind: type[tcp_sockets.TcpAddress], host: str, told: str | None
+def test_endpoints_listen_and_advertise_as_configured(
+    load: Loader, kind: type[tcp_sockets.TcpAddress], host: str, advertised: str | None
 ) -> None:
     ports = free_range(1, host)
-    options = replace(OPTIONS, host=host, advertise_host=told, port_range=ports)
+    options = replace(OPTIONS, host=host, advertise_host=advertised, port_range=ports)
     with closing(load().open(options)) as endpoint:
         address = authentication.decode_address(endpoint.address, kind, endpoint.transport)
         assert address.port == ports.first
-        assert address.host == (told or host)
+        assert address.host == (advertised or host)
 
 
 @BOTH
-def test_whoever_listens_on_all_addresses_must_say_which_is_told(
+def test_wildcard_host_needs_an_advertised_host(
     load: Loader, kind: type[tcp_sockets.TcpAddress]
 ) -> None:
     with pytest.raises(ValueError, match="set advertise_host"):
@@ -103,11 +103,11 @@ def test_whoever_listens_on_all_addresses_must_say_which_is_told(
 
 
 @pytest.mark.parametrize("text", ["", "x", "5-", "-5", "0-5", "7-6", "1-65536", "1-2-3"])
-def test_what_is_no_range_is_refused(text: str) -> None:
+def test_invalid_port_range_is_rejected(text: str) -> None:
     with pytest.raises(ValueError, match="wanted a range of ports such as 14000-14099"):
         PortRange.parse(text)
 
 
-def test_a_range_is_written_as_it_is_read() -> None:
+def test_port_range_round_trips() -> None:
     assert PortRange.parse("21000-21099") == PortRange(21_000, 21_099)
     assert (str(PortRange.parse("21000")), len(PortRange.parse("21000"))) == ("21000-21000", 1)

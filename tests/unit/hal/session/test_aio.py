@@ -1,4 +1,4 @@
-"""Sessions on a loop: requests and refusals, and peers who drip, flood, lie, or never read."""
+"""Sessions on an event loop: requests, refusals, and peers that are slow, hostile or silent."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ HOST = "127.0.0.1"
 
 
 def echo(session: AsyncSession, payload: bytes) -> bytes:
-    """Return what was sent, or refuse it."""
+    """Echo a payload, or refuse it or fail as it asks."""
     if payload == b"refuse":
         raise HalError("because")
     if payload == b"fail":
@@ -80,7 +80,7 @@ async def dialled(listener: AsyncListener) -> socket.socket:
     return sock
 
 
-def test_requests_and_refusals() -> None:
+def test_requests_are_answered_or_refused() -> None:
     async def case(listener: AsyncListener) -> None:
         session = await connect(HOST, listener.port, OURS, timeout=5)
         assert session.peer_epoch == listener.epoch
@@ -98,7 +98,7 @@ def test_requests_and_refusals() -> None:
     run(case)
 
 
-def test_a_handler_that_fails_ends_its_session_and_no_other() -> None:
+def test_failing_handler_ends_only_its_session() -> None:
     async def case(listener: AsyncListener) -> None:
         session, other = [await connect(HOST, listener.port, OURS, timeout=5) for _ in range(2)]
         with pytest.raises(PeerLost):
@@ -116,7 +116,7 @@ def test_a_handler_that_fails_ends_its_session_and_no_other() -> None:
         (OURS, b"e" * 16, PeerLost, "has restarted"),
     ],
 )
-def test_who_does_not_belong_is_refused(
+def test_client_with_other_credentials_or_epoch_is_rejected(
     credentials: Credentials, epoch: bytes | None, error: type[HalError], said: str
 ) -> None:
     async def case(listener: AsyncListener) -> None:
@@ -127,7 +127,7 @@ def test_who_does_not_belong_is_refused(
     run(case)
 
 
-def test_nothing_listens() -> None:
+def test_connecting_to_a_closed_port_is_a_lost_peer() -> None:
     async def main() -> None:
         with socket.socket() as unused:
             unused.bind((HOST, 0))
@@ -138,7 +138,7 @@ def test_nothing_listens() -> None:
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 64, "10.0.0.1\0", "\udcff"])
-def test_a_host_that_can_not_be_named_is_a_lost_peer(host: str) -> None:
+def test_invalid_host_name_is_a_lost_peer(host: str) -> None:
     async def main() -> None:
         with pytest.raises(PeerLost, match=r"can't connect to '.*' port 7701"):
             await connect(host, 7701, OURS, timeout=5)
@@ -146,7 +146,7 @@ def test_a_host_that_can_not_be_named_is_a_lost_peer(host: str) -> None:
     asyncio.run(main())
 
 
-def test_a_connection_that_is_given_up_leaves_no_session_at_any_point() -> None:
+def test_cancelled_connect_leaves_no_session() -> None:
     async def case(listener: AsyncListener) -> None:
         for num_rounds in range(40):
             connecting = asyncio.ensure_future(connect(HOST, listener.port, OURS, timeout=5))
@@ -162,7 +162,7 @@ def test_a_connection_that_is_given_up_leaves_no_session_at_any_point() -> None:
     run(case)
 
 
-def test_a_server_that_says_nothing() -> None:
+def test_silent_server_times_out() -> None:
     async def main() -> None:
         silent = socket.create_server((HOST, 0))
         with pytest.raises(TransferTimeout, match=r"did not reply within 0\.2 s"):
@@ -172,7 +172,7 @@ def test_a_server_that_says_nothing() -> None:
     asyncio.run(main())
 
 
-def test_the_first_free_port_is_taken_ipv6_too() -> None:
+def test_first_free_port_is_used_for_ipv6() -> None:
     async def main() -> None:
         first = await listen("::1", [0], OURS, echo)
         second = await listen("::1", [first.port, 0], OURS, echo)
@@ -186,7 +186,7 @@ def test_the_first_free_port_is_taken_ipv6_too() -> None:
     asyncio.run(main())
 
 
-def test_the_end_of_the_listener_ends_sessions_and_requests() -> None:
+def test_closing_the_listener_ends_its_sessions() -> None:
     async def case(listener: AsyncListener) -> None:
         session = await connect(HOST, listener.port, OURS, timeout=5)
         listener.close()
@@ -195,7 +195,7 @@ def test_the_end_of_the_listener_ends_sessions_and_requests() -> None:
     run(case)
 
 
-def test_a_handshake_that_drips_is_cut_at_its_deadline() -> None:
+def test_slow_handshake_is_cut_at_its_deadline() -> None:
     async def case(listener: AsyncListener) -> None:
         sock = await dialled(listener)
         dripping = asyncio.ensure_future(drip(sock))
@@ -211,7 +211,7 @@ def test_a_handshake_that_drips_is_cut_at_its_deadline() -> None:
     run(case, QUICK)
 
 
-def test_a_thousand_strangers_keep_no_member_out_and_cost_little() -> None:
+def test_many_strangers_do_not_block_members() -> None:
     async def case(listener: AsyncListener) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         crowd = []
@@ -235,7 +235,7 @@ def test_a_thousand_strangers_keep_no_member_out_and_cost_little() -> None:
 @pytest.mark.parametrize(
     "sent", [(4097).to_bytes(4, "big"), b"\xff" * 4, frame(b""), frame(b"\x80"), b"GET / HTTP/1.1"]
 )
-def test_a_stranger_who_sends_something_else_is_cut_off(sent: bytes) -> None:
+def test_stranger_with_invalid_bytes_is_disconnected(sent: bytes) -> None:
     async def case(listener: AsyncListener) -> None:
         sock = await dialled(listener)
         await asyncio.get_running_loop().sock_sendall(sock, sent)
@@ -246,7 +246,7 @@ def test_a_stranger_who_sends_something_else_is_cut_off(sent: bytes) -> None:
 
 
 async def member(listener: AsyncListener) -> tuple[socket.socket, Seals]:
-    """Prove ourselves below the session, to misbehave from there on."""
+    """Authenticate below the session layer, to misbehave afterwards."""
 
     def work() -> tuple[socket.socket, Seals]:
         sock = socket.create_connection((HOST, listener.port))
@@ -258,7 +258,7 @@ async def member(listener: AsyncListener) -> tuple[socket.socket, Seals]:
 
 
 @pytest.mark.parametrize("attack", ["replay", "inject", "oversize"])
-def test_frames_on_the_line_are_not_believed(attack: str) -> None:
+def test_forged_frames_end_the_session(attack: str) -> None:
     handled = []
 
     def count(session: AsyncSession, payload: bytes) -> bytes:
@@ -283,7 +283,7 @@ def test_frames_on_the_line_are_not_believed(attack: str) -> None:
     asyncio.run(main())
 
 
-def test_a_member_who_never_reads_is_dropped_and_costs_little() -> None:
+def test_member_that_never_reads_is_dropped_with_bounded_memory() -> None:
     limits = replace(QUICK, frame_bytes=1 << 20, keepalive_s=60.0)
 
     async def case(listener: AsyncListener) -> None:
@@ -303,7 +303,7 @@ def test_a_member_who_never_reads_is_dropped_and_costs_little() -> None:
     run(case, limits)
 
 
-def test_a_member_who_falls_silent_is_lost() -> None:
+def test_silent_member_is_lost() -> None:
     async def case(listener: AsyncListener) -> None:
         session = await connect(HOST, listener.port, OURS, timeout=5, limits=QUICK)
         sock, _ = await member(listener)
@@ -316,7 +316,7 @@ def test_a_member_who_falls_silent_is_lost() -> None:
 
 
 @pytest.mark.parametrize("beyond", [0, 1])
-def test_a_request_that_is_too_long_is_not_sent_and_costs_no_other(beyond: int) -> None:
+def test_oversized_request_is_not_sent_and_fails_alone(beyond: int) -> None:
     async def case(listener: AsyncListener) -> None:
         limits = replace(LIMITS, frame_bytes=4096)
         session = await connect(HOST, listener.port, OURS, timeout=5, limits=limits)
@@ -334,7 +334,7 @@ def test_a_request_that_is_too_long_is_not_sent_and_costs_no_other(beyond: int) 
     run(case)
 
 
-def test_requests_that_no_reply_comes_to_are_bounded() -> None:
+def test_requests_without_a_reply_are_bounded() -> None:
     async def main() -> None:
         silent = asyncio.Event()
 

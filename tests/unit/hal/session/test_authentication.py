@@ -1,4 +1,4 @@
-"""Proofs: who knows the secret gets in, and nothing that was heard can be used again."""
+"""Authentication: only holders of the secret pass, and recorded messages cannot be replayed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_both_sides_of_one_deployment_agree() -> None:
     "other",
     [replace(OURS, secret=b"another"), replace(OURS, secret=b""), replace(OURS, protocol="shm")],
 )
-def test_another_deployment_is_denied_both_ways(other: Credentials) -> None:
+def test_other_deployment_is_denied_on_both_sides(other: Credentials) -> None:
     challenge = OURS.challenge(EPOCH)
     with pytest.raises(AccessDenied, match="does not know this deployment's secret"):
         OURS.check_client(challenge, other.respond(challenge, EPOCH))
@@ -45,14 +45,14 @@ def test_another_deployment_is_denied_both_ways(other: Credentials) -> None:
         OURS.check_server(challenge, hello, forged)
 
 
-def test_a_recorded_hello_does_not_open_another_connection() -> None:
+def test_recorded_hello_cannot_be_replayed() -> None:
     first, second = OURS.challenge(EPOCH), OURS.challenge(EPOCH)
     hello = OURS.respond(first, EPOCH)
     with pytest.raises(AccessDenied):
         OURS.check_client(second, hello)
 
 
-def test_a_clients_own_proof_does_not_serve_as_the_servers() -> None:
+def test_reflected_client_proof_is_denied() -> None:
     challenge = OURS.challenge(EPOCH)
     hello = OURS.respond(challenge, EPOCH)
     with pytest.raises(AccessDenied):
@@ -70,12 +70,12 @@ def test_an_empty_proof_or_nonce_is_denied() -> None:
             OURS.check_client(challenge, hello)
 
 
-def test_another_epoch_is_lost() -> None:
+def test_other_epoch_is_a_lost_peer() -> None:
     with pytest.raises(PeerLost, match="has restarted"):
         OURS.respond(OURS.challenge(fresh_epoch()), EPOCH)
 
 
-def test_another_version_is_named_on_both_sides() -> None:
+def test_version_mismatch_is_named_on_both_sides() -> None:
     newer = replace(OURS, version=2)
     with pytest.raises(VersionMismatch, match="we speak version 1, the peer 2"):
         OURS.respond(newer.challenge(EPOCH), EPOCH)
@@ -85,7 +85,7 @@ def test_another_version_is_named_on_both_sides() -> None:
         OURS.check_client(challenge, hello)
 
 
-def test_a_refusal_is_passed_on() -> None:
+def test_server_refusal_is_reported() -> None:
     challenge = OURS.challenge(EPOCH)
     hello = OURS.respond(challenge, EPOCH)
     with pytest.raises(AccessDenied, match="rejected us: because"):
@@ -104,6 +104,6 @@ def test_garbage_is_a_typed_error(data: bytes) -> None:
         OURS.check_server(challenge, OURS.respond(challenge, EPOCH), decode(data, ServerWelcome))
 
 
-def test_messages_survive_the_wire() -> None:
+def test_messages_round_trip() -> None:
     challenge = OURS.challenge(EPOCH)
     assert decode(encode(challenge), Challenge) == challenge

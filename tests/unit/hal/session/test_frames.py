@@ -1,4 +1,4 @@
-"""Frames: put together from any pieces, bounded, and sealed against whoever sits on the line."""
+"""Frames: reassembled from any fragments, bounded, and sealed against tampering in transit."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ PROVEN = Proven(b"epoch", SessionKeys(b"c" * 32, b"s" * 32))
 
 
 def sealed(*messages: AnyMessage) -> list[bytes]:
-    """The bodies of what a client sends."""
+    """Return the sealed bodies of messages from a client."""
     seals = Seals.of_client(PROVEN)
     return [seals.outgoing.seal(message)[LENGTH_BYTES:] for message in messages]
 
 
 def opener() -> Seal:
-    """What opens them at the server."""
+    """Return the seal that opens them at the server."""
     return Seals.of_server(PROVEN).incoming
 
 
 @given(st.lists(st.binary(max_size=50), max_size=8), st.data())
-def test_frames_arrive_whole_however_they_are_cut(bodies: list[bytes], data: st.DataObject) -> None:
+def test_frames_are_reassembled_from_any_fragments(
+    bodies: list[bytes], data: st.DataObject
+) -> None:
     stream = b"".join(frame(body) for body in bodies)
     reader, found = FrameReader(64), []
     while stream:
@@ -45,7 +47,7 @@ def test_frames_arrive_whole_however_they_are_cut(bodies: list[bytes], data: st.
     assert found == bodies
 
 
-def test_a_frame_beyond_the_limit_is_refused_by_its_length_alone() -> None:
+def test_oversized_frame_is_rejected_by_its_length_alone() -> None:
     reader = FrameReader(4096)
     reader.feed((4097).to_bytes(4, "big"))
     with pytest.raises(PeerLost, match="a frame of 4097 bytes exceeds 4096"):
@@ -68,9 +70,9 @@ def test_messages_arrive_in_order() -> None:
         lambda a, b: [a[:10]],
         lambda a, b: [b""],
     ],
-    ids=["replayed", "left out or reordered", "changed", "resealed", "cut", "empty"],
+    ids=["replayed", "dropped or reordered", "changed", "resealed", "truncated", "empty"],
 )
-def test_a_frame_that_is_not_the_next_one_does_not_fit(attack: object) -> None:
+def test_frame_that_is_not_the_next_one_is_rejected(attack: object) -> None:
     bodies = attack(*sealed(Ping(1), Ping(2)))  # type: ignore[operator]  # a lambda
     incoming = opener()
     for body in bodies[:-1]:
@@ -79,13 +81,13 @@ def test_a_frame_that_is_not_the_next_one_does_not_fit(attack: object) -> None:
         incoming.open(bodies[-1])
 
 
-def test_a_reflected_frame_does_not_fit() -> None:
+def test_reflected_frame_is_rejected() -> None:
     ours = Seals.of_client(PROVEN)
     with pytest.raises(PeerLost, match="seal does not match"):
         ours.incoming.open(ours.outgoing.seal(Ping(1))[LENGTH_BYTES:])
 
 
-def test_what_is_sealed_and_no_message_ends_the_session() -> None:
+def test_sealed_body_that_is_no_message_is_rejected() -> None:
     key = PROVEN.keys.client
     data = b"\x93\x01\x02\x03"
     seal = Seal(key)

@@ -1,4 +1,4 @@
-"""Who gets in over blocking sockets, TCP and Unix alike, and what strangers can't take away."""
+"""The listener over blocking TCP and Unix sockets: members are served, strangers are bounded."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Echo:
         return sock
 
     def check(self) -> None:
-        """Demand that a member gets in and is served."""
+        """Check that a member is accepted and served."""
         session = Session(self.dial(), refuse_requests)
         session.start("check")
         assert session.request(b"hello", 5.0) == b"hello"
@@ -106,7 +106,7 @@ def ended(sock: socket.socket, within: float) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_members_are_served_and_strangers_are_refused(
+def test_members_are_served_and_strangers_are_rejected(
     family: str, echo: Callable[..., Echo]
 ) -> None:
     target = echo(family)
@@ -119,9 +119,7 @@ def test_members_are_served_and_strangers_are_refused(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_handshake_that_drips_is_cut_at_its_deadline(
-    family: str, echo: Callable[..., Echo]
-) -> None:
+def test_slow_handshake_is_cut_at_its_deadline(family: str, echo: Callable[..., Echo]) -> None:
     target = echo(family, QUICK)
     sock = target.connect()
     stop = threading.Event()
@@ -143,7 +141,7 @@ def test_a_handshake_that_drips_is_cut_at_its_deadline(
     target.check()
 
 
-def test_a_server_that_drips_is_given_up_at_the_deadline() -> None:
+def test_slow_server_is_abandoned_at_the_deadline() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def drip() -> None:
@@ -166,9 +164,7 @@ def test_a_server_that_drips_is_given_up_at_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_thousand_strangers_keep_no_member_out_and_cost_little(
-    family: str, echo: Callable[..., Echo]
-) -> None:
+def test_many_strangers_do_not_block_members(family: str, echo: Callable[..., Echo]) -> None:
     target = echo(family)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     crowd: list[socket.socket] = []
@@ -185,7 +181,7 @@ def test_a_thousand_strangers_keep_no_member_out_and_cost_little(
 
 
 @pytest.mark.parametrize("sent", [(4097).to_bytes(4, "big"), b"\xff" * 4, b"GET / HTTP/1.1"])
-def test_a_frame_too_long_for_a_stranger_ends_it_at_once(
+def test_oversized_frame_disconnects_a_stranger_at_once(
     sent: bytes, echo: Callable[..., Echo]
 ) -> None:
     sock = echo("tcp").connect()
@@ -193,7 +189,7 @@ def test_a_frame_too_long_for_a_stranger_ends_it_at_once(
     assert ended(sock, 5.0) < 2.0
 
 
-def test_a_failed_accept_is_logged_and_tried_again(
+def test_failed_accept_is_logged_and_retried(
     echo: Callable[..., Echo], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = echo("unix")
@@ -213,7 +209,7 @@ def test_a_failed_accept_is_logged_and_tried_again(
     assert caplog.text.count("can't accept a connection") == 3
 
 
-def test_a_moment_without_a_free_thread_turns_one_away(
+def test_thread_shortage_rejects_one_connection(
     echo: Callable[..., Echo], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     one = echo("tcp")
@@ -233,7 +229,7 @@ def test_a_moment_without_a_free_thread_turns_one_away(
     one.close()
 
 
-def test_a_member_who_never_reads_is_dropped(echo: Callable[..., Echo]) -> None:
+def test_member_that_never_reads_is_dropped(echo: Callable[..., Echo]) -> None:
     target = echo("unix")
     quick = replace(LIMITS, send_s=0.3)
     silent = target.dial()
@@ -250,7 +246,7 @@ def test_a_member_who_never_reads_is_dropped(echo: Callable[..., Echo]) -> None:
 
 
 def flood(proven: ProvenSocket, limits: Limits) -> None:
-    """Send requests whose replies are never read, until that ends the session."""
+    """Send requests without reading replies, until the session fails."""
     session = Session(proven, refuse_requests, limits)
     for _ in range(1000):
         request = session.start_request(b"x" * 100_000)
@@ -258,7 +254,7 @@ def flood(proven: ProvenSocket, limits: Limits) -> None:
             request.result()
 
 
-def test_refusals_regions_and_descriptors(echo: Callable[..., Echo]) -> None:
+def test_session_carries_refusals_regions_and_descriptors(echo: Callable[..., Echo]) -> None:
     target = echo("unix")
     session = Session(target.dial(), refuse_requests)
     session.start("ours")
@@ -281,8 +277,8 @@ def test_refusals_regions_and_descriptors(echo: Callable[..., Echo]) -> None:
     session.close()
 
 
-def test_another_user_gets_nothing_over_a_unix_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It may know the secret: memory is passed over that socket."""
+def test_other_user_is_denied_on_a_unix_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even with the secret: memory is passed over that socket."""
     target = Echo("unix")
     try:
         monkeypatch.setattr("mooncake_hal.session.listener.os.getuid", lambda: 4711)

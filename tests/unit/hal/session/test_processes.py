@@ -1,4 +1,4 @@
-"""Processes by name: when they have ended, and when that can't be seen."""
+"""Process identities: whether a process has ended, and when that cannot be observed."""
 
 import os
 import select
@@ -40,12 +40,12 @@ def has_ended(descriptor, timeout_ms=0):
     return bool(poll.poll(timeout_ms))
 
 
-def test_a_process_is_known_by_its_start():
+def test_process_is_identified_by_its_start_time():
     assert start_time(os.getpid()) == this_process().started
     assert start_time(2**22 + 1) is None
 
 
-def test_a_process_that_is_frozen_has_not_ended_and_one_that_is_killed_has(other):
+def test_stopped_process_has_not_ended_and_killed_one_has(other):
     child, name = other
     descriptor = open_process(name)
     assert descriptor is not None
@@ -54,17 +54,17 @@ def test_a_process_that_is_frozen_has_not_ended_and_one_that_is_killed_has(other
     child.kill()
     assert has_ended(descriptor, WAIT_MS)
     os.close(descriptor)
-    assert open_process(name) is None, "a zombie touches nothing any more"
+    assert open_process(name) is None, "a zombie no longer accesses memory"
     child.wait()
     assert open_process(name) is None
 
 
-def test_another_process_of_the_same_number_is_not_the_one_that_is_meant():
+def test_reused_pid_is_another_process():
     mine = this_process()
     assert open_process(msgspec.structs.replace(mine, started=mine.started - 1)) is None
 
 
-def test_what_can_not_be_seen_is_not_taken_to_have_ended(monkeypatch):
+def test_invisible_process_is_not_assumed_to_have_ended(monkeypatch):
     elsewhere = msgspec.structs.replace(this_process(), host="another kernel")
     with pytest.raises(OSError, match="another kernel"):
         open_process(elsewhere)
@@ -76,7 +76,7 @@ def test_what_can_not_be_seen_is_not_taken_to_have_ended(monkeypatch):
         open_process(this_process())
 
 
-def test_where_the_system_does_not_say_who_is_who_nobody_is_taken_for_another(monkeypatch):
+def test_unknown_host_matches_no_process(monkeypatch):
     def hidden(path):
         raise PermissionError(path)
 

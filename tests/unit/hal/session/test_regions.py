@@ -1,4 +1,4 @@
-"""Where spans lie: the table against brute force, and what it says of what lies nowhere."""
+"""The region table, checked against brute force, and its errors for unknown addresses."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def array(*values: int) -> np.ndarray:
 
 
 @given(st.lists(st.tuples(SMALL, st.integers(1, 9)), max_size=8), SMALL, st.integers(1, 12))
-def test_find_agrees_with_looking_at_every_byte(
+def test_find_agrees_with_brute_force(
     regions: list[tuple[int, int]], address: int, nbytes: int
 ) -> None:
     table = RegionTable("the peer")
@@ -56,7 +56,7 @@ def test_find_agrees_with_looking_at_every_byte(
     ("address", "nbytes"),
     [(2**64 - 1, 1), (2**64 - 8, 2**63), (0, 2**64 - 1), (150, 2**64 - 1), (99, 1), (2**63, 5)],
 )
-def test_no_arithmetic_wraps_around(address: int, nbytes: int) -> None:
+def test_address_arithmetic_does_not_wrap_around(address: int, nbytes: int) -> None:
     table = table_of((100, 100))
     with pytest.raises((RegionUnknown, OutOfBounds)):
         table.find_all(array(address), array(nbytes))
@@ -64,7 +64,7 @@ def test_no_arithmetic_wraps_around(address: int, nbytes: int) -> None:
         table.find(address, nbytes)
 
 
-def test_the_first_bad_span_of_a_batch_is_named() -> None:
+def test_first_invalid_span_of_a_batch_is_named() -> None:
     table = table_of((100, 100), (300, 100))
     index, at = table.find_all(array(110, 399, 100), array(5, 1, 100))
     assert [index.keys[position] for position in at] == [1, 2, 1]
@@ -72,7 +72,7 @@ def test_the_first_bad_span_of_a_batch_is_named() -> None:
         table.find_all(array(110, 190, 0), array(5, 20, 1))
 
 
-def test_revoked_is_told_from_never_there() -> None:
+def test_revoked_and_unknown_regions_are_distinguished() -> None:
     table = table_of((100, 100))
     table.revoke(1)
     with pytest.raises(RegionRevoked, match="has been revoked"):
@@ -85,7 +85,7 @@ def test_revoked_is_told_from_never_there() -> None:
         table.revoke(7)
 
 
-def test_a_new_region_rules_over_a_revoked_one() -> None:
+def test_new_region_replaces_a_revoked_one() -> None:
     table = table_of((100, 100))
     table.revoke(1)
     table.add(2, MemoryRegion(100, 50))
@@ -94,7 +94,7 @@ def test_a_new_region_rules_over_a_revoked_one() -> None:
 
 
 @pytest.mark.parametrize("region", [(100, 0), (-1, 5), (2**64 - 1, 2)])
-def test_regions_that_are_no_memory(region: tuple[int, int]) -> None:
+def test_invalid_regions_are_rejected(region: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match="1 or more bytes of memory"):
         table_of(region)
 
@@ -108,13 +108,13 @@ def test_regions_that_are_no_memory(region: tuple[int, int]) -> None:
         (array(1, 2, 3)[::2], array(1, 2), array(1, 1), "contiguous"),
     ],
 )
-def test_malformed_spans(
+def test_malformed_spans_are_rejected(
     local: np.ndarray, remote: np.ndarray, nbytes: np.ndarray, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
         check_spans(Spans(local, remote, nbytes))
 
 
-def test_all_refusals_are_transfer_errors() -> None:
+def test_region_errors_are_transfer_errors() -> None:
     with pytest.raises(TransferError):
         table_of().find_all(array(1), array(1))

@@ -1,4 +1,4 @@
-"""Who goes when too many connections are in their handshake, and when their time is over."""
+"""Which connections are evicted when too many are in their handshake, and their deadlines."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from mooncake_hal.session.strangers import Limits, Strangers
 LIMITS = Limits(strangers=3, handshake_s=10.0)
 
 
-def test_the_oldest_goes() -> None:
+def test_oldest_stranger_is_evicted() -> None:
     strangers: Strangers[int] = Strangers(LIMITS)
     gone = [strangers.enter(number, "a", 0.0) for number in range(5)]
     assert gone == [None, None, None, 0, 1]
     assert strangers.all() == [2, 3, 4]
 
 
-def test_who_floods_pushes_out_its_own() -> None:
+def test_flooding_host_evicts_its_own_connections() -> None:
     strangers: Strangers[int] = Strangers(LIMITS)
     strangers.enter(0, "friend", 0.0)
     gone = [strangers.enter(number, "flood", 0.0) for number in range(1, 6)]
@@ -22,7 +22,7 @@ def test_who_floods_pushes_out_its_own() -> None:
     assert 0 in strangers.all()
 
 
-def test_who_has_left_counts_no_more() -> None:
+def test_stranger_that_left_is_not_counted() -> None:
     strangers: Strangers[int] = Strangers(LIMITS)
     for number in range(3):
         strangers.enter(number, "a", 0.0)
@@ -31,7 +31,7 @@ def test_who_has_left_counts_no_more() -> None:
     assert strangers.enter(3, "a", 0.0) is None
 
 
-def test_each_has_one_deadline() -> None:
+def test_each_stranger_has_one_deadline() -> None:
     strangers: Strangers[int] = Strangers(LIMITS)
     assert strangers.next_deadline() is None
     strangers.enter(0, "a", 1.0)

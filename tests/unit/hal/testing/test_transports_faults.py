@@ -1,4 +1,4 @@
-"""The fault injector, over shm within this process: each fault is what a caller would see."""
+"""The fault injector, over shm within this process: each fault looks as it would to a caller."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def load_faultless() -> FaultyTransport:
 
 
 class TestTheDecoratorItself(TransportConformance):
-    """Without faults it must be as good as what it wraps."""
+    """Without faults the decorator conforms like the transport that it wraps."""
 
     loader = "mooncake_hal.transports.shm.shm_transport:load"
 
@@ -66,7 +66,7 @@ def assert_arrived(pair: Pair) -> None:
     assert (pair.here.get() == pair.there.get()).all()
 
 
-def test_a_plan_is_used_up_in_order(pair: Pair, faults: Faults) -> None:
+def test_planned_faults_are_used_in_order(pair: Pair, faults: Faults) -> None:
     faults.plan += [Fault(fail=PeerLost("injected: gone")), Fault()]
     before = pair.here.get()
     with pytest.raises(PeerLost, match="injected: gone"):
@@ -77,7 +77,7 @@ def test_a_plan_is_used_up_in_order(pair: Pair, faults: Faults) -> None:
     assert_arrived(pair)
 
 
-def test_a_dropped_transfer_ends_at_its_deadline(pair: Pair, faults: Faults) -> None:
+def test_dropped_transfer_times_out(pair: Pair, faults: Faults) -> None:
     faults.plan.append(Fault(drop=True))
     before = pair.here.get()
     started = time.monotonic()
@@ -87,7 +87,7 @@ def test_a_dropped_transfer_ends_at_its_deadline(pair: Pair, faults: Faults) -> 
     assert (pair.here.get() == before).all()
 
 
-def test_a_dropped_transfer_can_be_cancelled(pair: Pair, faults: Faults) -> None:
+def test_dropped_transfer_can_be_cancelled(pair: Pair, faults: Faults) -> None:
     faults.plan.append(Fault(drop=True))
     transfer = pair.peer.read(pair.whole(SIZE), timeout=60)
     assert transfer.poll() is TransferState.PENDING
@@ -97,7 +97,7 @@ def test_a_dropped_transfer_can_be_cancelled(pair: Pair, faults: Faults) -> None
         transfer.wait()
 
 
-def test_a_delay_delays(pair: Pair, faults: Faults) -> None:
+def test_delay_postpones_completion(pair: Pair, faults: Faults) -> None:
     faults.plan.append(Fault(delay_s=0.05))
     started = time.monotonic()
     read(pair)
@@ -105,7 +105,7 @@ def test_a_delay_delays(pair: Pair, faults: Faults) -> None:
     assert_arrived(pair)
 
 
-def test_throttling_keeps_to_the_rate(pair: Pair, faults: Faults) -> None:
+def test_throttling_limits_the_rate(pair: Pair, faults: Faults) -> None:
     faults.otherwise = Fault(bytes_per_s=SIZE * 10)
     started = time.monotonic()
     read(pair)
@@ -142,7 +142,7 @@ def test_truncation_moves_a_share_and_fails(pair: Pair, faults: Faults) -> None:
     assert (before[pieces.near[9] :][:KIB] == pair.here.get()[pieces.near[9] :][:KIB]).all()
 
 
-def test_errors_of_the_wrapped_transport_come_through(pair: Pair, faults: Faults) -> None:
+def test_errors_of_the_wrapped_transport_are_raised(pair: Pair, faults: Faults) -> None:
     faults.otherwise = Fault(duplicate=True)
     with pytest.raises(RegionUnknown):
         pair.peer.read(one_span(pair.here.region.address, 64, 64), timeout=10).wait()
@@ -150,7 +150,7 @@ def test_errors_of_the_wrapped_transport_come_through(pair: Pair, faults: Faults
         pair.peer.read(one_span(pair.here.region.address, 64, 0), timeout=10)
 
 
-def test_closing_the_peer_ends_what_is_in_flight(pair: Pair, faults: Faults) -> None:
+def test_closing_the_peer_fails_transfers_in_flight(pair: Pair, faults: Faults) -> None:
     faults.plan.append(Fault(drop=True))
     transfer = pair.peer.read(pair.whole(SIZE), timeout=60)
     pair.peer.close()
@@ -158,7 +158,7 @@ def test_closing_the_peer_ends_what_is_in_flight(pair: Pair, faults: Faults) -> 
         transfer.wait()
 
 
-def test_a_connection_that_fails(pair: Pair, faults: Faults) -> None:
+def test_connect_error_is_injected(pair: Pair, faults: Faults) -> None:
     faults.on_connect = TransferError("injected: no route")
     with pytest.raises(TransferError, match="injected: no route"):
         pair.near.connect(pair.far.address, timeout=10)

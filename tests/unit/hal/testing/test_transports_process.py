@@ -1,4 +1,4 @@
-"""What the transport suite counts as left behind: only what its own processes made."""
+"""Leak detection of the transport suite: only files of its own processes count as leftovers."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def path() -> Iterator[Path]:
     path.unlink(missing_ok=True)
 
 
-def test_a_file_that_nothing_uses_any_more_was_left(path: Path) -> None:
+def test_unused_new_file_is_a_leftover(path: Path) -> None:
     before = leftovers()
     path.write_bytes(b"left")
     assert leftovers(before.shared_memory).shared_memory == before.shared_memory | {path.name}
 
 
-def test_a_file_that_another_program_works_with_is_its_own(path: Path) -> None:
+def test_file_in_use_by_another_program_is_no_leftover(path: Path) -> None:
     before = leftovers().shared_memory
     command = [sys.executable, "-c", HOLD, str(path)]
     pipe = subprocess.PIPE
@@ -39,7 +39,7 @@ def test_a_file_that_another_program_works_with_is_its_own(path: Path) -> None:
         assert leftovers(before).shared_memory == before
 
 
-def test_a_file_that_another_program_removes_is_not_missed(path: Path) -> None:
+def test_file_removed_by_another_program_is_ignored(path: Path) -> None:
     path.write_bytes(b"")
     before = leftovers().shared_memory
     path.unlink()

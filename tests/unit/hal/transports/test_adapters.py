@@ -1,4 +1,4 @@
-"""The adapters without their engines: probes, settings, slices, and what peers say."""
+"""The Mooncake and NIXL adapters without their engines: probes, settings, slices, messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def install(folder: Path, module: str, distribution: str) -> None:
         (nixl_plugin, "nixl", "nixl-cu12"),
     ],
 )
-def test_a_probe_says_what_is_missing_and_what_is_there(
+def test_probe_reports_missing_and_installed_libraries(
     plugin: ModuleType,
     module: str,
     distribution: str,
@@ -62,11 +62,11 @@ def test_a_probe_says_what_is_missing_and_what_is_there(
 
 
 @pytest.mark.parametrize("spec", [mooncake_plugin, nixl_plugin])
-def test_they_have_to_be_asked_for(spec: ModuleType) -> None:
+def test_adapters_have_negative_priority(spec: ModuleType) -> None:
     assert spec.mooncake_hal_transport().priority < 0
 
 
-def test_libraries_that_do_not_load_are_named(
+def test_library_that_fails_to_load_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install(tmp_path, "nixl", "nixl-cu12")
@@ -76,7 +76,7 @@ def test_libraries_that_do_not_load_are_named(
         nixl_plugin.load()
 
 
-def test_settings_that_are_not_known_are_refused() -> None:
+def test_unknown_settings_are_rejected() -> None:
     options = EndpointOptions(extra={"protocols": "tcp"})
     with pytest.raises(ValueError, match=r"mooncake has no settings \['protocols'\]; it has"):
         mooncake.configure(NOTHING, options)
@@ -86,7 +86,7 @@ def test_settings_that_are_not_known_are_refused() -> None:
         mooncake.configure(NOTHING, EndpointOptions(extra={"protocol": "udp"}))
 
 
-def test_slices_hold_every_byte_in_order_within_bounds() -> None:
+def test_slices_cover_every_byte_in_order_within_bounds() -> None:
     rng = np.random.default_rng(3)
     nbytes = rng.integers(1, 100_000, 500).astype(np.uint64)
     ends = np.cumsum(nbytes + np.uint64(8))
@@ -103,25 +103,25 @@ def test_slices_hold_every_byte_in_order_within_bounds() -> None:
         assert (found[1:] >= found[:-1] + moved[:-1]).all()
 
 
-def test_what_peers_say_is_read_with_care() -> None:
+def test_malformed_peer_messages_are_rejected() -> None:
     with pytest.raises(TransferError, match="not the info of an adapter's endpoint"):
         decode_info(b"\xc1")
     with pytest.raises(PeerLost, match="wanted AgentDescription"):
         decode_message(b"\x93\x01\x02\x03", AgentDescription)
 
 
-def test_engines_that_speak_differently_do_not_reach() -> None:
+def test_engines_of_different_protocols_are_unreachable() -> None:
     assert unreachable_reason(AdapterInfo("tcp"), AdapterInfo("tcp")) is None
     reason = unreachable_reason(AdapterInfo("tcp"), AdapterInfo("rdma"))
     assert reason == "our engine speaks tcp, the peer's rdma"
 
 
 @pytest.mark.parametrize(("device", "is_host", "number"), [("cpu", True, 0), ("cuda:3", False, 3)])
-def test_where_memory_lies_for_nixl(device: str, is_host: bool, number: int) -> None:
+def test_nixl_distinguishes_host_and_device_memory(device: str, is_host: bool, number: int) -> None:
     place = nixl._region_info(device)
     assert (place.is_host, place.device) == (is_host, number)
 
 
-def test_memory_that_nixl_does_not_know() -> None:
+def test_nixl_rejects_unknown_device_memory() -> None:
     with pytest.raises(TransportUnavailable, match="no memory of npu:0"):
         nixl._region_info("npu:0")

@@ -1,4 +1,4 @@
-"""What is left of a connection that could not be made, since the host had no thread for it."""
+"""A connection that fails because no thread can be started leaks nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STAGED = "support.host_device:load_staged_over_tcp"
 
 
 def held() -> tuple[int, int]:
-    """Threads and descriptors of this process."""
+    """Return the numbers of threads and descriptors of this process."""
     return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
 
@@ -34,10 +34,10 @@ def held() -> tuple[int, int]:
         (STAGED, "support.host_device:allocate", "test:0", "device-copy"),
     ],
 )
-def test_neither_threads_nor_connections_are_left(
+def test_failed_connection_leaks_no_threads_or_descriptors(
     loader: str, allocator: str, device: str, thread: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A load that fails so is tried again: a shortage that passes would become a lasting one."""
+    """Such a load is retried: leaks would turn a temporary shortage into a permanent one."""
     real, shortages = threading.Thread.start, []
 
     def start(starting: threading.Thread) -> None:
@@ -69,7 +69,7 @@ def test_neither_threads_nor_connections_are_left(
 
 
 def check(peer: Peer, here: Buffer, there: Buffer) -> None:
-    """Demand that it reads."""
+    """Check that the peer reads correctly."""
     spans = one_span(here.region.address, there.region.address, 4096)
     peer.read(spans, timeout=5).wait()
     assert (here.get() == there.get()).all()

@@ -1,4 +1,4 @@
-"""How transfers are cut into parts, packed, and joined."""
+"""How the copy worker splits transfers into parts, overlaps them, and drains them on errors."""
 
 from __future__ import annotations
 
@@ -37,16 +37,18 @@ def numbers(*values: int) -> np.ndarray:
         ((3, 3, 3, 3), [(0, 3), (3, 4)]),
     ],
 )
-def test_parts_are_as_full_as_may_be(nbytes: tuple[int, ...], parts: list[tuple[int, int]]) -> None:
+def test_parts_are_filled_up_to_the_limit(
+    nbytes: tuple[int, ...], parts: list[tuple[int, int]]
+) -> None:
     assert split_parts(numbers(*nbytes), 10) == parts
 
 
-def test_parts_have_a_limit_of_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_number_of_pieces_per_part_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copy_worker, "MAX_PIECES", 2)
     assert split_parts(numbers(1, 1, 1), 10) == [(0, 2), (2, 3)]
 
 
-def test_what_is_packed_on_both_sides_is_one_span() -> None:
+def test_pieces_packed_on_both_sides_become_one_span() -> None:
     nbytes = numbers(3, 5, 2)
     whole = joined(packed_addresses(100, nbytes), packed_addresses(900, nbytes), nbytes)
     assert (len(whole), whole.total_bytes) == (1, 10)
@@ -55,7 +57,7 @@ def test_what_is_packed_on_both_sides_is_one_span() -> None:
 
 
 class Line:
-    """Notes what happens to parts; the part that begins at ``fails_at`` does not arrive."""
+    """Records the events of parts; the part that begins at ``fails_at`` fails."""
 
     def __init__(self, fails_at: int = -1) -> None:
         self.events: list[str] = []
@@ -84,21 +86,21 @@ def job_of(line: Line) -> CopyJob[Copier]:
     return CopyJob(Spans(parts, parts, numbers(10, 10, 10)), 60.0, way, frozenset())
 
 
-def test_a_part_begins_before_the_one_before_it_is_finished() -> None:
+def test_next_part_starts_before_the_previous_one_finishes() -> None:
     line = Line()
     job_of(line).run(NullCopier())
     moved = ["begin 0", "begin 1", "finish 0", "begin 2", "finish 1", "finish 2"]
     assert line.events == [*moved, "confirm 3"]
 
 
-def test_what_is_underway_when_a_part_is_lost_is_drained() -> None:
+def test_parts_in_flight_are_drained_when_one_fails() -> None:
     line = Line(fails_at=0)
     with pytest.raises(TransferError, match="lost"):
         job_of(line).run(NullCopier())
     assert line.events == ["begin 0", "begin 1", "drain 1"]
 
 
-def test_a_stopped_transfer_is_drained() -> None:
+def test_stopped_transfer_is_drained() -> None:
     line = Line()
     job = job_of(line)
     assert job.mark_started()
@@ -108,12 +110,12 @@ def test_a_stopped_transfer_is_drained() -> None:
     assert line.events == ["begin 0", "drain 0"]
 
 
-def test_what_waits_behind_a_job_that_hangs_ends_when_it_is_stopped() -> None:
-    line, goes_on, is_held = Line(), threading.Event(), threading.Event()
+def test_queued_job_behind_a_hung_one_can_be_cancelled() -> None:
+    line, released, is_held = Line(), threading.Event(), threading.Event()
 
     def hold() -> None:
         is_held.set()
-        assert goes_on.wait(10)
+        assert released.wait(10)
 
     line.stop = hold
     worker: CopyWorker[Copier] = CopyWorker(NullCopier)
@@ -127,7 +129,7 @@ def test_what_waits_behind_a_job_that_hangs_ends_when_it_is_stopped() -> None:
         assert running.transfer.poll() is TransferState.PENDING
     finally:
         line.stop = lambda: None
-        goes_on.set()
+        released.set()
         worker.close()
     running.transfer.wait()
     assert line.events.count("begin 0") == 1, "the cancelled one has not begun"
@@ -141,8 +143,8 @@ class Drained(NullCopier):
         self._line.events.append("all drained")
 
 
-def test_whatever_a_copy_raises_is_its_transfers_own(caplog: pytest.LogCaptureFixture) -> None:
-    """Such as the device's want of memory, which torch has an error of its own for."""
+def test_copy_error_fails_only_its_transfer(caplog: pytest.LogCaptureFixture) -> None:
+    """Such as an out-of-memory error of the device, for which torch has its own exception."""
     line, shortages = Line(), [RuntimeError("CUDA out of memory")]
 
     def run_short() -> None:
@@ -171,14 +173,14 @@ class Unwilling(NullCopier):
         raise RuntimeError("the device is gone")
 
 
-def test_a_copier_that_can_not_be_given_back_ends_its_thread(
+def test_copier_that_fails_to_close_ends_its_thread(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     CopyWorker(Unwilling).close()
     assert "a copier can't be closed" in caplog.text
 
 
-def test_without_a_copier_every_transfer_fails(caplog: pytest.LogCaptureFixture) -> None:
+def test_transfers_fail_if_no_copier_can_be_created(caplog: pytest.LogCaptureFixture) -> None:
     is_tried = threading.Event()
 
     def fail() -> Copier:

@@ -1,4 +1,4 @@
-"""What hosts and addresses allow: reach, loopback, secrets, ptrace scopes, settings."""
+"""Reachability of shm and tcp: hosts, loopback, secrets, ptrace scopes, settings."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def changed(address: msgspec.Struct, **fields: object) -> bytes:
         ({"version": 9}, "one end speaks version 4, the other 9"),
     ],
 )
-def test_what_tcp_does_not_reach(fields: dict[str, object], reason: str) -> None:
+def test_tcp_reports_why_a_peer_is_unreachable(fields: dict[str, object], reason: str) -> None:
     assert reason in (load_tcp().reaches(changed(TCP), changed(TCP, **fields)) or "")
 
 
-def test_tcp_reaches_other_hosts_by_their_real_addresses() -> None:
+def test_tcp_reaches_other_hosts_by_non_loopback_addresses() -> None:
     there = changed(TCP, machine="other/ns", host="192.0.2.7")
     assert load_tcp().reaches(changed(TCP), there) is None
 
@@ -54,11 +54,11 @@ def test_tcp_reaches_other_hosts_by_their_real_addresses() -> None:
     ("fields", "reason"),
     [({"info": ELSEWHERE}, "another host"), ({"version": 9}, "we speak version 2, the peer 9")],
 )
-def test_what_shm_does_not_reach(fields: dict[str, object], reason: str) -> None:
+def test_shm_reports_why_a_peer_is_unreachable(fields: dict[str, object], reason: str) -> None:
     assert reason in (load_shm().reaches(changed(SHM), changed(SHM, **fields)) or "")
 
 
-def test_connecting_out_of_reach_says_so() -> None:
+def test_connecting_to_an_unreachable_peer_is_an_error() -> None:
     shm, tcp = load_shm().open(EndpointOptions()), load_tcp().open(EndpointOptions())
     try:
         with pytest.raises(TransportUnavailable, match="another host or in another network"):
@@ -74,14 +74,14 @@ def test_connecting_out_of_reach_says_so() -> None:
         tcp.close()
 
 
-def test_tcp_listens_where_it_is_told_and_nowhere_else() -> None:
+def test_tcp_listens_on_loopback_by_default() -> None:
     endpoint = load_tcp().open(EndpointOptions(secret=b"x"))
     address = authentication.decode_address(endpoint.address, tcp_sockets.TcpAddress, "tcp")
     assert (address.host, address.port > 0) == ("127.0.0.1", True)
     endpoint.close()
 
 
-def test_a_taken_port_is_named() -> None:
+def test_port_in_use_is_named() -> None:
     endpoint = load_tcp().open(EndpointOptions())
     port = authentication.decode_address(endpoint.address, tcp_sockets.TcpAddress, "tcp").port
     with pytest.raises(OSError, match=f"can't listen on 127.0.0.1 port {port}"):
@@ -89,12 +89,12 @@ def test_a_taken_port_is_named() -> None:
     endpoint.close()
 
 
-def test_every_interface_needs_an_advertised_address() -> None:
+def test_wildcard_host_needs_an_advertised_address() -> None:
     with pytest.raises(ValueError, match="set advertise_host to the address for peers"):
         load_tcp().open(EndpointOptions(host="0.0.0.0", secret=b"x"))
 
 
-def test_a_public_interface_without_a_secret_is_refused_unless_it_is_meant() -> None:
+def test_public_interface_without_a_secret_is_rejected_unless_allowed() -> None:
     options = EndpointOptions(host="0.0.0.0", advertise_host="127.0.0.1")
     with pytest.raises(ValueError, match=r"listening on 0\.0\.0\.0 without a secret"):
         load_tcp().open(options)
@@ -102,7 +102,7 @@ def test_a_public_interface_without_a_secret_is_refused_unless_it_is_meant() -> 
     load_tcp().open(replace(options, secret=b"x")).close()
 
 
-def test_device_memory_is_refused() -> None:
+def test_device_memory_is_rejected() -> None:
     for transport in (load_shm(), load_tcp()):
         endpoint = transport.open(EndpointOptions())
         with pytest.raises(TransportUnavailable, match="can't reach memory of cuda:0"):
@@ -111,13 +111,13 @@ def test_device_memory_is_refused() -> None:
 
 
 @pytest.mark.parametrize("connections", [0, -1])
-def test_no_connections_is_refused(connections: int) -> None:
+def test_connections_below_one_are_rejected(connections: int) -> None:
     for transport in (load_shm(), load_tcp()):
         with pytest.raises(ValueError, match="1 or more"):
             transport.open(EndpointOptions(connections=connections))
 
 
-def test_half_of_the_tls_settings_is_refused(tmp_path: Path) -> None:
+def test_incomplete_tls_settings_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="TLS needs all of"):
         load_tcp().open(EndpointOptions(extra={"tls_key": "k"}))
     missing = str(tmp_path / "missing.pem")
@@ -130,7 +130,7 @@ def test_half_of_the_tls_settings_is_refused(tmp_path: Path) -> None:
     ("scope", "said"),
     [("0", "shared mappings"), ("1", "ptrace_scope 1"), ("2", "shared mappings only")],
 )
-def test_the_ptrace_scope_is_explained(
+def test_ptrace_scope_is_explained(
     scope: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "scope"
@@ -143,14 +143,14 @@ def test_the_ptrace_scope_is_explained(
     assert wanted in process_memory.explain_refused_call(1)
 
 
-def test_a_kernel_without_yama_restricts_nothing(
+def test_kernel_without_yama_has_ptrace_scope_0(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process_memory, "PTRACE_SCOPE", tmp_path / "missing")
     assert process_memory.ptrace_scope() == 0
 
 
-def test_memory_that_can_shrink_is_not_shared(caplog: pytest.LogCaptureFixture) -> None:
+def test_unsealable_memory_is_not_shared(caplog: pytest.LogCaptureFixture) -> None:
     fd = os.memfd_create("unsealable")
     os.ftruncate(fd, 4096)
     endpoint = load_shm().open(EndpointOptions())
@@ -169,7 +169,7 @@ def test_memory_that_can_shrink_is_not_shared(caplog: pytest.LogCaptureFixture) 
         (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), PeerLost),
     ],
 )
-def test_only_a_host_without_a_way_to_it_leaves_the_next_transport_a_try(
+def test_only_an_unroutable_host_falls_back_to_the_next_transport(
     error: OSError, raised: type[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(address: tuple[str, int], timeout: float) -> None:

@@ -1,4 +1,4 @@
-"""Compiled copies of any size from anywhere to anywhere, past the caches and not."""
+"""Compiled copies of any size and alignment, with and without streaming stores."""
 
 import ctypes
 import platform
@@ -19,7 +19,7 @@ MAX_PIECE = 5 * 4 * 4096
 
 
 def flags_of_this_cpu() -> list[str]:
-    """The instructions that the source is written for, as far as they can be run here."""
+    """Compiler flags of the instruction sets that the source supports and this CPU has."""
     if platform.machine() != "x86_64":
         return ["-march=native"]
     has_avx2 = " avx2 " in Path("/proc/cpuinfo").read_text()
@@ -29,9 +29,7 @@ def flags_of_this_cpu() -> list[str]:
 @pytest.mark.parametrize("flag", flags_of_this_cpu())
 @pytest.mark.parametrize("streaming", Streaming)
 @pytest.mark.parametrize("write", [False, True])
-def test_every_byte_arrives_and_no_other_changes(
-    flag: str, streaming: Streaming, write: bool
-) -> None:
+def test_copies_move_exactly_the_wanted_bytes(flag: str, streaming: Streaming, write: bool) -> None:
     library = native.compile_c("shm_copy", SOURCE, ("-O3", flag))
     rng = np.random.default_rng(11)
     sizes = [*rng.integers(1, MAX_PIECE, 60), *(4 * 4096 * n + d for n in (1, 2) for d in (-1, 0))]

@@ -1,4 +1,4 @@
-"""The client's side of shm where the peer's memory can't be reached."""
+"""The client side of shm if the peer's memory is inaccessible."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def workers() -> Iterator[CopyThreads]:
     made.close()
 
 
-def test_a_transfer_that_can_not_begin_leaves_nothing(workers: CopyThreads) -> None:
+def test_transfer_that_cannot_start_leaves_no_state(workers: CopyThreads) -> None:
     local = AttachedRegions("this side")
     local.add(1, MemoryRegion(4096, 64), b"")
     ours, theirs = socket.socketpair()

@@ -1,4 +1,4 @@
-"""Splitting and cutting spans: nothing lost, nothing twice, nothing empty."""
+"""Splitting and cutting spans: no byte is lost or duplicated, and no part is empty."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def u64(*values: int) -> NDArray[np.uint64]:
 
 
 def moves(spans: Spans) -> list[tuple[int, int]]:
-    """Every (local byte, remote byte) pair that spans move, in order."""
+    """Return every (local byte, remote byte) pair that the spans move, in order."""
     found = []
     for local, remote, size in zip(
         spans.local.tolist(), spans.remote.tolist(), spans.nbytes.tolist(), strict=True
@@ -57,7 +57,7 @@ def test_shares_are_nearly_equal(parts: int) -> None:
     assert [share.total_bytes for share in shares] == [100 * ALIGNMENT] * parts
 
 
-def test_split_leaves_the_given_arrays_alone() -> None:
+def test_split_does_not_modify_its_input() -> None:
     spans = spans_of([3 * ALIGNMENT])
     before = moves(spans)
     split_spans(spans, 3)
@@ -73,7 +73,7 @@ def test_limit_covers_exactly(sizes: list[int], most: int) -> None:
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.integers(1, 100))
-def test_vectors_fill_up_and_cover_exactly(sizes: list[int], most: int) -> None:
+def test_vectors_are_filled_and_cover_exactly(sizes: list[int], most: int) -> None:
     spans = spans_of(sizes)
     found = list(vectors(spans.local, spans.nbytes, most))
     totals = [int(vector[:, 1].sum()) for vector in found]
@@ -83,7 +83,7 @@ def test_vectors_fill_up_and_cover_exactly(sizes: list[int], most: int) -> None:
     assert cells == [local for local, _ in moves(spans)]
 
 
-def test_vectors_are_no_longer_than_the_kernel_takes() -> None:
+def test_vectors_are_at_most_iov_max_long() -> None:
     count = 2 * IOV_MAX + 3
     sizes = np.full(count, 2, np.uint64)
     found = list(vectors(np.arange(count, dtype=np.uint64), sizes, 10**9))
@@ -112,7 +112,7 @@ def test_gather_and_scatter_round_trip() -> None:
 # -- cutting at a limit ----------------------------------------------------------------------------
 
 
-def test_short_spans_are_left_whole() -> None:
+def test_short_spans_are_not_cut() -> None:
     local, remote, nbytes = u64(0, 100), u64(50, 0), u64(8, 4)
     pieces = cut(local, remote, nbytes, 8)
     assert pieces.local is local
@@ -127,19 +127,19 @@ def test_long_spans_are_cut_in_order() -> None:
     assert pieces.span.tolist() == [0, 0, 0, 1, 2, 2]
 
 
-def test_addresses_at_the_end_of_the_address_space() -> None:
+def test_cutting_works_at_the_end_of_the_address_space() -> None:
     pieces = cut(u64(2**64 - 16), u64(0), u64(16), 8)
     assert pieces.local.tolist() == [2**64 - 16, 2**64 - 8]
 
 
 @given(SHORT_SIZES, st.integers(1, 60))
-def test_pieces_make_up_their_spans(lengths: list[int], limit: int) -> None:
+def test_pieces_cover_their_spans(lengths: list[int], limit: int) -> None:
     ends = np.cumsum(lengths)
     starts = (ends - lengths).astype(np.uint64)
     pieces = cut(starts, starts + np.uint64(1000), u64(*lengths), limit)
     assert pieces.nbytes.max() <= limit
     assert pieces.nbytes.min() >= 1
-    # spans lie one after the other here, so all pieces do too
+    # the spans are contiguous here, so all pieces are, too
     assert (np.cumsum(pieces.nbytes) - pieces.nbytes == pieces.local).all()
     assert int(pieces.nbytes.sum()) == sum(lengths)
     assert (pieces.remote - pieces.local == 1000).all()

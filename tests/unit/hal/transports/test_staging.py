@@ -1,4 +1,4 @@
-"""What a peer says about pieces that are packed in a staging buffer."""
+"""Packed pieces in staging buffers, and malformed requests of peers for them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def numbers(*values: int) -> np.ndarray:
     return np.array(values, np.uint64)
 
 
-def test_packed_pieces_lie_one_after_the_other() -> None:
+def test_packed_pieces_are_contiguous() -> None:
     assert packed_addresses(100, numbers(3, 5, 2)).tolist() == [100, 103, 108]
 
 
@@ -28,14 +28,14 @@ def test_packed_pieces_lie_one_after_the_other() -> None:
         (numbers(1, 2), numbers(2**63, 2**63), "must have 1 to"),
     ],
 )
-def test_a_call_with_other_pieces_is_refused(
+def test_request_with_invalid_pieces_is_rejected(
     addresses: np.ndarray, nbytes: np.ndarray, words: str
 ) -> None:
     with pytest.raises(TransferError, match=words):
         LIMITS.read_pieces(0, PackedPieces.of(addresses, nbytes))
 
 
-def test_a_slot_that_is_not_there_is_refused() -> None:
+def test_unknown_slot_is_rejected() -> None:
     one = PackedPieces.of(numbers(1), numbers(1))
     with pytest.raises(TransferError, match="there are 2 buffers, 2 is none of them"):
         LIMITS.read_pieces(2, one)

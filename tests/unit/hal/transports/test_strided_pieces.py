@@ -1,4 +1,4 @@
-"""Pieces in equal steps are few rows, and rows are the same pieces again."""
+"""Pieces at equal strides are packed into few rows, and unpacked into the same pieces."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def again(addresses: U64, nbytes: U64) -> tuple[U64, U64]:
         max_size=60,
     )
 )
-def test_any_pieces_come_back_in_their_order(pieces: list[tuple[int, int]]) -> None:
+def test_any_pieces_round_trip_in_order(pieces: list[tuple[int, int]]) -> None:
     steps, nbytes = u64([step for step, _ in pieces]), u64([size for _, size in pieces])
     addresses = np.cumsum(steps, dtype=np.uint64)
     found = again(addresses, nbytes)
@@ -57,13 +57,13 @@ def kv_pieces(blocks: list[int], layers: int, tokens: int, heads: int, nbytes: i
     return u64(np.add.outer(offset, np.arange(heads) * nbytes * 2))
 
 
-def test_heads_of_consecutive_blocks_are_one_row() -> None:
+def test_heads_of_consecutive_blocks_become_one_row() -> None:
     addresses = kv_pieces([7, 8, 9, 10], 1, 16, 8, 256)
     rows = pack_strides(addresses, np.full(len(addresses), 256, np.uint64))
     assert rows.tolist() == [[7 << 22, 256, 8, 512, 16, 1 << 16, 4, 1 << 22]]
 
 
-def test_blocks_that_lie_anyhow_are_a_row_each() -> None:
+def test_scattered_blocks_become_a_row_each() -> None:
     blocks = np.random.default_rng(3).permutation(1000)[:30].tolist()
     addresses = kv_pieces(blocks, 4, 16, 8, 256)
     rows = pack_strides(addresses, np.full(len(addresses), 256, np.uint64))
@@ -71,18 +71,18 @@ def test_blocks_that_lie_anyhow_are_a_row_each() -> None:
     assert rows.nbytes < 0.003 * 256 * len(addresses)
 
 
-def test_rows_are_never_longer_than_pieces_one_by_one() -> None:
+def test_rows_are_never_larger_than_single_pieces() -> None:
     addresses = np.random.default_rng(4).permutation(1 << 16).astype(np.uint64) << np.uint64(9)
     assert pack_strides(addresses, np.full(len(addresses), 256, np.uint64)).shape == (1 << 16, 2)
 
 
-def test_large_pieces_are_left_as_they_are() -> None:
+def test_large_pieces_are_not_packed() -> None:
     addresses = np.arange(100, dtype=np.uint64) << np.uint64(20)
     assert num_levels(pack_strides(addresses, np.full(100, LARGE_BYTES, np.uint64))) == 0
     assert num_levels(pack_strides(addresses, np.full(100, LARGE_BYTES - 1, np.uint64))) == 1
 
 
-def test_few_pieces_are_left_as_they_are() -> None:
+def test_few_pieces_are_not_packed() -> None:
     addresses = np.arange(FEW_PIECES + 1, dtype=np.uint64) << np.uint64(9)
     nbytes = np.full(FEW_PIECES + 1, 256, np.uint64)
     assert num_levels(pack_strides(addresses[1:], nbytes[1:])) == 0
@@ -105,7 +105,7 @@ def test_few_pieces_are_left_as_they_are() -> None:
         ([1, 1, MOST, 1, 1, 1, 1, 1], 1, "65536 pieces at most are described at once"),
     ],
 )
-def test_what_are_no_rows_is_refused(words: list[int], levels: int, message: str) -> None:
+def test_malformed_rows_are_rejected(words: list[int], levels: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         unpack_strides(u64(words).tobytes(), levels, MOST)
 
@@ -115,7 +115,7 @@ TOKENS, PART = 490, 8 << 20
 
 
 def placements(tp_size: int, layout: str, block_size: int) -> list[KVShardSpec]:
-    """Ranks whose KV lies far apart, in pools that are eight times as large as the prompt."""
+    """Ranks with distant KV addresses, in pools that are eight times as large as the prompt."""
     num_blocks = 8 * -(-TOKENS // block_size)
     shards = shards_of(GEOMETRY, tp_size)
     layouts = [make_layout(layout, GEOMETRY, each, num_blocks, block_size) for each in shards]
@@ -128,7 +128,7 @@ def placements(tp_size: int, layout: str, block_size: int) -> list[KVShardSpec]:
 @pytest.mark.parametrize("ranks", [(1, 1), (2, 1), (1, 2), (4, 2), (2, 3)], ids=str)
 @pytest.mark.parametrize("blocks", [(128, 16), (16, 128), (128, 128), (16, 16)], ids=str)
 @pytest.mark.parametrize("layouts", list(itertools.product(KV_LAYOUTS, repeat=2)), ids="-".join)
-def test_what_is_said_of_a_prompt_is_half_a_percent_of_its_kv(
+def test_description_of_a_prompt_is_half_a_percent_of_its_kv(
     layouts: tuple[str, str], blocks: tuple[int, int], ranks: tuple[int, int]
 ) -> None:
     """Of any two layouts, block sizes and numbers of ranks; blocks lie anyhow."""

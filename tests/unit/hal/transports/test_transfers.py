@@ -1,4 +1,4 @@
-"""Transfers in parts: ends once, keeps the first failure, drains before it says so."""
+"""Transfers in parts: each ends once, keeps its first failure, and drains before it reports."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def running(parts: int = 1, timeout: float = 60.0) -> tuple[RunningTransfer, lis
     return transfer, seen
 
 
-def test_done_when_every_part_is() -> None:
+def test_transfer_is_done_when_every_part_is() -> None:
     transfer, seen = running(2)
     transfer.part_ended(None)
     assert transfer.poll() is TransferState.PENDING
@@ -41,7 +41,7 @@ def test_done_when_every_part_is() -> None:
     assert seen == ["end"]
 
 
-def test_the_first_failure_is_kept_and_stops_the_rest() -> None:
+def test_first_failure_is_kept_and_stops_the_rest() -> None:
     transfer, seen = running(3)
     transfer.part_ended(OutOfBounds("first"))
     with pytest.raises(OutOfBounds, match="first"):
@@ -59,14 +59,14 @@ def test_cancel_stops_and_is_final() -> None:
     assert seen == ["stop", "end"]
 
 
-def test_the_deadline_stops_it() -> None:
+def test_deadline_stops_the_transfer() -> None:
     transfer, seen = running(timeout=0.0)
     with pytest.raises(TransferTimeout, match="not done within"):
         transfer.wait()
     assert seen == ["stop", "end"]
 
 
-def test_a_timeout_of_wait_leaves_it_running() -> None:
+def test_timeout_of_wait_leaves_the_transfer_running() -> None:
     transfer, seen = running()
     with pytest.raises(TransferTimeout, match=r"still running after 0\.001 s"):
         transfer.wait(0.001)
@@ -76,7 +76,7 @@ def test_a_timeout_of_wait_leaves_it_running() -> None:
     transfer.wait()
 
 
-def test_what_was_over_at_once() -> None:
+def test_finished_transfers_keep_their_result() -> None:
     DONE.wait()
     DONE.cancel()
     assert DONE.poll() is TransferState.DONE

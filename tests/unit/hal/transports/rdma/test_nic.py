@@ -1,4 +1,4 @@
-"""Ports, queue pairs and registered memory, over verbs that are emulated."""
+"""Ports, queue pairs and registered memory, over emulated verbs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
     library = emulated_verbs.install(monkeypatch)
     before = library.emulated_objects()
     yield library
-    assert library.emulated_objects() == before, "something was made and not destroyed"
+    assert library.emulated_objects() == before, "a verbs object was created and not destroyed"
 
 
 @pytest.fixture
@@ -50,19 +50,19 @@ def nic(library: ctypes.CDLL) -> Iterator[Nic]:
 
 
 @pytest.mark.parametrize("function", ["ibv_open_device", "ibv_alloc_pd", "ibv_create_cq"])
-def test_a_port_that_can_not_be_opened_says_why(library: ctypes.CDLL, function: str) -> None:
+def test_port_that_cannot_be_opened_reports_the_reason(library: ctypes.CDLL, function: str) -> None:
     library.emulated_fail(function.encode(), errno.EPERM)
     with pytest.raises(TransportUnavailable, match=f"emu0:1 can't be opened: .*{function}: Oper"):
         Nic(0, "emu0:1", RdmaSettings())
 
 
-def test_a_device_that_is_not_there_is_named(library: ctypes.CDLL) -> None:
+def test_unknown_device_is_named(library: ctypes.CDLL) -> None:
     with pytest.raises(TransportUnavailable, match=r"no device 'emu7', it lists \['emu0', 'emu1'"):
         Nic(0, "emu7:1", RdmaSettings())
 
 
 @pytest.mark.usefixtures("library")
-def test_closing_a_port_closes_what_is_left_on_it() -> None:
+def test_closing_a_port_closes_its_objects() -> None:
     nic = Nic(0, "emu0:1", RdmaSettings())
     with closing(anonymous(PAGE)) as buffer:
         pair, served = nic.queue_pair(), nic.queue_pair(sends=False)
@@ -83,7 +83,7 @@ def test_closing_a_port_closes_what_is_left_on_it() -> None:
     "function",
     ["ibv_create_comp_channel", "ibv_create_cq", "ibv_create_qp", "ibv_modify_qp"],
 )
-def test_a_queue_pair_that_is_refused_says_why(
+def test_failed_queue_pair_reports_the_reason(
     library: ctypes.CDLL, nic: Nic, function: str
 ) -> None:
     library.emulated_fail(function.encode(), errno.ENOMEM)
@@ -91,14 +91,14 @@ def test_a_queue_pair_that_is_refused_says_why(
         nic.queue_pair()
 
 
-def test_a_route_that_is_refused_says_where_to(library: ctypes.CDLL, nic: Nic) -> None:
+def test_failed_route_names_both_ends(library: ctypes.CDLL, nic: Nic) -> None:
     pair = nic.queue_pair()
     library.emulated_fail(b"ibv_modify_qp", errno.EHOSTUNREACH)
     with pytest.raises(TransportUnavailable, match=r"emu0:1 to ::ffff:10.9.0.1: .*No route"):
         pair.connect(pair.info())
 
 
-def test_a_closed_queue_pair_refuses_every_call(nic: Nic) -> None:
+def test_closed_queue_pair_rejects_every_call(nic: Nic) -> None:
     pair = nic.queue_pair()
     info = pair.info()
     pair.close()
@@ -107,7 +107,7 @@ def test_a_closed_queue_pair_refuses_every_call(nic: Nic) -> None:
             call()
 
 
-def test_an_event_that_was_taken_before_does_not_block(nic: Nic) -> None:
+def test_taking_an_absent_event_does_not_block(nic: Nic) -> None:
     pair = nic.queue_pair()
     assert not is_readable(pair.fd)
     pair.take_event()
@@ -117,14 +117,14 @@ def test_an_event_that_was_taken_before_does_not_block(nic: Nic) -> None:
 # -- memory ---------------------------------------------------------------------------------------
 
 
-def test_memory_has_keys_until_it_is_withdrawn(nic: Nic) -> None:
+def test_memory_has_keys_until_it_is_closed(nic: Nic) -> None:
     with closing(anonymous(PAGE)) as buffer:
         first, second = nic.register(buffer.region), nic.register(buffer.region)
         assert first.lkey != second.lkey
         first.close()
 
 
-def test_memory_that_the_nic_keeps_is_an_error(library: ctypes.CDLL, nic: Nic) -> None:
+def test_failed_deregistration_is_an_error(library: ctypes.CDLL, nic: Nic) -> None:
     with closing(anonymous(PAGE)) as buffer:
         memory = nic.register(buffer.region)
         library.emulated_fail(b"ibv_dereg_mr", errno.EBUSY)
@@ -133,7 +133,7 @@ def test_memory_that_the_nic_keeps_is_an_error(library: ctypes.CDLL, nic: Nic) -
         memory.close()
 
 
-def test_pinning_memory_holds_up_no_queue_pair_but_the_end_of_the_port(
+def test_pinning_memory_blocks_only_the_close_of_the_port(
     library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nic = Nic(0, "emu0:1", RdmaSettings())
@@ -156,14 +156,16 @@ def test_pinning_memory_holds_up_no_queue_pair_but_the_end_of_the_port(
         registered.result(SECONDS).close()
 
 
-def test_memory_that_can_not_be_pinned_says_what_to_raise(library: ctypes.CDLL, nic: Nic) -> None:
+def test_memory_that_cannot_be_pinned_names_the_limit_to_raise(
+    library: ctypes.CDLL, nic: Nic
+) -> None:
     library.emulated_fail(b"ibv_reg_mr", errno.ENOMEM)
     region = MemoryRegion(PAGE, 2 * PAGE, "cpu")
     with pytest.raises(TransportUnavailable, match=r"emu0:1 does not register 8192 .*`ulimit -l`"):
         nic.register(region)
 
 
-def test_accelerator_memory_needs_a_library_that_takes_dma_bufs(
+def test_accelerator_memory_needs_a_library_with_dma_buf_support(
     library: ctypes.CDLL, nic: Nic
 ) -> None:
     library.emulated_fail(b"ibv_reg_mr", errno.EFAULT)
@@ -174,7 +176,7 @@ def test_accelerator_memory_needs_a_library_that_takes_dma_bufs(
 
 
 class DmaBufLibrary:
-    """Takes no memory by its address, and dma-bufs as a NIC does."""
+    """A library that registers no memory by address, but registers dma-bufs."""
 
     def __init__(self) -> None:
         self.mr = verbs.IbvMr(lkey=7, rkey=9)
@@ -204,14 +206,14 @@ def test_accelerator_memory_keeps_its_addresses_as_a_dma_buf(
     monkeypatch.setattr(nic_memory, "_export_dmabuf", export)
     region = MemoryRegion(ON_A_GPU.address + 512, PAGE, ON_A_GPU.device)
     assert nic_memory.register_memory(5, region, "emu0:1") == ctypes.addressof(library.mr)
-    assert ranges == [("cuda:0", ON_A_GPU.address, 2 * PAGE)], "whole pages around it"
+    assert ranges == [("cuda:0", ON_A_GPU.address, 2 * PAGE)], "whole pages that contain the region"
     assert library.arguments == (5, 512, PAGE, region.address, exported, nic_memory.ACCESS)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(exported)
     os.close(other)
 
 
-def test_peer_memory_is_looked_for(tmp_path: Path) -> None:
+def test_peer_memory_module_is_detected(tmp_path: Path) -> None:
     assert peer_memory_reason(tmp_path).startswith("none of")
     (tmp_path / "nvidia_peermem").mkdir()
     assert peer_memory_reason(tmp_path) == "nvidia_peermem is loaded"

@@ -17,7 +17,7 @@ SECONDS = 30.0
 
 
 class Endpoint:
-    """Whom the thread calls."""
+    """The owner of the thread, which receives its callbacks."""
 
     def __init__(self) -> None:
         self.ticked = threading.Event()
@@ -52,7 +52,9 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(end)
 
 
-def test_what_is_readable_is_called(endpoint: Endpoint, pipe: tuple[int, int]) -> None:
+def test_callback_of_a_readable_descriptor_is_called(
+    endpoint: Endpoint, pipe: tuple[int, int]
+) -> None:
     called = threading.Event()
 
     def take() -> None:
@@ -70,13 +72,13 @@ def test_what_is_readable_is_called(endpoint: Endpoint, pipe: tuple[int, int]) -
     assert os.read(pipe[0], 1) == b"y", "taken after it was removed"
 
 
-def test_deadlines_are_kept(endpoint: Endpoint) -> None:
+def test_tick_is_called_at_the_deadline(endpoint: Endpoint) -> None:
     endpoint.progress.wake_by(time.monotonic() + 3600)
     endpoint.progress.wake_by(time.monotonic())
     assert endpoint.ticked.wait(SECONDS)
 
 
-def test_an_error_of_a_callback_is_told(endpoint: Endpoint, pipe: tuple[int, int]) -> None:
+def test_error_of_a_callback_is_reported(endpoint: Endpoint, pipe: tuple[int, int]) -> None:
     def take() -> None:
         os.read(pipe[0], 1)
         raise RuntimeError("of a callback")
@@ -87,7 +89,7 @@ def test_an_error_of_a_callback_is_told(endpoint: Endpoint, pipe: tuple[int, int
     assert [str(error) for error in endpoint.errors] == ["of a callback"]
 
 
-def test_an_error_of_a_tick_is_told_and_the_thread_goes_on(
+def test_error_of_a_tick_is_reported_and_the_thread_continues(
     endpoint: Endpoint, pipe: tuple[int, int]
 ) -> None:
     endpoint.tick_error = RuntimeError("of a tick")
@@ -99,12 +101,12 @@ def test_an_error_of_a_tick_is_told_and_the_thread_goes_on(
     assert called.wait(SECONDS)
 
 
-def test_closing_twice_is_closing_once(endpoint: Endpoint) -> None:
+def test_close_is_idempotent(endpoint: Endpoint) -> None:
     endpoint.progress.close()
     endpoint.progress.close()
 
 
-def test_a_descriptor_may_have_any_number(pipe: tuple[int, int]) -> None:
+def test_descriptors_above_1024_are_supported(pipe: tuple[int, int]) -> None:
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit <= 1100:
         pytest.skip("this shell allows 1024 descriptors only")

@@ -1,4 +1,4 @@
-"""The rdma transport's contract, and NICs that die, over verbs that are emulated."""
+"""The rdma transport's conformance and failover between NICs, over emulated verbs."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
 
 
 class TestRdma(TransportConformance):
-    """Between two endpoints of one process."""
+    """The conformance suite between two endpoints of one process."""
 
     loader = LOADER
 
 
 class TestFuzz(RdmaFuzz):
-    """Messages that no peer sends."""
+    """Malformed messages."""
 
 
 class TestStuck(TransportKit):
-    """Requests that are never done hold their memory until their queue pair is destroyed."""
+    """Requests that never complete hold their memory until their queue pair is destroyed."""
 
     loader = LOADER
 
     @pytest.fixture(autouse=True)
-    def impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def short_stuck_timeout(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rdma_peer, "STUCK_SECONDS", 0.05)
 
-    def test_a_deadline_ends_a_transfer_that_does_not_move(
+    def test_stuck_transfer_times_out(
         self, library: ctypes.CDLL, caplog: pytest.LogCaptureFixture
     ) -> None:
         pair = self.pair(4 * MIB)
@@ -59,7 +59,7 @@ class TestStuck(TransportKit):
         assert "does not drain; it gets a new queue pair" in caplog.text
         self.check_works_again(library, pair)
 
-    def test_a_cancelled_transfer_ends_though_it_does_not_move(self, library: ctypes.CDLL) -> None:
+    def test_stuck_transfer_can_be_cancelled(self, library: ctypes.CDLL) -> None:
         pair = self.pair(4 * MIB)
         library.emulated_set_stuck(1)
         transfer = pair.peer.read(pair.whole(4 * MIB), timeout=self.timeout)
@@ -68,7 +68,7 @@ class TestStuck(TransportKit):
             transfer.wait()
         self.check_works_again(library, pair)
 
-    def test_the_end_of_the_peer_ends_it(self, library: ctypes.CDLL) -> None:
+    def test_closing_the_peer_fails_a_stuck_transfer(self, library: ctypes.CDLL) -> None:
         pair = self.pair(4 * MIB)
         library.emulated_set_stuck(1)
         transfer = pair.peer.read(pair.whole(4 * MIB), timeout=self.timeout)
@@ -77,7 +77,7 @@ class TestStuck(TransportKit):
             transfer.wait()
 
     def check_works_again(self, library: ctypes.CDLL, pair: Pair) -> None:
-        """The same peer, over new queue pairs."""
+        """Check that the same peer works over new queue pairs."""
         library.emulated_set_stuck(0)
         pair.there.put(self.rng.integers(0, 256, 4 * MIB, np.uint8))
         self.read(pair.peer, pair.whole(4 * MIB))
@@ -90,7 +90,7 @@ class TestFailover(TransportKit):
     loader = LOADER
 
     @pytest.mark.parametrize("dead", [0, 1])
-    def test_the_other_nic_takes_over(
+    def test_other_nic_takes_over(
         self, library: ctypes.CDLL, dead: int, caplog: pytest.LogCaptureFixture
     ) -> None:
         pair = self.pair(4 * MIB)
@@ -99,14 +99,14 @@ class TestFailover(TransportKit):
         assert (pair.here.get() == pair.there.get()).all()
         assert f"on {emulated_verbs.PORTS[dead]}: work completion status 12" in caplog.text
 
-    def test_without_any_nic_the_peer_is_lost(self, library: ctypes.CDLL) -> None:
+    def test_peer_is_lost_without_any_nic(self, library: ctypes.CDLL) -> None:
         pair = self.pair(MIB)
         for device in (0, 1):
             library.emulated_set_down(device, 1)
         with raises(PeerLost):
             self.write(pair.peer, pair.whole(MIB))
 
-    def test_a_nic_that_comes_back_is_used_again(
+    def test_recovered_nic_is_used_again(
         self, library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(rdma_connection, "COOLDOWN_SECONDS", 0.0)
@@ -114,13 +114,15 @@ class TestFailover(TransportKit):
         library.emulated_set_down(0, 1)
         self.read(pair.peer, pair.whole(4 * MIB))
         library.emulated_set_down(0, 0)
-        self.read(pair.peer, pair.whole(4 * MIB))  # asks for a new queue pair
+        self.read(pair.peer, pair.whole(4 * MIB))  # requests a new queue pair
         library.emulated_set_down(1, 1)
         pair.there.put(self.rng.integers(0, 256, 4 * MIB, np.uint8))
         self.read(pair.peer, pair.whole(4 * MIB))
         assert (pair.here.get() == pair.there.get()).all()
 
-    def test_a_nic_that_keeps_memory_does_not_keep_the_others(self, library: ctypes.CDLL) -> None:
+    def test_failed_deregistration_on_one_nic_continues_on_the_others(
+        self, library: ctypes.CDLL
+    ) -> None:
         near, here = self.open(), self.buffer(MIB)
         before = library.emulated_objects()
         key = near.register(here.region)
@@ -129,7 +131,7 @@ class TestFailover(TransportKit):
             near.revoke(key)
         assert library.emulated_objects() == before + 1
 
-    def test_everything_is_destroyed_in_the_end(self, library: ctypes.CDLL) -> None:
+    def test_close_destroys_all_verbs_objects(self, library: ctypes.CDLL) -> None:
         before = library.emulated_objects()
         pair = self.pair(MIB)
         self.read(pair.peer, pair.whole(MIB))

@@ -1,4 +1,4 @@
-"""Messages of the rdma transport, and which NICs are paired."""
+"""Messages of the rdma transport, and the pairing of NICs."""
 
 from __future__ import annotations
 
@@ -69,14 +69,16 @@ def test_nics_are_paired(
         ([roce("a:1")], [], "without NICs"),
     ],
 )
-def test_why_nics_are_unreachable(ours: list[NicInfo], theirs: list[NicInfo], reason: str) -> None:
+def test_unreachable_nics_have_a_reason(
+    ours: list[NicInfo], theirs: list[NicInfo], reason: str
+) -> None:
     found = why_unreachable(ours, theirs)
     assert found is not None
     with pytest.raises(ValueError, match=reason):
         raise ValueError(found)
 
 
-def test_messages_are_read_as_written() -> None:
+def test_messages_round_trip() -> None:
     queue_pair = QueuePairInfo(1, IPV4, 0, 2**24 - 1, 0, 3, 16)
     for call in (OpenQueuePairs([0, 1], [queue_pair, queue_pair]), ReopenQueuePair(1, queue_pair)):
         assert decode_call(encode(call)) == call
@@ -86,7 +88,7 @@ def test_messages_are_read_as_written() -> None:
     assert decode_region_keys(encode(keys), 2) == keys
 
 
-def test_the_wire_format_keeps_its_names() -> None:
+def test_wire_format_names_are_stable() -> None:
     queue_pair = QueuePairInfo(1, IPV4, 0, 77, 0, 3, 16)
     sent = [1, IPV4, 0, 77, 0, 3, 16]
     messages = (
@@ -107,12 +109,12 @@ def test_the_wire_format_keeps_its_names() -> None:
         ["a:1", ETHERNET, IPV4],
     ],
 )
-def test_malformed_endpoint_info_is_refused(message: list[object]) -> None:
+def test_malformed_endpoint_info_is_rejected(message: list[object]) -> None:
     with pytest.raises(TransferError, match="not the info of an rdma endpoint"):
         decode_endpoint_info(msgspec.msgpack.encode([[message]]))
 
 
-def test_an_endpoint_of_too_many_nics_is_refused() -> None:
+def test_endpoint_with_too_many_nics_is_rejected() -> None:
     decode_endpoint_info(encode(RdmaEndpointInfo([roce("a:1")] * MAX_NICS)))
     with pytest.raises(TransferError, match="length <= 256"):
         decode_endpoint_info(encode(RdmaEndpointInfo([roce("a:1")] * (MAX_NICS + 1))))
@@ -129,12 +131,12 @@ def test_an_endpoint_of_too_many_nics_is_refused() -> None:
         "keys",
     ],
 )
-def test_malformed_keys_are_refused(message: object) -> None:
+def test_malformed_keys_are_rejected(message: object) -> None:
     with pytest.raises(PeerLost, match="broke the rdma protocol"):
         decode_region_keys(msgspec.msgpack.encode(message), 2)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x93abc", encode(roce("a:1"))])
-def test_malformed_calls_are_refused(data: bytes) -> None:
+def test_malformed_calls_are_rejected(data: bytes) -> None:
     with pytest.raises(PeerLost, match="broke the rdma protocol"):
         decode_call(data)

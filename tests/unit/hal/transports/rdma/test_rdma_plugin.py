@@ -1,4 +1,4 @@
-"""What the transport says of a host, from files that look like the kernel's."""
+"""The rdma plugin's probe of a host, from files laid out like the kernel's."""
 
 from __future__ import annotations
 
@@ -33,33 +33,33 @@ def host(tmp_path: Path) -> RdmaHost:
     return host
 
 
-def test_ports_that_are_up_are_listed(host: RdmaHost) -> None:
+def test_active_ports_are_listed(host: RdmaHost) -> None:
     assert active_ports(host) == ["mlx5_0:1", "mlx5_1:2"]
 
 
-def test_no_device_is_no_device(tmp_path: Path) -> None:
+def test_probe_reports_a_host_without_devices(tmp_path: Path) -> None:
     found = probe(RdmaHost(tmp_path / "nothing", tmp_path))
     assert not found.ok
     assert found.reason == f"no RDMA device: {tmp_path / 'nothing'} is missing or empty"
 
 
-def test_a_link_that_is_down_is_named(host: RdmaHost) -> None:
+def test_probe_reports_ports_that_are_down(host: RdmaHost) -> None:
     for state in host.devices.glob("*/ports/*/state"):
         state.write_text("1: DOWN\n")
     assert "no port under" in probe(host).reason
 
 
-def test_device_nodes_are_needed(host: RdmaHost) -> None:
+def test_probe_reports_missing_device_nodes(host: RdmaHost) -> None:
     (host.nodes / "uverbs0").unlink()
     assert "pass them to the container" in probe(host).reason
 
 
-def test_a_usable_host_lists_its_ports_or_wants_pyverbs(host: RdmaHost) -> None:
+def test_usable_host_lists_its_ports_or_needs_pyverbs(host: RdmaHost) -> None:
     found = probe(host)
     assert found.reason == "mlx5_0:1, mlx5_1:2" if found.ok else "python3-pyverbs" in found.reason
 
 
-def test_offering_it_imports_no_verbs() -> None:
+def test_probe_imports_no_verbs() -> None:
     program = (
         "import sys; from mooncake_hal.transports.rdma import rdma_plugin; rdma_plugin.probe(); "
         "rdma_plugin.mooncake_hal_transport(); "

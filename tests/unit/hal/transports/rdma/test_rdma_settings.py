@@ -29,7 +29,7 @@ def table(*entries: tuple[GidKind, str]) -> list[Gid]:
 @pytest.mark.parametrize(
     ("entries", "wanted"),
     [
-        # what a RoCE port has: both protocols for each address
+        # a RoCE port has both protocols for each address
         ([(V1, LINK_LOCAL), (V2, LINK_LOCAL), (V1, IPV4), (V2, IPV4)], 3),
         ([(V1, LINK_LOCAL), (V2, LINK_LOCAL), (V1, IPV6), (V2, IPV6)], 3),
         ([(V2, IPV6), (V2, LINK_LOCAL), (V2, IPV4)], 2),
@@ -44,13 +44,13 @@ def test_the_best_gid_is_chosen(entries: list[tuple[GidKind, str]], wanted: int)
     assert choose_gid(table(*entries), "mlx5_0:1").index == wanted
 
 
-def test_a_gid_can_be_asked_for() -> None:
+def test_gid_index_can_be_set() -> None:
     entries = table((V1, LINK_LOCAL), (V2, LINK_LOCAL), (V2, IPV4))
     assert choose_gid(entries, "mlx5_0:1", 1).index == 1
 
 
 @pytest.mark.parametrize(("wanted", "message"), [(-1, "usable GID;"), (7, "usable GID 7;")])
-def test_a_port_without_the_gid_says_so(wanted: int, message: str) -> None:
+def test_missing_gid_is_reported(wanted: int, message: str) -> None:
     with pytest.raises(TransportUnavailable, match=f"mlx5_0:1 has no {message}"):
         choose_gid(table((V2, "::")), "mlx5_0:1", wanted)
 
@@ -73,12 +73,12 @@ def test_ports_can_be_chosen(wanted: str, found: list[str]) -> None:
 
 
 @pytest.mark.parametrize("wanted", ["mlx5_1", "mlx5_0,mlx5_9", ","])
-def test_ports_that_are_not_up_can_not(wanted: str) -> None:
+def test_inactive_ports_cannot_be_chosen(wanted: str) -> None:
     with pytest.raises(TransportUnavailable, match="is not among the ports"):
         choose_ports(wanted, PORTS)
 
 
-def test_without_ports_there_is_nothing_to_choose() -> None:
+def test_host_without_active_ports_is_unavailable() -> None:
     with pytest.raises(TransportUnavailable, match="no RDMA port of this host is up"):
         choose_ports("", [])
 
@@ -86,7 +86,7 @@ def test_without_ports_there_is_nothing_to_choose() -> None:
 # -- settings -------------------------------------------------------------------------------------
 
 
-def test_settings_are_read() -> None:
+def test_settings_are_parsed() -> None:
     found = RdmaSettings.of({"devices": "mlx5_0,mlx5_1:2", "gid_index": "3", "window": "0x100"})
     assert found == RdmaSettings(devices="mlx5_0,mlx5_1:2", gid_index=3, window=256)
     assert RdmaSettings.of({}) == RdmaSettings()
@@ -101,12 +101,12 @@ def test_settings_are_read() -> None:
         ({"nic": "mlx5_0"}, r"no setting \['nic'\]; it has .*'devices'"),
     ],
 )
-def test_bad_settings_are_refused(extra: dict[str, str], message: str) -> None:
+def test_invalid_settings_are_rejected(extra: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         RdmaSettings.of(extra)
 
 
-def test_options_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_override_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_HAL_RDMA", " devices=mlx5_0,mlx5_1  gid_index=3 ")
     found = settings_of_endpoint({"gid_index": "1"})
     assert found == RdmaSettings(devices="mlx5_0,mlx5_1", gid_index=1)
@@ -121,7 +121,7 @@ def test_options_go_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
         ("retries=9", "MOONCAKE_HAL_RDMA: rdma setting retries must be 0 to 6"),
     ],
 )
-def test_a_bad_environment_is_refused(
+def test_invalid_environment_is_rejected(
     monkeypatch: pytest.MonkeyPatch, value: str, message: str
 ) -> None:
     monkeypatch.setenv("MOONCAKE_HAL_RDMA", value)

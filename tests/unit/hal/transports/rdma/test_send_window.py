@@ -1,4 +1,4 @@
-"""Pieces are striped over connections, and a window keeps them in order."""
+"""Pieces are striped over connections, and a send window posts them in order."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_requests_are_numbered_and_bounded() -> None:
     assert window.is_idle
 
 
-def test_bytes_are_bounded_but_a_long_piece_goes_alone() -> None:
+def test_bytes_are_bounded_except_for_a_single_long_piece() -> None:
     window: SendWindow[Some] = SendWindow(10, 25)
     window.add(all_of(Some.of(10, 10, 10, 100, 5)))
     posted = []
@@ -83,7 +83,7 @@ def test_refills_come_in_batches() -> None:
     assert len(run) == 4
 
 
-def test_a_stopped_load_keeps_what_is_in_flight_only() -> None:
+def test_dropped_transfer_keeps_only_requests_in_flight() -> None:
     window: SendWindow[Some] = SendWindow(2, 1000)
     stopped, other = Some.of(1, 1, 1, 1, 1), Some.of(1, 1)
     window.add(all_of(stopped))
@@ -101,7 +101,7 @@ def test_a_stopped_load_keeps_what_is_in_flight_only() -> None:
     assert run.transfer is other
 
 
-def test_rewinding_gives_back_all_that_is_not_done() -> None:
+def test_take_unfinished_returns_all_incomplete_runs() -> None:
     window: SendWindow[Some] = SendWindow(4, 1000)
     first, second = Some.of(*[1] * 3), Some.of(*[1] * 4)
     window.add(all_of(first))
@@ -126,7 +126,7 @@ def test_rewinding_gives_back_all_that_is_not_done() -> None:
     st.integers(1, 80),
     st.lists(st.integers(1, 10), min_size=1),
 )
-def test_every_piece_is_done_once_and_in_order(
+def test_every_piece_completes_once_and_in_order(
     lengths: list[list[int]], requests: int, nbytes: int, progress: list[int]
 ) -> None:
     window: SendWindow[Some] = SendWindow(requests, nbytes)

@@ -1,4 +1,4 @@
-"""``staged`` through NICs: over a libibverbs that copies within this process."""
+"""The ``staged`` transport over NICs, with a libibverbs that copies within this process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
 
 
 class TestStaged(StagedOverRdma, TransportConformance):
-    """What every transport does; and NICs that die."""
+    """The conformance suite, and failover between NICs."""
 
     @pytest.mark.parametrize("how", ["read", "write"])
     def test_another_nic_takes_over(self, library: ctypes.CDLL, how: str) -> None:
@@ -38,7 +38,7 @@ class TestStaged(StagedOverRdma, TransportConformance):
         assert (pair.here.get() == wanted).all()
         assert (pair.there.get() == wanted).all()
 
-    def test_without_any_nic_the_peer_is_lost(self, library: ctypes.CDLL) -> None:
+    def test_peer_is_lost_without_any_nic(self, library: ctypes.CDLL) -> None:
         pair = self.pair(MIB)
         for device in range(len(emulated_verbs.PORTS)):
             library.emulated_set_down(device, 1)

@@ -1,4 +1,4 @@
-"""libibverbs' public ABI as it is described here, and a library that is not what is meant."""
+"""Our description of libibverbs' public ABI, and libraries that do not match it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ CONSTANTS = {
 
 @pytest.fixture
 def fresh_library() -> Iterator[None]:
-    """``load`` keeps its first library; these tests want others."""
+    """Clear the cache of ``load``, which keeps the first library: these tests load others."""
     verbs.load.cache_clear()
     yield
     verbs.load.cache_clear()
@@ -70,7 +70,7 @@ def fresh_library() -> Iterator[None]:
 # -- layout ---------------------------------------------------------------------------------------
 
 
-def test_structs_that_we_allocate_are_whole() -> None:
+def test_structs_that_we_allocate_have_their_full_size() -> None:
     sizes = {name: ctypes.sizeof(struct) for name, struct in OURS.items()}
     assert sizes == {
         "ibv_wc": 48,
@@ -82,7 +82,7 @@ def test_structs_that_we_allocate_are_whole() -> None:
     }
 
 
-def test_what_is_read_lies_where_the_abi_has_it() -> None:
+def test_fields_that_we_read_have_the_offsets_of_the_abi() -> None:
     operations = verbs.IbvContextOps
     assert operations.poll_cq.offset == 11 * 8
     assert operations.req_notify_cq.offset == 12 * 8
@@ -96,7 +96,7 @@ def test_what_is_read_lies_where_the_abi_has_it() -> None:
 @pytest.mark.skipif(
     not HEADER.exists() or find_compiler() is None, reason="needs libibverbs-dev and a C compiler"
 )
-def test_the_header_of_this_host_agrees(tmp_path: Path) -> None:
+def test_layout_agrees_with_the_hosts_header(tmp_path: Path) -> None:
     claims = [f"{text} == {value}" for text, value in CONSTANTS.items()]
     for name, struct in {**OURS, **THEIRS}.items():
         claims += [
@@ -129,7 +129,7 @@ def test_the_header_of_this_host_agrees(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_struct_that_is_not_as_described_is_named() -> None:
+def test_struct_with_another_layout_is_named() -> None:
     verbs.check_layout("ibv_pd", {"context": (7, 7)})
     with pytest.raises(TransportUnavailable, match=r"struct ibv_pd differently.*'context': \(9, 7"):
         verbs.check_layout("ibv_pd", {"context": (9, 7), "handle": (1, 1)})
@@ -139,12 +139,12 @@ def test_a_struct_that_is_not_as_described_is_named() -> None:
 
 
 @pytest.mark.usefixtures("fresh_library")
-def test_a_library_that_is_absent_is_named() -> None:
+def test_missing_library_is_named() -> None:
     with pytest.raises(TransportUnavailable, match=r"libnoverbs\.so.*install rdma-core's"):
         verbs.load("libnoverbs.so.1")
 
 
 @pytest.mark.usefixtures("fresh_library")
-def test_a_library_that_is_not_libibverbs_is_named() -> None:
+def test_library_without_the_symbols_is_named() -> None:
     with pytest.raises(TransportUnavailable, match=r"libc\.so\.6 has no \['ibv_get_device_list'"):
         verbs.load("libc.so.6")

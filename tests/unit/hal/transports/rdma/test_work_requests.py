@@ -1,4 +1,4 @@
-"""RdmaTransfer requests as arrays, the keys in them, and the call that posts them."""
+"""Work requests as arrays, the memory keys in them, and the call that posts them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def batch(count: int, first: int = 0, inline: NDArray[np.bool_] | None = None) -
 
 
 def chain(address: int) -> list[tuple[Any, Any]]:
-    """Follow the links as a driver does; returns requests with their pieces."""
+    """Follow the links as a driver does; return requests with their pieces."""
     found = []
     while address:
         request = np.frombuffer(_memory(address, WORK_REQUEST.itemsize), WORK_REQUEST)[0].copy()
@@ -68,7 +68,7 @@ def _memory(address: int, nbytes: int) -> Any:
 # -- work requests --------------------------------------------------------------------------------
 
 
-def test_the_layout_is_that_of_the_verbs() -> None:
+def test_layout_equals_that_of_the_verbs() -> None:
     class SendRequest(ctypes.Structure):  # struct ibv_send_wr up to what one-sided requests use
         _fields_ = (
             ("wr_id", ctypes.c_uint64),
@@ -91,7 +91,7 @@ def test_the_layout_is_that_of_the_verbs() -> None:
     assert SCATTER_GATHER.itemsize == 16
 
 
-def test_a_batch_is_a_chain_of_requests() -> None:
+def test_batch_is_a_chain_of_requests() -> None:
     array = WorkRequestArray(8, 3)
     assert array.fill(batch(7), 100) == 7
     found = chain(array.address)
@@ -104,14 +104,14 @@ def test_a_batch_is_a_chain_of_requests() -> None:
     assert {int(request["opcode"]) for request, _ in found} == {RDMA_READ}
 
 
-def test_every_nth_request_and_the_last_report_their_completion() -> None:
+def test_every_nth_request_and_the_last_are_signaled() -> None:
     array = WorkRequestArray(8, 3)
     array.fill(batch(8), 1)
     flags = [int(request["send_flags"]) for request, _ in chain(array.address)]
     assert flags == [0, 0, SEND_SIGNALED, 0, 0, SEND_SIGNALED, 0, SEND_SIGNALED]
 
 
-def test_an_array_is_filled_again_and_again() -> None:
+def test_array_can_be_refilled() -> None:
     array = WorkRequestArray(8, 4)
     for first, count in ((1, 8), (9, 2), (11, 1), (12, 5), (17, 8)):
         array.fill(batch(count), first)
@@ -146,7 +146,7 @@ def test_keys_become_a_table() -> None:
     assert table.touched(np.array([2, 0, 2])) == {7, 9}
 
 
-def test_a_table_is_kept_until_the_regions_change() -> None:
+def test_table_is_cached_until_the_regions_change() -> None:
     asked = []
 
     def look_up(regions: list[int]) -> list[RegionKeys | None]:
@@ -169,7 +169,7 @@ def table() -> KeyTable:
 
 
 def work_of(opcode: int, table: KeyTable, *nbytes: int) -> RdmaTransfer:
-    """A transfer whose pieces lie in region 7 and region 9 by turns, on either side."""
+    """A transfer whose pieces alternate between regions 7 and 9, on both sides."""
     sizes = np.array(nbytes, np.uint64)
     starts = np.arange(len(nbytes), dtype=np.uint64) * np.uint64(65536) + np.uint64(2**20)
     spans = Spans(starts, starts, sizes)
@@ -178,7 +178,7 @@ def work_of(opcode: int, table: KeyTable, *nbytes: int) -> RdmaTransfer:
     return RdmaTransfer(opcode, spans, pieces, at, 1 - at, table, table)
 
 
-def test_a_run_takes_the_keys_and_addresses_of_its_rails(table: KeyTable) -> None:
+def test_batch_uses_the_keys_and_addresses_of_its_nics(table: KeyTable) -> None:
     transfer = work_of(RDMA_READ, table, 100, 100, 100)
     found = batch_of(PieceRun(transfer, 1, 3), 0, 1, 64)
     assert found.lkeys.tolist() == [3, 1]
@@ -188,7 +188,7 @@ def test_a_run_takes_the_keys_and_addresses_of_its_rails(table: KeyTable) -> Non
     assert found.remote.tolist() == [base + 65536 - 4096, base + 2 * 65536], "shifted, mod 2**64"
 
 
-def test_small_writes_from_host_memory_go_inline(table: KeyTable) -> None:
+def test_small_writes_from_host_memory_are_inline(table: KeyTable) -> None:
     inline = batch_of(PieceRun(work_of(RDMA_WRITE, table, 64, 64, 65), 0, 3), 0, 0, 64).inline
     assert inline is not None
     assert inline.tolist() == [True, False, False], "region 9 is not on the host"
@@ -197,7 +197,9 @@ def test_small_writes_from_host_memory_go_inline(table: KeyTable) -> None:
 @pytest.mark.parametrize(
     ("opcode", "nbytes", "most"), [(RDMA_READ, 8, 64), (RDMA_WRITE, 65, 64), (RDMA_WRITE, 8, 0)]
 )
-def test_nothing_else_goes_inline(table: KeyTable, opcode: int, nbytes: int, most: int) -> None:
+def test_other_requests_are_not_inline(
+    table: KeyTable, opcode: int, nbytes: int, most: int
+) -> None:
     transfer = work_of(opcode, table, nbytes)
     assert batch_of(PieceRun(transfer, 0, 1), 0, 0, most).inline is None
 
@@ -206,7 +208,7 @@ def test_nothing_else_goes_inline(table: KeyTable, opcode: int, nbytes: int, mos
 
 
 class Device:
-    """Stands where a queue pair's driver is; remembers what it is given."""
+    """A stand-in for a queue pair's driver, which records the posted requests."""
 
     def __init__(self) -> None:
         self.numbers: list[int] = []
@@ -225,13 +227,13 @@ class Device:
         return 0
 
 
-def test_a_batch_is_posted_by_one_call() -> None:
+def test_batch_is_posted_by_one_call() -> None:
     device = Device()
     batch_poster(ctypes.addressof(device.pair))(WorkRequestArray(8, 4), batch(5), 30)
     assert device.numbers == [30, 31, 32, 33, 34]
 
 
-def test_a_full_queue_is_an_error_that_says_how_far_it_got() -> None:
+def test_full_queue_reports_the_number_of_posted_requests() -> None:
     device = Device()
     device.takes = 3
     post = batch_poster(ctypes.addressof(device.pair))
@@ -258,5 +260,5 @@ def test_every_byte_of_a_batch_is_posted() -> None:
 
 
 @needs_compiler
-def test_the_cost_of_posting_is_measured() -> None:
+def test_posting_cost_is_measured() -> None:
     assert posting_us(TransferShape(1000 * 64, 64), 3) > 0
