@@ -16,7 +16,7 @@ from importlib.metadata import EntryPoint, entry_points
 
 from mooncake_hal.backend import Capabilities
 from mooncake_hal.errors import DeploymentRefused
-from mooncake_hal.port_range import PortRange, ReservedPorts, why_reserved
+from mooncake_hal.port_range import PortRange, ReservedPorts, reservation_conflict
 from mooncake_hal.ports import Port, find_ports_in_use
 from mooncake_hal.specs import TransportConstraints
 
@@ -193,7 +193,7 @@ class DeploymentPlan:
         for instance in self.instances:
             for port in instance.ports:
                 wanted = PortRange(port.number, port.number) if port.number else None
-                problem = wanted and why_reserved(port.what, wanted, instance.reserved)
+                problem = wanted and reservation_conflict(port.what, wanted, instance.reserved)
                 if problem:
                     yield f"{instance.name}: {problem}"
 

@@ -65,7 +65,9 @@ class ReservedPorts:
     setting: str
 
 
-def why_reserved(what: str, wanted: PortRange, reserved: Sequence[ReservedPorts]) -> str | None:
+def reservation_conflict(
+    what: str, wanted: PortRange, reserved: Sequence[ReservedPorts]
+) -> str | None:
     """Return how wanted ports overlap reserved ones and what to do about it; None if they do not.
 
     Args:

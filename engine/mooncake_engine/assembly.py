@@ -64,7 +64,7 @@ from mooncake_hal.backend import Backend, Capabilities
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.errors import HalError
 from mooncake_hal.negotiation import count_ports, reserved_ports
-from mooncake_hal.port_range import PortRange, why_reserved
+from mooncake_hal.port_range import PortRange, reservation_conflict
 from mooncake_hal.ports import Port, count_free, find_ports_in_use
 from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig, LoadFailurePolicy
@@ -550,7 +550,7 @@ def _check_reserved_ports(
         )
     except HalError as exc:
         raise ConfigError(str(exc)) from exc
-    found = [why_reserved(what, ports, reserved) for what, ports in wanted.items()]
+    found = [reservation_conflict(what, ports, reserved) for what, ports in wanted.items()]
     if any(found):
         raise PortTaken("; ".join(problem for problem in found if problem))
 

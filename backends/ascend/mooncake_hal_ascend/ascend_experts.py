@@ -24,7 +24,7 @@ def max_fused_tokens(
 ) -> int:
     """The maximum number of tokens per rank and call, or 0 if the ops can't be used; the reason is
     logged."""
-    why = limits.why_unsupported(ranks, shape)
+    why = limits.unsupported_reason(ranks, shape)
     tokens = 0 if why else limits.max_tokens(ranks, shape, buffer_bytes)
     if not why and not tokens:
         why = f"HCCL_BUFFSIZE has {buffer_bytes // _MIB} MiB, too few for one token of each rank"

@@ -50,7 +50,7 @@ class FusedExpertLimits:
     experts_per_rank: int
     has_expert_scales: bool
 
-    def why_unsupported(self, ranks: int, shape: ExpertShape) -> str | None:
+    def unsupported_reason(self, ranks: int, shape: ExpertShape) -> str | None:
         """The limit that a group or shape exceeds, or None."""
         if ranks not in self.ranks:
             return f"{ranks} ranks, it takes {', '.join(map(str, self.ranks))}"

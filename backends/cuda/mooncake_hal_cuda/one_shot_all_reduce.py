@@ -257,14 +257,14 @@ def supports(x: Tensor, limit: int) -> bool:
     return x.dtype in DTYPES and 0 < num_bytes <= limit and num_bytes % WORD_BYTES == 0
 
 
-def why_unsupported(sharing: DeviceSharing, rank: int, devices: Sequence[RankDevice]) -> str:
+def unsupported_reason(sharing: DeviceSharing, rank: int, devices: Sequence[RankDevice]) -> str:
     """The reason why a rank can't share memory with the others, or an empty string."""
     if len(devices) > MAX_RANKS:
         return f"the group has {len(devices)} ranks, at most {MAX_RANKS} are supported"
     if len({each.host for each in devices}) > 1:
         return "the ranks are on different hosts or in different network namespaces"
     for each in devices:
-        if reason := sharing.why_no_atomics(devices[rank].uuid, each.uuid):
+        if reason := sharing.no_atomics_reason(devices[rank].uuid, each.uuid):
             return reason
     return ""
 
@@ -301,7 +301,7 @@ class _BufferExchange:
         driver = self._sharing.driver
         driver.bind(self._index)
         devices = self._gather(RankDevice(host_identity(), driver.uuid(self._index)))
-        refusal = refusal or why_unsupported(self._sharing, self._group.rank, devices)
+        refusal = refusal or unsupported_reason(self._sharing, self._group.rank, devices)
         buffers: list[int] = []
         with ExitStack() as mailboxes:
             try:

@@ -27,7 +27,7 @@ from mooncake_hal.transports.rdma.rdma_messages import (
     decode_call,
     decode_endpoint_info,
     pair_nics,
-    why_unreachable,
+    unreachable_reason,
 )
 from mooncake_hal.transports.rdma.rdma_peer import RdmaPeer
 from mooncake_hal.transports.rdma.rdma_plugin import active_ports
@@ -81,7 +81,9 @@ class RdmaDataPath:
         return encode(RdmaEndpointInfo([nic.info() for nic in self.nics]))
 
     def unreachable_reason(self, info: bytes) -> str | None:
-        return why_unreachable([nic.info() for nic in self.nics], decode_endpoint_info(info).nics)
+        return unreachable_reason(
+            [nic.info() for nic in self.nics], decode_endpoint_info(info).nics
+        )
 
     def attach(self, key: int, region: MemoryRegion) -> bytes:
         with ExitStack() as undo:
@@ -244,5 +246,5 @@ class RdmaTransport:
             NAME,
             VERSION,
             decode_endpoint_info,
-            lambda ours, theirs: why_unreachable(ours.nics, theirs.nics),
+            lambda ours, theirs: unreachable_reason(ours.nics, theirs.nics),
         )

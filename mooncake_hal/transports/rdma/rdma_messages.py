@@ -174,7 +174,9 @@ def pair_nics(
     crossed = [(here, there) for here in range(len(ours)) for there in range(len(theirs))]
     for pairs in (aligned, crossed):
         usable = [
-            pair for pair in pairs if why_nics_unreachable(ours[pair[0]], theirs[pair[1]]) is None
+            pair
+            for pair in pairs
+            if nics_unreachable_reason(ours[pair[0]], theirs[pair[1]]) is None
         ]
         if usable:
             return [
@@ -184,7 +186,7 @@ def pair_nics(
     return []
 
 
-def why_nics_unreachable(ours: NicInfo, theirs: NicInfo) -> str | None:
+def nics_unreachable_reason(ours: NicInfo, theirs: NicInfo) -> str | None:
     """Return why two ports can't reach each other according to their addresses, or None."""
     if ours.link != theirs.link:
         return f"{ours.name} is {ours.link}, {theirs.name} is {theirs.link}"
@@ -196,9 +198,9 @@ def why_nics_unreachable(ours: NicInfo, theirs: NicInfo) -> str | None:
     return None
 
 
-def why_unreachable(ours: list[NicInfo], theirs: list[NicInfo]) -> str | None:
+def unreachable_reason(ours: list[NicInfo], theirs: list[NicInfo]) -> str | None:
     """Return why none of our NICs can reach one of the peer's, or None if one may."""
-    reasons = [why_nics_unreachable(here, there) for here in ours for there in theirs]
+    reasons = [nics_unreachable_reason(here, there) for here in ours for there in theirs]
     if not reasons:
         return "an endpoint without NICs"
     return None if None in reasons else "; ".join(sorted({str(reason) for reason in reasons}))

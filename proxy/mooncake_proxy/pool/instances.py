@@ -21,7 +21,7 @@ from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.bootstrap_server import BootstrapServer
 from mooncake_proxy.pool.device_classes import relative_speed
 from mooncake_proxy.pool.dp_ranks import DPRanks, RequestLoad
-from mooncake_proxy.pool.pair_topology import PairTopology, why_incompatible
+from mooncake_proxy.pool.pair_topology import PairTopology, incompatibility_reason
 
 logger = logging.getLogger(__name__)
 # The host of a ZMQ address that listens on all interfaces.
@@ -561,7 +561,7 @@ class InstancePool:
                 mine, theirs = prefill.topology, decode.topology
                 if mine is None or theirs is None:
                     continue
-                if (reason := why_incompatible(mine, theirs)) is not None:
+                if (reason := incompatibility_reason(mine, theirs)) is not None:
                     unfit.add(theirs.engine_id)
                     key = f"unfit {mine.engine_id} {theirs.engine_id}"
                     prefill.warn_once(key, f"is incompatible with {decode.name}: {reason}")

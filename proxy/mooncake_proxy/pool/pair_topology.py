@@ -42,7 +42,7 @@ class PairTopology(Struct, frozen=True):
         return max(self.dp_size * self.tp_size * self.pp_size, 1)
 
 
-def why_incompatible(prefill: PairTopology, decode: PairTopology) -> str | None:
+def incompatibility_reason(prefill: PairTopology, decode: PairTopology) -> str | None:
     """The reason why the two instances can't exchange KV; None if none is known."""
     for name, ours in prefill.must_match.items():
         theirs = decode.must_match.get(name)

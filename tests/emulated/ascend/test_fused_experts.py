@@ -103,9 +103,9 @@ def test_tokens_get_the_sums_of_their_experts_wherever_these_are(
 def test_what_the_ops_do_not_support_is_named(
     limits: object, ranks: int, shape: ExpertShape, reason: str
 ) -> None:
-    assert reason in str(limits.why_unsupported(ranks, shape))  # type: ignore[attr-defined]
+    assert reason in str(limits.unsupported_reason(ranks, shape))  # type: ignore[attr-defined]
     for good in (ExpertShape(256, 8, 7168),):
-        assert limits.why_unsupported(16, good) is None  # type: ignore[attr-defined]
+        assert limits.unsupported_reason(16, good) is None  # type: ignore[attr-defined]
 
 
 def test_a_call_is_no_larger_than_a_groups_buffer() -> None:

@@ -205,8 +205,8 @@ def test_devices_without_atomics(monkeypatch: pytest.MonkeyPatch, lacks: str, re
     monkeypatch.setenv("EMULATED_CUDA_LACKS", lacks)
     sharing = emulated_sharing()
     first, second = (sharing.driver.uuid(index) for index in (0, 1))
-    assert sharing.why_no_atomics(first, second) == reason
-    assert sharing.why_no_atomics(first, first) is None
+    assert sharing.no_atomics_reason(first, second) == reason
+    assert sharing.no_atomics_reason(first, first) is None
 
 
 def test_without_a_channel_there_is_no_fabric() -> None:

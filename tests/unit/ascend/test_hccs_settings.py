@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mooncake_hal.errors import HalError
-from mooncake_hal.port_range import PortRange, ReservedPorts, why_reserved
+from mooncake_hal.port_range import PortRange, ReservedPorts, reservation_conflict
 from mooncake_hal_ascend.hccs.hccs_settings import (
     EngineDeadlines,
     HccsSettings,
@@ -109,8 +109,8 @@ def test_ranges_that_leave_the_ports_are_refused() -> None:
 
 def test_our_ports_stay_out_of_them() -> None:
     ranges = engine_ports("mooncake", {}, [0])
-    assert why_reserved("HTTP", PortRange(19999, 19999), ranges) is None
-    assert why_reserved("HTTP", PortRange(20000, 20000), ranges) == (
+    assert reservation_conflict("HTTP", PortRange(19999, 19999), ranges) is None
+    assert reservation_conflict("HTTP", PortRange(20000, 20000), ranges) == (
         "port 20000, wanted for HTTP, lies in 20000-21000, from which the mooncake engine's "
         "links may take any port at any time; choose one outside, or move that range "
         "(ASCEND_BASE_PORT)"

@@ -11,7 +11,7 @@ import pytest
 
 from mooncake_hal.errors import TransferError, TransportUnavailable
 from mooncake_hal_ascend.hccs import npu_location
-from mooncake_hal_ascend.hccs.npu_location import NpuLocation, locate, why_unreachable
+from mooncake_hal_ascend.hccs.npu_location import NpuLocation, locate, unreachable_reason
 
 A2 = NpuLocation("A2", "boot-a", "", "", 0, "10.0.0.1", "auto")
 A3 = NpuLocation("A3", "boot-a", "7", "16777216", 0, "10.0.0.1", "auto")
@@ -28,7 +28,7 @@ def moved(place: NpuLocation, **changes: object) -> NpuLocation:
 
 
 def apart(ours: NpuLocation, theirs: NpuLocation) -> str | None:
-    return why_unreachable(ours.encode(), theirs.encode())
+    return unreachable_reason(ours.encode(), theirs.encode())
 
 
 @dataclass
@@ -108,7 +108,7 @@ def test_why_ends_are_incompatible(other: NpuLocation, words: str) -> None:
 
 def test_a_malformed_location_is_refused() -> None:
     with pytest.raises(TransferError, match="malformed NPU location"):
-        why_unreachable(A2.encode(), b"somewhere")
+        unreachable_reason(A2.encode(), b"somewhere")
 
 
 def test_an_a2_is_located_by_its_files(root: Path) -> None:

@@ -17,7 +17,7 @@ from mooncake_hal_cuda.transports.ipc_protocol import (
     decode_endpoint,
     decode_region,
     mapping_kind,
-    why_unreachable,
+    unreachable_reason,
 )
 
 DOMAIN = NvlinkDomain(b"\1" * 16, 2)
@@ -65,7 +65,7 @@ def facts(host: str, domain: NvlinkDomain | None) -> IpcEndpointInfo:
     ],
 )
 def test_reach(ours: IpcEndpointInfo, theirs: IpcEndpointInfo, reason: str | None) -> None:
-    found = why_unreachable(ours, decode_endpoint(encode(theirs)))
+    found = unreachable_reason(ours, decode_endpoint(encode(theirs)))
     assert (found is None) == (reason is None)
     assert (reason or "") in (found or "")
 

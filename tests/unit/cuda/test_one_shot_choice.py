@@ -17,7 +17,7 @@ from mooncake_hal_cuda.one_shot_all_reduce import (
     RankDevice,
     max_message_bytes,
     supports,
-    why_unsupported,
+    unsupported_reason,
 )
 
 KIB = 1 << 10
@@ -48,7 +48,7 @@ class FakeDriver:
 
 
 def reason_of(driver: FakeDriver, *devices: RankDevice) -> str:
-    return why_unsupported(DeviceSharing(cast(CudaDriver, driver)), 0, devices)
+    return unsupported_reason(DeviceSharing(cast(CudaDriver, driver)), 0, devices)
 
 
 @pytest.mark.parametrize(

@@ -66,7 +66,7 @@ def _settings(vendor: Mapping[str, str], everywhere: str) -> Iterator[Check]:
     yield Check(f"engine={settings.engine} protocol={settings.protocol} (MOONCAKE_HAL_HCCS)")
     yield Check(
         f"deadlines: {limits.connect_ms} ms to connect, {limits.transfer_ms} ms to transfer "
-        f"({limits.why})"
+        f"({limits.reason})"
     )
 
 

@@ -103,12 +103,12 @@ class EngineDeadlines:
         connect_ms: timeout for a link to come up.
         transfer_ms: timeout of one transfer. It exceeds the time of all retransmissions, so that
             the engine does not give up on a NIC that may still succeed.
-        why: derivation, for the log.
+        reason: derivation, for the log.
     """
 
     connect_ms: int
     transfer_ms: int
-    why: str
+    reason: str
 
 
 def deadlines(vendor: Mapping[str, str], protocol: str) -> EngineDeadlines:

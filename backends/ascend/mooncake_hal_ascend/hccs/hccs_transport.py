@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, cast
 
 from mooncake_hal.backend import Memory, Runtime
 from mooncake_hal.errors import BackendUnavailable, HalError, TransportUnavailable
-from mooncake_hal.port_range import PortRange, why_reserved
+from mooncake_hal.port_range import PortRange, reservation_conflict
 from mooncake_hal.session.session import Session
 from mooncake_hal.transport import EndpointOptions
 from mooncake_hal.transports.adapters.adapter_transport import AdapterTransport
@@ -47,7 +47,7 @@ from mooncake_hal_ascend.hccs.npu_location import (
     NpuLocation,
     locate,
     physical_device,
-    why_unreachable,
+    unreachable_reason,
 )
 from mooncake_hal_ascend.hccs.vendor_engines import MemfabricVendor, MooncakeVendor, VendorEngine
 
@@ -105,7 +105,7 @@ def load() -> AdapterTransport:
 
 def transport_of(resources: HccsResources) -> AdapterTransport:
     """Construct the transport."""
-    return AdapterTransport(NAME, partial(configure, resources), why_unreachable)
+    return AdapterTransport(NAME, partial(configure, resources), unreachable_reason)
 
 
 def configure(resources: HccsResources, options: EndpointOptions) -> AdaptedEngine:
@@ -176,7 +176,7 @@ def _prepare(
     limits = deadlines(vendor, settings.protocol)
     ranges = engine_ports(engine, vendor, [physical_device(device, vendor)])
     ours = PortRange(options.port, options.port) if options.port else options.port_range
-    problem = ours and why_reserved("the transport", ours, ranges)
+    problem = ours and reservation_conflict("the transport", ours, ranges)
     if problem:
         raise HalError(problem)
     variables = {
@@ -194,7 +194,7 @@ def _prepare(
         settings.protocol,
         limits.connect_ms,
         limits.transfer_ms,
-        limits.why,
+        limits.reason,
         ", ".join(str(each.ports) for each in ranges),
     )
 

@@ -63,7 +63,7 @@ def decode_location(data: bytes) -> NpuLocation:
         raise TransferError(f"malformed NPU location: {exc}") from exc
 
 
-def why_unreachable(ours: bytes, theirs: bytes) -> str | None:
+def unreachable_reason(ours: bytes, theirs: bytes) -> str | None:
     """The reason why two NPUs can't reach each other, and what to use instead; None if they can.
 
     Raises:

@@ -178,7 +178,7 @@ class DeviceSharing:
                 return str(exc)
         return ""
 
-    def why_no_access(self, ours: bytes, theirs: bytes) -> str | None:
+    def no_access_reason(self, ours: bytes, theirs: bytes) -> str | None:
         """The reason why a device can't access another device's memory, or None; both by UUID.
 
         The driver can't be queried about a device that CUDA_VISIBLE_DEVICES hides from this
@@ -191,7 +191,7 @@ class DeviceSharing:
             return None
         return f"cuda:{known[ours]} has no peer access to cuda:{known[theirs]}; see nvidia-smi topo"
 
-    def why_no_atomics(self, ours: bytes, theirs: bytes) -> str | None:
+    def no_atomics_reason(self, ours: bytes, theirs: bytes) -> str | None:
         """The reason why a device has no atomic operations on another device's memory, or None;
         both by UUID."""
         if theirs == ours:
@@ -199,7 +199,7 @@ class DeviceSharing:
         known = self._indices
         if not {ours, theirs} <= known.keys():
             return "CUDA_VISIBLE_DEVICES hides a peer's device, so its link can't be queried"
-        if (reason := self.why_no_access(ours, theirs)) is not None:
+        if (reason := self.no_access_reason(ours, theirs)) is not None:
             return reason
         if self.driver.has_atomics(known[ours], known[theirs]):
             return None

@@ -43,7 +43,7 @@ from mooncake_hal_cuda.transports.ipc_protocol import (
     decode_call,
     decode_endpoint,
     own_endpoint_info,
-    why_unreachable,
+    unreachable_reason,
 )
 
 
@@ -73,7 +73,7 @@ class IpcTransport:
         return open_endpoint(driver, local, options)
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
-        compare = partial(why_not_mappable, self._sharing)
+        compare = partial(unmappable_reason, self._sharing)
         return compare_addresses((local, remote), NAME, VERSION, decode_endpoint, compare)
 
 
@@ -133,7 +133,7 @@ class IpcDataPath:
         return encode(self._info)
 
     def unreachable_reason(self, info: bytes) -> str | None:
-        return why_not_mappable(self._sharing, self._info, decode_endpoint(info))
+        return unmappable_reason(self._sharing, self._info, decode_endpoint(info))
 
     def attach(self, key: int, region: MemoryRegion) -> bytes:
         """Describe the allocation that contains the region, with all of its handles."""
@@ -216,11 +216,11 @@ class IpcDataPath:
         )
 
 
-def why_not_mappable(
+def unmappable_reason(
     sharing: DeviceSharing, ours: IpcEndpointInfo, theirs: IpcEndpointInfo
 ) -> str | None:
     """The reason why our device can't access the peer's memory, or None."""
-    return why_unreachable(ours, theirs) or sharing.why_no_access(ours.device, theirs.device)
+    return unreachable_reason(ours, theirs) or sharing.no_access_reason(ours.device, theirs.device)
 
 
 def _map_if_live(

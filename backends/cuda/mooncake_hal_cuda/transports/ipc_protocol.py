@@ -104,7 +104,7 @@ def decode_call(payload: bytes) -> SendDescriptor:
         raise TransferError(f"{NAME}: a call can't be read: {exc}") from exc
 
 
-def why_unreachable(ours: IpcEndpointInfo, theirs: IpcEndpointInfo) -> str | None:
+def unreachable_reason(ours: IpcEndpointInfo, theirs: IpcEndpointInfo) -> str | None:
     """The reason why one process can't map the other's memory, or None."""
     if ours.host == theirs.host:
         return None

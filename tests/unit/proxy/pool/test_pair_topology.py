@@ -8,7 +8,7 @@ import pytest
 from mooncake_hal.deployment import Hardware, InstanceInfo, usable_transports
 from mooncake_hal.specs import TransportConstraints
 from mooncake_kv.connector import RankEndpointInfo, Topology
-from mooncake_proxy.pool.pair_topology import PairTopology, TransportRules, why_incompatible
+from mooncake_proxy.pool.pair_topology import PairTopology, TransportRules, incompatibility_reason
 
 SAME = PairTopology(
     engine_id="a",
@@ -33,7 +33,7 @@ HCCS = TransportRules(same_backend=True, same_generation=True, any_tp_ratio=Fals
     ],
 )
 def test_facts_that_differ(changes: dict[str, object], words: str | None) -> None:
-    found = why_incompatible(SAME, msgspec.structs.replace(SAME, engine_id="b", **changes))
+    found = incompatibility_reason(SAME, msgspec.structs.replace(SAME, engine_id="b", **changes))
     assert found is None if words is None else words in (found or "")
 
 
@@ -61,7 +61,7 @@ def test_the_rules_are_the_handshakes(
             PairTopology("e", tp, backend, generation, {"hccs": HCCS}, {"model": "m"})
         )
     fits = bool(usable_transports(*infos))
-    assert (why_incompatible(*topologies) is None) is fits
+    assert (incompatibility_reason(*topologies) is None) is fits
 
 
 def test_it_reads_what_an_instance_publishes() -> None:

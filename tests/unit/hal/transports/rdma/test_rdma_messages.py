@@ -22,7 +22,7 @@ from mooncake_hal.transports.rdma.rdma_messages import (
     decode_endpoint_info,
     decode_region_keys,
     pair_nics,
-    why_unreachable,
+    unreachable_reason,
 )
 
 IPV4 = "0000:0000:0000:0000:0000:ffff:0a00:0001"
@@ -57,7 +57,7 @@ def test_nics_are_paired(
     ours: list[NicInfo], theirs: list[NicInfo], connections: int, wanted: list[tuple[int, int]]
 ) -> None:
     assert pair_nics(ours, theirs, connections) == wanted
-    assert (why_unreachable(ours, theirs) is None) == bool(wanted)
+    assert (unreachable_reason(ours, theirs) is None) == bool(wanted)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_nics_are_paired(
 def test_unreachable_nics_have_a_reason(
     ours: list[NicInfo], theirs: list[NicInfo], reason: str
 ) -> None:
-    found = why_unreachable(ours, theirs)
+    found = unreachable_reason(ours, theirs)
     assert found is not None
     with pytest.raises(ValueError, match=reason):
         raise ValueError(found)
