@@ -1,4 +1,5 @@
-"""Several answers to one prompt, prefill and decode apart: the prompt crosses once."""
+"""Several choices of one prompt on a pair: the prompt is transferred once, even after
+preemption."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from mooncake_engine.sampling_params import SamplingParams
 SAMPLING = SamplingParams(temperature=0.9, max_tokens=12, ignore_eos=True)
 SEEDS = (3, 4, 5)
 PROMPT = prompt_of(45)
-"""Two blocks of sixteen, and most of a third."""
+"""Tokens: two blocks of sixteen, and most of a third."""
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +31,7 @@ def seeded(seed: int, **changes: Any) -> SamplingParams:
 
 
 async def single_answers(model: Path) -> list[list[int]]:
-    """From one instance, one request after the other."""
+    """Answers of one instance, one request at a time."""
     async with instance(model, prefix_caching=False) as single:
         return [(await ask(single, PROMPT, seeded(seed))).tokens for seed in SEEDS]
 
@@ -39,7 +40,7 @@ async def all_of(asked: list[Coroutine[Any, Any, Answer]]) -> list[Answer]:
     return list(await asyncio.gather(*asked))
 
 
-def test_a_pulled_prompt_is_moved_once(model: Path) -> None:
+def test_pulled_prompt_is_transferred_once(model: Path) -> None:
     async def at_prefill(where: Instance) -> list[Answer]:
         once = [seeded(seed, max_tokens=1) for seed in SEEDS]
         return await all_of([ask(where, PROMPT, each, ORDER, group="p") for each in once])
@@ -50,7 +51,7 @@ def test_a_pulled_prompt_is_moved_once(model: Path) -> None:
             ask(both.decode, PROMPT, seeded(seed), answer.params, group="d")
             for seed, answer in zip(SEEDS, first, strict=True)
         ]
-        await check_moved_once(model, both, asked)
+        await check_transferred_once(model, both, asked)
 
     async def main() -> None:
         async with pair(model) as both:
@@ -59,16 +60,16 @@ def test_a_pulled_prompt_is_moved_once(model: Path) -> None:
     asyncio.run(main())
 
 
-def test_a_pushed_prompt_is_moved_once(model: Path) -> None:
+def test_pushed_prompt_is_transferred_once(model: Path) -> None:
     async def main() -> None:
         async with push_pair(model) as both:
             asked = [ask_pushed(both, PROMPT, seeded(seed), group="d") for seed in SEEDS]
-            await check_moved_once(model, both, asked)
+            await check_transferred_once(model, both, asked)
 
     asyncio.run(main())
 
 
-async def check_moved_once(
+async def check_transferred_once(
     model: Path, both: Pair | PushPair, asked: list[Coroutine[Any, Any, Answer]]
 ) -> None:
     answers = await all_of(asked)
@@ -79,7 +80,7 @@ async def check_moved_once(
 
 
 def bytes_of_prompt(where: Instance) -> int:
-    """KV of the prompt's tokens, once."""
+    """Bytes of the KV of the prompt's tokens, counted once."""
     facts = where.core._executor.info
     shard = facts.ranks[0].shard
     per_token = sum(facts.geometry.plane_dims) * shard.heads * facts.geometry.element_bytes

@@ -1,4 +1,4 @@
-"""A real model with too little memory answers as it does with plenty, whatever was preempted."""
+"""A real model under memory pressure gives the same answers, whichever requests are preempted."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCK_SIZE = 16
 OUTPUT_TOKENS = 40
 PLENTY = 200
 THIRD = 24
-"""Blocks: the load below needs 72 of them at its end."""
+"""KV blocks: the load below needs 72 at its end."""
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +27,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 GREEDY = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS)
 RANDOM = SamplingParams(temperature=1.0, max_tokens=OUTPUT_TOKENS)
 MIX = (1, 3, 1, 2, 1, 3, 1, 2, 1)
-"""Answers per prompt: 15 sequences of five blocks, those of a prompt share two."""
+"""Choices per prompt: 15 sequences of five blocks; those of one prompt share two."""
 
 
 @pytest.mark.parametrize(
     ("sampling", "prefix_caching"), [(GREEDY, True), (RANDOM, False)], ids=["greedy", "random"]
 )
-def test_a_third_of_the_memory_gives_the_same_tokens(
+def test_one_third_of_the_memory_gives_same_tokens(
     checkpoint: Path, sampling: SamplingParams, prefix_caching: bool
 ) -> None:
     requests = make_load(sampling, sizes=MIX)
@@ -47,7 +47,7 @@ def test_a_third_of_the_memory_gives_the_same_tokens(
     assert short.stats.num_swapped == 0
 
 
-def test_without_swap_space_groups_are_computed_again(checkpoint: Path) -> None:
+def test_groups_without_swap_space_are_recomputed(checkpoint: Path) -> None:
     requests = make_load(GREEDY, sizes=MIX)
     plenty = run_load(checkpoint, requests, num_kv_blocks=PLENTY)
     short = run_load(checkpoint, requests, num_kv_blocks=THIRD, swap_space_bytes=0)
@@ -57,9 +57,7 @@ def test_without_swap_space_groups_are_computed_again(checkpoint: Path) -> None:
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, RANDOM], ids=["greedy", "random"])
-def test_answers_of_a_group_are_those_of_single_requests(
-    checkpoint: Path, sampling: SamplingParams
-) -> None:
+def test_group_gives_answers_of_single_requests(checkpoint: Path, sampling: SamplingParams) -> None:
     together = make_load(sampling, sizes=(4, 2))
     alone = [
         EngineRequest(request.request_id, request.prompt_token_ids, request.sampling)
@@ -70,7 +68,7 @@ def test_answers_of_a_group_are_those_of_single_requests(
     assert grouped.answers == single.answers
 
 
-def test_latents_are_swapped_too(tmp_path: Path) -> None:
+def test_latents_are_swapped(tmp_path: Path) -> None:
     latent = write_checkpoint(random_model("deepseek_v2"), tmp_path)
     requests = make_load(GREEDY, sizes=(1, 3, 3))
     plenty = run_load(latent, requests, num_kv_blocks=PLENTY)

@@ -1,4 +1,4 @@
-"""The KV pool gets what weights and the largest step leave of the memory that may be used."""
+"""The KV pool gets the memory that weights and the largest step leave within the limit."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def info_of(config: EngineConfig) -> EngineInfo:
 
 
 def utilization(extra_bytes: int, num_processes: int = 1) -> float:
-    """What this process takes now and so much more, of all that there is."""
+    """The utilization that allows this many bytes beyond the memory that the process uses now."""
     runtime = Registry.discover().select_backend("cpu").runtime
     runtime.reset_peak(0)
     wanted = num_processes * (runtime.peak_bytes(0) + extra_bytes)
     return wanted / runtime.memory_info(0).total_bytes
 
 
-def test_what_is_left_is_for_kv_and_the_log_says_how_much(
+def test_remaining_memory_goes_to_kv_and_is_logged(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     options = {"max_num_batched_tokens": 512, "max_num_seqs": 32, "threads": 1}
@@ -52,23 +52,23 @@ def test_what_is_left_is_for_kv_and_the_log_says_how_much(
     assert f"{facts.num_kv_blocks} blocks of 16 tokens, {facts.num_kv_blocks * 16} tokens" in words
 
 
-def test_ranks_agree(checkpoint: Path) -> None:
+def test_ranks_agree_on_pool_size(checkpoint: Path) -> None:
     share = min(1.0, utilization(600 * MIB, num_processes=2))
     config = EngineConfig(checkpoint, memory_utilization=share, tp_size=2, threads=1)
     assert info_of(config).num_kv_blocks > 0
 
 
-def test_too_little_is_refused_with_the_figures(checkpoint: Path) -> None:
+def test_too_little_memory_is_rejected_with_amounts(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=r"memory_utilization 0\.001 allows .* GiB, but weights"):
         info_of(EngineConfig(checkpoint, memory_utilization=0.001, threads=1))
 
 
-def test_a_host_is_not_filled_unasked(checkpoint: Path) -> None:
+def test_host_memory_is_not_filled_by_default(checkpoint: Path) -> None:
     facts = info_of(EngineConfig(checkpoint, threads=1))
     assert facts.num_kv_blocks * 3 * 2 * 2 * 16 * 16 * 4 <= 1 << 30
 
 
-def test_a_pool_shorter_than_the_models_sequences_is_told_once(
+def test_pool_smaller_than_context_length_is_logged_once(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = EngineConfig(checkpoint, num_kv_blocks=1, tp_size=2, threads=1)
@@ -79,10 +79,11 @@ def test_a_pool_shorter_than_the_models_sequences_is_told_once(
     assert "limit" not in capfd.readouterr().err, "ranks say nothing of it"
 
 
-def test_a_pool_that_is_as_long_as_asked_for_is_not_complained_about(
+def test_pool_that_fits_configured_length_logs_no_warning(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    options = {"num_kv_blocks": 1, "swap_space_bytes": 0}  # of which a full host would have less
+    # of which a host with little free memory would have less
+    options = {"num_kv_blocks": 1, "swap_space_bytes": 0}
     config = EngineConfig(checkpoint, max_model_len=16, threads=1, **options)
     assert info_of(config).max_model_len == 16
     assert not [record for record in caplog.records if record.levelname == "WARNING"]

@@ -1,4 +1,4 @@
-"""What these tests share: a thread to compute in, the CPU backend, a small random Llama."""
+"""Fixtures of the model tests: a compute thread, the CPU backend, a small random Llama."""
 
 from __future__ import annotations
 

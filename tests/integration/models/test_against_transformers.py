@@ -1,4 +1,5 @@
-"""Every architecture against transformers: greedy tokens identical, logits to float32 rounding."""
+"""Every architecture agrees with transformers: identical greedy tokens, logits within float32
+rounding."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from mooncake_hal.registry import Registry
 PROMPT_LENGTHS = (1, 5, 16, 17, 33, 130)
 NEW_TOKENS = 12
 LONGEST = max(PROMPT_LENGTHS) + NEW_TOKENS - 1
-"""Tokens that the model is given of the longest sequence: its last one sees a window of as many."""
+"""Tokens of the longest sequence, whose last token attends to a sliding window of the same size."""
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -46,7 +47,7 @@ LONGROPE = {
     "partial_rotary_factor": 0.75,
 }
 LONG = {**LONGROPE, "original_max_position_embeddings": 1, "attention_factor": 1.19}
-"""Transformers takes the long factors from the second token on, as the engine does throughout."""
+"""Transformers uses the long factors from the second token on, the engine from the first."""
 DEEPSEEK_YARN = {**YARN, "factor": 40.0, "mscale": 0.707, "mscale_all_dim": 1.2}
 PUBLISHED_WIDTHS = {
     "kv_lora_rank": 512,
@@ -108,7 +109,8 @@ def prompts(vocab_size: int) -> list[tuple[int, ...]]:
 def expected_answer(
     model: PreTrainedModel, prompt: tuple[int, ...]
 ) -> tuple[list[int], list[float]]:
-    """Greedy tokens, and their log probabilities, by running the whole sequence every time."""
+    """Greedy tokens and their log probabilities, by recomputing the whole sequence for each
+    token."""
     tokens, logprobs = list(prompt), []
     for _ in range(NEW_TOKENS):
         last = model(torch.tensor([tokens])).logits[0, -1].float().log_softmax(-1)
@@ -118,7 +120,7 @@ def expected_answer(
 
 
 def run(config: EngineConfig, chunk: int, vocab_size: int) -> list[RunningRequest]:
-    """Answer all prompts together."""
+    """Run all prompts as one batch."""
     sampling = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, logprobs=2)
     requests = [
         RunningRequest(f"r{index}", prompt, sampling)
@@ -136,7 +138,7 @@ def run(config: EngineConfig, chunk: int, vocab_size: int) -> list[RunningReques
 
 
 @pytest.mark.parametrize(("family", "overrides"), CASES, ids=lambda value: str(value)[:60])
-def test_greedy_tokens_and_logprobs_are_those_of_transformers(
+def test_greedy_tokens_and_logprobs_match_transformers(
     family: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     model = random_model(family, **overrides)

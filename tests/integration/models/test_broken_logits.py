@@ -1,4 +1,4 @@
-"""A request whose logits are not finite fails with the reason; the others go on as without it."""
+"""A request with non-finite logits fails with the reason; others continue unaffected."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_request_that_masks_every_token_fails_alone(checkpoint: Path, mode: str) -> None:
+def test_request_that_masks_every_token_fails_alone(checkpoint: Path, mode: str) -> None:
     requests = make_load(PLAIN, sizes=[1, 1, 1])
     expected = run_load(checkpoint, requests, num_kv_blocks=64, **MODES[mode])
     broken = replace(requests[1], sampling=NOTHING_LEFT)

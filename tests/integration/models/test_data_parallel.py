@@ -1,4 +1,4 @@
-"""Data-parallel ranks in one instance: the tokens of one rank, idle ranks, and clear ends."""
+"""Data-parallel ranks in one instance: the tokens of one rank, idle ranks, and failures."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from mooncake_kv.pool.pool_config import KVPoolConfig
 
 LOOPBACK = "tcp://127.0.0.1:*"
 EVERY_STEP, PROMPTS = 1, 20
-"""Fewest tokens of a rank in a round that is dispatched; the others' tokens go to every rank."""
+"""Minimum tokens of a rank in a round that uses dispatch; below it, tokens go to every rank."""
 LENGTHS = (3, 90, 25, 41, 7)
-"""Of prompts: some in chunks; an odd number of them, so that ranks are idle at the end."""
+"""Prompt lengths: some run in chunks; their number is odd, so that ranks are idle at the end."""
 ANSWERS = (12, 3, 20, 1, 9)
 MOE = ("mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3")
 OPTIONS: dict[str, Any] = {"num_kv_blocks": 32, "max_num_batched_tokens": 40, "max_num_seqs": 8}
@@ -54,7 +54,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def requests(*, dp_size: int = 1) -> list[EngineRequest]:
-    """Each names a rank: those that are chosen by load depend on the answers' order."""
+    """Each request names its rank: choices by load would depend on the order of answers."""
     return [
         EngineRequest(
             f"r{number}",
@@ -70,11 +70,11 @@ QUICK = (
     ("qwen3_moe", 2, 1, 2),
     ("deepseek_v3", 2, 2, 4),
 )
-"""In `make test`; all others are for `make test-slow`."""
+"""Runs in `make test`; `make test-slow` runs all others."""
 
 
 def divisions() -> Iterator[Any]:
-    """Family, dp_size, tp_size and ep_size of all that have experts, and of one that has none."""
+    """Family, dp_size, tp_size and ep_size of every division with experts, and of one without."""
     yield "llama", 2, 1, 1
     for family, dp_size, tp_size, ep_size in product(MOE, (1, 2, 4), (1, 2), (1, 2, 4)):
         if dp_size * tp_size > 1 and dp_size * tp_size % ep_size == 0:
@@ -84,10 +84,10 @@ def divisions() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("family", "dp_size", "tp_size", "ep_size"), list(divisions()))
-def test_ranks_choose_the_tokens_of_one_rank(
+def test_ranks_give_tokens_of_one_rank(
     family: str, dp_size: int, tp_size: int, ep_size: int, checkpoints: dict[str, Path]
 ) -> None:
-    """Logits are compared, division by division, in the unit tests."""
+    """The unit tests compare logits, division by division."""
     expected = run_load(checkpoints[family], requests(), **OPTIONS).answers
     found = run_load(
         checkpoints[family],
@@ -130,7 +130,7 @@ NGRAM = SpeculativeConfig(method="ngram", num_speculative_tokens=3)
         ({"speculative_config": NGRAM, "async_scheduling": True}, "speculation"),
     ],
 )
-def test_drafts_preemption_and_async_scheduling_are_each_ranks_own(
+def test_drafts_preemption_and_async_scheduling_are_per_rank(
     checkpoints: dict[str, Path], options: dict[str, Any], counted: str
 ) -> None:
     def load(dp_size: int) -> list[EngineRequest]:
@@ -171,7 +171,7 @@ def core(checkpoints: dict[str, Path]) -> Iterator[DataParallelCore]:
     built.close()
 
 
-def test_a_request_goes_to_the_rank_that_holds_its_prefix(core: DataParallelCore) -> None:
+def test_request_goes_to_rank_with_its_prefix(core: DataParallelCore) -> None:
     prompt = random_prompt(100, 64)
     request = EngineRequest("first", prompt, SamplingParams(max_tokens=2, ignore_eos=True))
     serve_all(core, [replace(request, data_parallel_rank=1)])
@@ -196,7 +196,7 @@ def test_each_rank_publishes_its_own_blocks(core: DataParallelCore) -> None:
 
 
 def replayed(endpoint: str | None, until: tuple[int, ...]) -> list[EventBatch]:
-    """What a publisher has, once it has published a prompt that begins so."""
+    """The events of a publisher, once it has published a prompt with this prefix."""
     for _ in range(100):
         batches = [batch for _, batch in ask_events(endpoint, FROM_THE_START)]
         stored = [event for batch in batches for event in batch.events]
@@ -205,7 +205,7 @@ def replayed(endpoint: str | None, until: tuple[int, ...]) -> list[EventBatch]:
     raise AssertionError("the prompt was not published")
 
 
-def test_requests_are_spread_and_the_answers_to_one_prompt_stay_together(
+def test_requests_are_spread_and_choices_of_one_prompt_stay_together(
     core: DataParallelCore,
 ) -> None:
     before = [part.prompt_tokens for part in core.stats().by_dp_rank]
@@ -220,7 +220,7 @@ def test_requests_are_spread_and_the_answers_to_one_prompt_stay_together(
     assert [a - b for a, b in zip(after, before, strict=True)] == [3 * 37, 2 * 37]
 
 
-def test_an_abort_ends_a_request_wherever_it_is(core: DataParallelCore) -> None:
+def test_abort_ends_request_on_any_rank(core: DataParallelCore) -> None:
     endless = SamplingParams(max_tokens=400, ignore_eos=True)
     for rank in range(2):
         request = EngineRequest(f"endless{rank}", (5, 9), endless, data_parallel_rank=rank)
@@ -232,13 +232,13 @@ def test_an_abort_ends_a_request_wherever_it_is(core: DataParallelCore) -> None:
     assert [part.num_running for part in core.stats().by_dp_rank] == [1, 0]
     core.post(AbortRequest("endless0"))
     core.step()
-    core.step()  # the ranks forget them
+    core.step()  # the ranks drop them
     assert core.stats().num_running == 0
     assert core.stats().kv_cache_usage == 0
     core.check_integrity()
 
 
-def test_every_rank_counts_what_all_ranks_tokens_choose(core: DataParallelCore) -> None:
+def test_every_rank_counts_expert_choices_of_all_ranks(core: DataParallelCore) -> None:
     serve_all(core, [replace(request, data_parallel_rank=0) for request in requests()[:2]])
     load = core.stats().experts
     assert load is not None
@@ -251,8 +251,8 @@ def run_on(core: DataParallelCore) -> NoReturn:
         core.step()
 
 
-def test_experts_that_are_placed_anew_change_no_tokens(core: DataParallelCore) -> None:
-    """Both ranks come to it in the same round, whoever of them has tokens."""
+def test_rebalanced_experts_change_no_tokens(core: DataParallelCore) -> None:
+    """Both ranks rebalance in the same round, whichever of them has tokens."""
     asked = requests(dp_size=2)
     expected = serve_all(core, asked).answers
     deadline = time.monotonic() + 60
@@ -262,8 +262,8 @@ def test_experts_that_are_placed_anew_change_no_tokens(core: DataParallelCore) -
     assert serve_all(core, asked).answers == expected
 
 
-def test_a_rank_that_is_slow_costs_time_and_nothing_else(core: DataParallelCore) -> None:
-    """An idle one, which the others need for its experts; they say how long they have waited."""
+def test_slow_rank_only_delays_the_others(core: DataParallelCore) -> None:
+    """The slow rank is idle, but the others need its experts; they report how long they waited."""
     asked = [replace(request, data_parallel_rank=0) for request in requests()[:2]]
     expected = serve_all(core, asked).answers
     assert core.reset_prefix_cache()
@@ -277,7 +277,7 @@ def test_a_rank_that_is_slow_costs_time_and_nothing_else(core: DataParallelCore)
     waking.join()
     while not (parts := core.stats().by_dp_rank)[0].waited_s[0]["experts"]["all_to_all"] > 0.5:
         assert time.monotonic() - started < 60, parts[0].waited_s
-        serve_all(core, asked[1:])  # ranks tell it with a step, once a second
+        serve_all(core, asked[1:])  # ranks report it with a step, once a second
 
 
 def ranks_of(core: DataParallelCore, dp_rank: int) -> tuple[int, ...]:
@@ -288,7 +288,7 @@ def ranks_of(core: DataParallelCore, dp_rank: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("ep_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_frozen_rank_ends_all_with_its_reason(checkpoints: dict[str, Path], ep_size: int) -> None:
+def test_frozen_rank_ends_instance_with_reason(checkpoints: dict[str, Path], ep_size: int) -> None:
     config = EngineConfig(checkpoints["mixtral"], dp_size=2, ep_size=ep_size, **OPTIONS)
     watch = StepWatch(2.0)
     core = build_engine(config, watch=watch).core
@@ -307,7 +307,7 @@ def test_a_frozen_rank_ends_all_with_its_reason(checkpoints: dict[str, Path], ep
 
 
 @pytest.mark.parametrize("ep_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_killed_rank_ends_all_with_its_reason(checkpoints: dict[str, Path], ep_size: int) -> None:
+def test_killed_rank_ends_instance_with_reason(checkpoints: dict[str, Path], ep_size: int) -> None:
     config = EngineConfig(checkpoints["mixtral"], dp_size=2, ep_size=ep_size, **OPTIONS)
     core = build_engine(config).core
     assert isinstance(core, DataParallelCore)
@@ -344,6 +344,6 @@ def test_a_killed_rank_ends_all_with_its_reason(checkpoints: dict[str, Path], ep
         ),
     ],
 )
-def test_what_does_not_go_together_is_refused(options: dict[str, Any], reason: str) -> None:
+def test_unsupported_combinations_are_rejected(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         EngineConfig(Path("m"), **options)

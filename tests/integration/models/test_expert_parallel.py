@@ -1,4 +1,4 @@
-"""Experts divided over ranks: the tokens of one rank, the bytes that cross, and clear ends."""
+"""Expert parallelism: the tokens of one rank, the bytes transferred, and failures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend import Backend
 
 EVERY_STEP, PROMPTS, NO_STEP = 1, 20, 10_000
-"""Fewest tokens of a step that is dispatched: with 1, decodes too, so that ranks have no tokens."""
+"""Minimum tokens of a step that uses dispatch; with 1, decodes use it too, so that some ranks have
+no tokens."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +63,7 @@ def answers(executor: Executor) -> list[list[int]]:
         ),
     ],
 )
-def test_ranks_choose_the_tokens_of_one_rank(
+def test_ranks_give_tokens_of_one_rank(
     family: str,
     tp_size: int,
     ep_size: int,
@@ -70,7 +71,7 @@ def test_ranks_choose_the_tokens_of_one_rank(
     checkpoints: dict[str, Path],
     backend: Backend,
 ) -> None:
-    """Logits are compared, division by division, in the unit tests."""
+    """The unit tests compare logits, division by division."""
     alone = EngineConfig(checkpoints[family], num_kv_blocks=32)
     expected = answers(InProcessExecutor(make_plan(alone, backend), backend))
     config = replace(alone, tp_size=tp_size, ep_size=ep_size, ep_dispatch_min_tokens=least)
@@ -78,7 +79,7 @@ def test_ranks_choose_the_tokens_of_one_rank(
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
-def test_captured_graphs_leave_experts_out_and_change_no_tokens(
+def test_captured_graphs_exclude_experts_and_change_no_tokens(
     dp_size: int, checkpoints: dict[str, Path]
 ) -> None:
     load = make_load(SamplingParams(temperature=0.0, max_tokens=12), sizes=(1, 1, 1))
@@ -97,7 +98,7 @@ def test_captured_graphs_leave_experts_out_and_change_no_tokens(
     assert found.answers == expected
 
 
-def test_load_is_seen_and_replicas_change_no_tokens(
+def test_load_is_reported_and_replicas_change_no_tokens(
     checkpoints: dict[str, Path], backend: Backend, tmp_path: Path
 ) -> None:
     loads = {layer: (1, 50, 1, 1, 40, 1, 1, 1) for layer in range(3)}
@@ -132,7 +133,7 @@ def test_stages_divide_their_experts_over_their_own_ranks(
     assert answers(ProcessExecutor(make_plan(config, backend))) == expected
 
 
-def test_each_stage_places_the_experts_of_its_own_layers_anew_and_changes_no_tokens(
+def test_each_stage_rebalances_its_own_experts_and_changes_no_tokens(
     checkpoints: dict[str, Path], backend: Backend
 ) -> None:
     alone = EngineConfig(checkpoints["qwen3_moe"], num_kv_blocks=32)
@@ -165,7 +166,7 @@ def has_moved(load: ExpertLoad | None) -> bool:
     return load is not None and load.num_placements > 0 and load.num_moved > 0
 
 
-def test_a_rank_killed_in_an_all_to_all_ends_the_instance_with_its_reason(
+def test_rank_killed_in_all_to_all_ends_instance_with_reason(
     checkpoints: dict[str, Path], backend: Backend
 ) -> None:
     config = EngineConfig(
@@ -190,7 +191,9 @@ def test_a_rank_killed_in_an_all_to_all_ends_the_instance_with_its_reason(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "llama"])
-def test_more_parts_than_experts_are_refused(family: str, backend: Backend, tmp_path: Path) -> None:
+def test_more_parts_than_experts_are_rejected(
+    family: str, backend: Backend, tmp_path: Path
+) -> None:
     shape = {"num_attention_heads": 16, "num_key_value_heads": 16}
     directory = write_checkpoint(random_model(family, **shape), tmp_path)
     config = EngineConfig(directory, num_kv_blocks=32, tp_size=8, ep_size=8)
@@ -199,6 +202,6 @@ def test_more_parts_than_experts_are_refused(family: str, backend: Backend, tmp_
         make_plan(config, backend)
 
 
-def test_parts_have_as_many_ranks_each() -> None:
+def test_unequal_ranks_per_part_are_rejected() -> None:
     with pytest.raises(ConfigError, match=r"ep_size 4 was asked for .* tp_size 6: .*a divisor"):
         EngineConfig(Path("m"), tp_size=6, ep_size=4)

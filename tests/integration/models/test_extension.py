@@ -1,4 +1,4 @@
-"""The worker extension's seam, the same in process and across processes."""
+"""The worker extension interface, in one process and across processes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def executor(
     executor.close()
 
 
-def test_messages_reach_every_rank_and_answers_come_back(executor: Executor, inbox: Inbox) -> None:
+def test_messages_reach_every_rank_and_replies_return(executor: Executor, inbox: Inbox) -> None:
     ranks = len(executor.info.ranks)
     Stepper(executor).generate([RunningRequest("r", (1, 2, 3))])
     executor.send(b"report")
@@ -51,7 +51,7 @@ def test_messages_reach_every_rank_and_answers_come_back(executor: Executor, inb
     assert {inbox.get(timeout=10) for _ in range(ranks)} == {(r, b"closed") for r in range(ranks)}
 
 
-def test_an_extension_thread_that_dies_ends_the_instance(executor: Executor) -> None:
+def test_dead_extension_thread_ends_instance(executor: Executor) -> None:
     executor.send(b"die", rank=0)
     with pytest.raises(EngineDead, match="extension of rank 0 died: lost the fabric"):
         check_until(executor, time.monotonic() + 10)
@@ -59,13 +59,13 @@ def test_an_extension_thread_that_dies_ends_the_instance(executor: Executor) -> 
         Stepper(executor).generate([RunningRequest("r", (1, 2, 3))])
 
 
-def test_an_extension_that_raises_ends_the_instance(executor: Executor) -> None:
+def test_raising_extension_ends_instance(executor: Executor) -> None:
     executor.send(b"nonsense", rank=0)
     with pytest.raises(EngineDead, match="unknown message b'nonsense'"):
         check_until(executor, time.monotonic() + 10)
 
 
-def test_a_handler_that_raises_ends_the_instance(checkpoint: Path, backend: Backend) -> None:
+def test_raising_handler_ends_instance(checkpoint: Path, backend: Backend) -> None:
     def refuse(rank: int, message: bytes) -> None:
         raise RuntimeError(f"no room for {message!r} of rank {rank}")
 
@@ -79,7 +79,7 @@ def test_a_handler_that_raises_ends_the_instance(checkpoint: Path, backend: Back
         executor.close()
 
 
-def test_an_unknown_extension_is_refused(checkpoint: Path, backend: Backend) -> None:
+def test_unknown_extension_is_rejected(checkpoint: Path, backend: Backend) -> None:
     config = EngineConfig(checkpoint, num_kv_blocks=8)
     for name in ("support.nothing:make", "support.recording_extension:absent", "nonsense"):
         with pytest.raises(ConfigError, match="can't be loaded"):

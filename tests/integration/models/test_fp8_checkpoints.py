@@ -1,4 +1,5 @@
-"""fp8 checkpoints where nothing multiplies fp8: the tokens of the same numbers unquantised."""
+"""fp8 checkpoints on devices without fp8 matrix multiplication: the tokens of the dequantised
+model."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ async def tokens_of(model: Path, **options: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("family", BIG)
-def test_the_tokens_are_those_of_the_dequantised_model(
+def test_tokens_match_dequantised_model(
     tmp_path: Path, family: str, form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Said once, with the reason."""
+    """The fallback is logged once, with the reason."""
     model, twin = made(tmp_path, family, form)
     found = asyncio.run(tokens_of(model))
     said = [r.message for r in caplog.records if "are dequantised to float32" in r.message]
@@ -40,13 +41,13 @@ def test_the_tokens_are_those_of_the_dequantised_model(
     assert found == asyncio.run(tokens_of(twin))
 
 
-def test_two_ranks_say_the_same(tmp_path: Path) -> None:
+def test_two_ranks_give_same_tokens(tmp_path: Path) -> None:
     model, twin = made(tmp_path, "llama", "blocks")
     assert asyncio.run(tokens_of(model, tp_size=2)) == asyncio.run(tokens_of(twin))
 
 
 @pytest.mark.parametrize("form", ["blocks", "channel"])
-def test_prefill_and_decode_apart_say_the_same(tmp_path: Path, form: str) -> None:
+def test_pair_gives_same_tokens(tmp_path: Path, form: str) -> None:
     model, twin = made(tmp_path, "llama", form)
 
     async def apart() -> list[list[int]]:

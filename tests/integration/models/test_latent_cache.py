@@ -1,4 +1,4 @@
-"""Latents in any layout, block size and company: the same tokens."""
+"""Latents give the same tokens in every layout, block size and batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def alone(checkpoint: Path, backend: Backend) -> list[int]:
 
 
 def answer(config: EngineConfig, backend: Backend, *noise: int, chunk: int = 64) -> list[int]:
-    """Tokens of the prompt's answer among prompts of these lengths."""
+    """The answer's tokens when the prompt runs in a batch with prompts of these lengths."""
     executor = InProcessExecutor(make_plan(config, backend), backend)
     try:
         executor.warm_up()
@@ -43,7 +43,7 @@ def answer(config: EngineConfig, backend: Backend, *noise: int, chunk: int = 64)
 
 @pytest.mark.parametrize("layout", sorted(KV_LAYOUTS))
 @pytest.mark.parametrize("block_size", [4, 32])
-def test_the_same_in_every_layout_and_block_size(
+def test_same_tokens_in_every_layout_and_block_size(
     layout: str, block_size: int, checkpoint: Path, backend: Backend, alone: list[int]
 ) -> None:
     config = EngineConfig(checkpoint, num_kv_blocks=64, kv_layout=layout, block_size=block_size)
@@ -51,14 +51,14 @@ def test_the_same_in_every_layout_and_block_size(
 
 
 @pytest.mark.parametrize("chunk", [7, 40])
-def test_the_same_together_as_alone(
+def test_same_tokens_in_batch_and_alone(
     chunk: int, checkpoint: Path, backend: Backend, alone: list[int]
 ) -> None:
     config = EngineConfig(checkpoint, num_kv_blocks=64)
     assert answer(config, backend, 1, 7, 70, chunk=chunk) == alone
 
 
-def test_the_same_without_the_kernel(
+def test_same_tokens_without_kernel(
     checkpoint: Path, alone: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOONCAKE_HAL_CPU_NATIVE", "0")

@@ -1,5 +1,5 @@
-"""Ranks of attention and experts that are divided both ways: one that is lost ends all four with
-its reason, one that is slow costs time and nothing else."""
+"""Ranks divided both by tensor and by data parallelism: a lost one ends all four with its reason, a
+slow one only delays the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LOAD = make_load(SamplingParams(temperature=0.0, max_tokens=40), sizes=(1, 1, 1)
 
 
 class Divided(NamedTuple):
-    """Two data-parallel ranks of two tensor-parallel ones, each with two of eight experts."""
+    """Two data-parallel ranks of two tensor-parallel ranks each, each with two of eight experts."""
 
     core: DataParallelCore
     executors: tuple[ProcessExecutor, ...]
@@ -83,16 +83,16 @@ def run_on(core: DataParallelCore) -> NoReturn:
         (3, signal.SIGSTOP, r"did not return within 4 s .* rank 3 is stopped \(SIGSTOP"),
     ],
 )
-def test_a_lost_rank_ends_all_with_its_reason(
+def test_lost_rank_ends_instance_with_reason(
     rank: int, sent: signal.Signals, reason: str, divided: Divided
 ) -> None:
-    """Whether it serves the request itself, or has experts for it alone."""
+    """Whether the rank serves the request itself or only has experts for it."""
     divided.core.post(AddRequest(LOAD[0]))
     divided.core.step()
     os.kill(divided.pids[rank], sent)
     with pytest.raises(EngineDead, match=reason):
         run_on(divided.core)
-    for executor in divided.executors:  # what requests of either data-parallel rank are told
+    for executor in divided.executors:  # the error of requests of either data-parallel rank
         with pytest.raises(EngineDead, match=reason):
             executor.check()
     divided.core.close()
@@ -101,7 +101,7 @@ def test_a_lost_rank_ends_all_with_its_reason(
             os.kill(pid, 0)
 
 
-def test_a_slow_rank_costs_time_and_nothing_else(divided: Divided) -> None:
+def test_slow_rank_only_delays_the_others(divided: Divided) -> None:
     expected = serve_all(divided.core, LOAD).answers
     assert divided.core.reset_prefix_cache()
     os.kill(divided.pids[3], signal.SIGSTOP)

@@ -1,5 +1,5 @@
-"""Ranks of two nodes, which are processes of this host here: the tokens of one rank, and an end
-with its reason when a node is gone."""
+"""Ranks on two nodes, which are processes of this host here: the tokens of one rank, and an exit
+with its reason when a node is lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def config(checkpoint: Path, tmp_path: Path) -> EngineConfig:
 
 @pytest.fixture
 def other_node(config: EngineConfig, tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The second one, as it is started by hand; it waits for the first."""
+    """Start the second node as an operator does; it waits for the first."""
     process = join(config, ["--tensor-parallel-size", "2"], tmp_path)
     yield process
     process.kill()
@@ -60,7 +60,7 @@ def answers(executor: Executor) -> list[list[int]]:
     return Stepper(executor, chunk=40).generate(requests)
 
 
-def test_two_nodes_choose_the_tokens_of_one_rank_and_a_lost_one_is_named(
+def test_two_nodes_give_tokens_of_one_rank_and_lost_node_is_named(
     config: EngineConfig, backend: Backend, other_node: subprocess.Popen[bytes]
 ) -> None:
     single = replace(config, tp_size=1, nodes=NodeConfig())
@@ -76,7 +76,7 @@ def test_two_nodes_choose_the_tokens_of_one_rank_and_a_lost_one_is_named(
             _await_failure(executor)
     finally:
         executor.close()
-    with pytest.raises(ProcessLookupError):  # the lost node's ranks end by themselves
+    with pytest.raises(ProcessLookupError):  # the lost node's ranks exit by themselves
         _await_end(executor.rank_pids[1])
 
 

@@ -1,6 +1,7 @@
-"""Pipeline stages in processes: the tokens of one rank, and a clear end when a stage dies.
+"""Pipeline stages as processes give the tokens of one rank, and a dead stage ends the instance with
+its reason.
 
-With tensor parallelism in each stage, and prefill and decode apart: ``pd/test_ratios.py``.
+``pd/test_ratios.py`` adds tensor parallelism in each stage, and P and D apart.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def expected(checkpoints: dict[str, Path], backend: Backend) -> Answers:
     ("family", "pp_size"),
     [("llama", 3), ("mixtral", 2), ("deepseek_v3", 2)],
 )
-def test_stages_choose_the_tokens_of_one_rank(
+def test_stages_give_tokens_of_one_rank(
     family: str,
     pp_size: int,
     checkpoints: dict[str, Path],
@@ -94,7 +95,7 @@ def test_stages_choose_the_tokens_of_one_rank(
 
 @contextmanager
 def slowed(checkpoint: Path, backend: Backend, how: bytes) -> Iterator[ProcessExecutor]:
-    """Two stages with a ``StageExtension`` that has been told how to be slow."""
+    """Two stages whose ``StageExtension`` slows them down as scripted."""
     inbox: queue.Queue[bytes] = queue.Queue()
     options = ExecutorOptions("support.stage_extension:make", lambda _, message: inbox.put(message))
     config = replace(IN_TWO_STAGES, model=checkpoint)
@@ -105,7 +106,7 @@ def slowed(checkpoint: Path, backend: Backend, how: bytes) -> Iterator[ProcessEx
 
 
 def serve(executor: Executor, steps_in_flight: int) -> dict[str, list[int]]:
-    """Answers to LONG_PROMPTS, as an instance schedules them."""
+    """Answers to LONG_PROMPTS, scheduled as in an instance."""
     facts = executor.info
     limits = SchedulerLimits(8, CHUNK, facts.max_model_len, frozenset(facts.eos_token_ids))
     blocks = BlockManager(facts.num_blocks, facts.block_size, prefix_caching=True)
@@ -122,10 +123,10 @@ def serve(executor: Executor, steps_in_flight: int) -> dict[str, list[int]]:
     return answers
 
 
-def test_a_stage_begins_a_chunk_while_the_next_is_at_the_one_before(
+def test_stages_run_consecutive_chunks_concurrently(
     checkpoints: dict[str, Path], backend: Backend, tmp_path: Path
 ) -> None:
-    """No chunk gets to the end of the last stage before the next has begun on the first."""
+    """No chunk completes the last stage before the next chunk has started on the first."""
     alone = EngineConfig(checkpoints["llama"], num_kv_blocks=64)
     with closing(InProcessExecutor(make_plan(alone, backend), backend)) as one:
         expected = serve(one, alone.steps_in_flight)
@@ -135,10 +136,10 @@ def test_a_stage_begins_a_chunk_while_the_next_is_at_the_one_before(
     assert len(list(tmp_path.iterdir())) > num_tokens // CHUNK
 
 
-def test_an_end_in_the_midst_of_steps_is_an_orderly_one(
+def test_shutdown_during_steps_is_orderly(
     checkpoints: dict[str, Path], backend: Backend, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The first stage, which is ahead, stays until the last has all that it was given."""
+    """The first stage, which is ahead, waits until the last has received everything."""
     with slowed(checkpoints["llama"], backend, SLOW) as executor:
         for plan in prompt_plans(executor):
             executor.submit(plan)
@@ -146,7 +147,7 @@ def test_an_end_in_the_midst_of_steps_is_an_orderly_one(
 
 
 def prompt_plans(executor: Executor) -> list[StepPlan]:
-    """A prompt in three chunks."""
+    """Step plans of a prompt in three chunks."""
     size, blocks = executor.info.block_size, (1, 2, 3)
     prompt = tuple(range(3, 3 + 3 * size))
     sampling = SamplingParams(temperature=0.0)
@@ -161,7 +162,7 @@ def prompt_plans(executor: Executor) -> list[StepPlan]:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_stage_ends_the_instance_with_its_reason(
+def test_killed_stage_ends_instance_with_reason(
     rank: int, checkpoints: dict[str, Path], backend: Backend
 ) -> None:
     config = EngineConfig(checkpoints["llama"], num_kv_blocks=32, pp_size=2)
@@ -171,10 +172,10 @@ def test_a_killed_stage_ends_the_instance_with_its_reason(
             generate(executor)
 
 
-def test_the_pool_has_as_many_blocks_as_the_stage_with_least_room(
+def test_pool_has_blocks_of_stage_with_least_memory(
     checkpoints: dict[str, Path], backend: Backend
 ) -> None:
-    """Stages of two layers and of one, which measure what they need by running a step together."""
+    """Stages of two layers and of one, which profile their memory by running one step together."""
     config = EngineConfig(
         checkpoints["llama"], pp_size=2, memory_utilization=0.05, max_model_len=64, threads=1
     )
@@ -184,7 +185,7 @@ def test_the_pool_has_as_many_blocks_as_the_stage_with_least_room(
         assert [rank.shard.layers for rank in executor.info.ranks] == [2, 1]
 
 
-def test_more_stages_than_layers_are_refused_before_anything_starts(
+def test_more_stages_than_layers_are_rejected_before_start(
     checkpoints: dict[str, Path], backend: Backend
 ) -> None:
     config = EngineConfig(checkpoints["llama"], num_kv_blocks=32, pp_size=4)

@@ -1,4 +1,4 @@
-"""Models that are split in other ways than Llama: the tokens of one rank, on several."""
+"""Models that are sharded in other ways than Llama give the tokens of one rank on several."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def expected(checkpoint: Path, backend: Backend) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("tp_size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
-def test_ranks_choose_the_tokens_of_one_rank(
+def test_ranks_give_tokens_of_one_rank(
     tp_size: int, checkpoint: Path, backend: Backend, expected: list[list[int]]
 ) -> None:
     config = EngineConfig(checkpoint, num_kv_blocks=32, tp_size=tp_size)

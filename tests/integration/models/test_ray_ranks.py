@@ -1,4 +1,4 @@
-"""Ranks, of one stage or of two, as actors of a Ray cluster with two nodes."""
+"""Ranks of one or two pipeline stages as actors of a Ray cluster with two nodes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from mooncake_engine.execution.ray_launcher import RayLauncher
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend import Backend
 
-# Ray leaves sockets and log files to the interpreter's end.
+# Ray leaves sockets and log files open until the interpreter exits.
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Cluster]:
-    """Two with one CPU each: no node holds two ranks."""
+    """Two nodes with one CPU each, so that no node holds two ranks."""
     nodes = Cluster(initialize_head=True, head_node_args={"num_cpus": 1})
     nodes.add_node(num_cpus=1)
     yield nodes
@@ -39,7 +39,7 @@ def nodes() -> Iterator[Cluster]:
 
 @pytest.fixture
 def cluster(nodes: Cluster) -> str:
-    """Its address."""
+    """The cluster's address."""
     address: str = nodes.address
     return address
 
@@ -67,7 +67,7 @@ def answers(executor: Executor) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("executor", ["tp_size", "pp_size"], indirect=True)
-def test_ranks_on_two_nodes_choose_the_tokens_of_one_rank(
+def test_ranks_on_two_nodes_give_tokens_of_one_rank(
     executor: ProcessExecutor, checkpoint: Path, backend: Backend
 ) -> None:
     alone = InProcessExecutor(
@@ -79,8 +79,8 @@ def test_ranks_on_two_nodes_choose_the_tokens_of_one_rank(
     assert answers(executor) == expected
 
 
-def test_a_stop_that_reaches_the_ranks_too_lets_answers_end(executor: ProcessExecutor) -> None:
-    """When a rank ends is the executor's decision: a service manager signals every process."""
+def test_signal_to_ranks_too_lets_answers_complete(executor: ProcessExecutor) -> None:
+    """Only the executor stops ranks: a service manager signals every process."""
     executor.warm_up()
     expected = answers(executor)
     for pid in executor.rank_pids:
@@ -88,7 +88,7 @@ def test_a_stop_that_reaches_the_ranks_too_lets_answers_end(executor: ProcessExe
     assert answers(executor) == expected
 
 
-def test_a_killed_rank_ends_the_instance_with_its_reason(executor: ProcessExecutor) -> None:
+def test_killed_rank_ends_instance_with_reason(executor: ProcessExecutor) -> None:
     os.kill(executor.rank_pids[1], signal.SIGKILL)
     with pytest.raises(EngineDead, match="rank 1 of 2 died"):
         answers(executor)
@@ -111,7 +111,7 @@ def test_data_parallel_ranks_on_two_nodes_share_experts(cluster: str, tmp_path: 
     assert found.answers == expected
 
 
-def test_ranks_of_a_data_parallel_rank_are_on_one_node(
+def test_ranks_of_one_data_parallel_rank_share_a_node(
     nodes: Cluster, cluster: str, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mooncake_engine.execution.ray_launcher._PLACE_TIMEOUT_S", 5.0)
@@ -140,7 +140,7 @@ def test_ranks_of_a_data_parallel_rank_are_on_one_node(
             nodes.remove_node(node)
 
 
-def test_a_cluster_without_room_says_so(
+def test_cluster_without_free_resources_reports_error(
     cluster: str, checkpoint: Path, backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mooncake_engine.execution.ray_launcher._PLACE_TIMEOUT_S", 0.5)

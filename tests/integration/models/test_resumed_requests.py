@@ -1,4 +1,5 @@
-"""A request is its tokens, seed and position: who runs it, and where its KV lies, is the same."""
+"""A request's answer depends on its tokens, seed and position only, not on the instance or the
+blocks."""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ def expected(executor: InProcessExecutor) -> list[list[int]]:
     ]
 
 
-def test_the_same_together_as_alone(executor: InProcessExecutor, expected: list[list[int]]) -> None:
+def test_same_tokens_in_batch_and_alone(
+    executor: InProcessExecutor, expected: list[list[int]]
+) -> None:
     requests = [
         RunningRequest(f"r{index}", PROMPT, sampling, seed=5)
         for index, sampling in enumerate(SAMPLINGS)
@@ -64,10 +67,11 @@ def test_the_same_together_as_alone(executor: InProcessExecutor, expected: list[
 
 
 @pytest.mark.parametrize("known", [1, 2, 9])
-def test_the_same_when_it_goes_on_elsewhere(
+def test_same_tokens_when_resumed_elsewhere(
     known: int, executor: InProcessExecutor, expected: list[list[int]]
 ) -> None:
-    """As after preemption by recompute, or on a decode instance that starts from P's token."""
+    """As after preemption by recomputation, or on a decode instance that continues from P's
+    token."""
     for sampling, tokens in zip(SAMPLINGS, expected, strict=True):
         before = tuple(tokens[:known])
         new_request = NewRequest("on", PROMPT + before, len(PROMPT), sampling, 5, (9, 4, 33, 2, 1))
@@ -85,7 +89,7 @@ def test_the_same_when_it_goes_on_elsewhere(
 
 @pytest.mark.parametrize("layout", sorted(KV_LAYOUTS))
 @pytest.mark.parametrize("block_size", [4, 32])
-def test_the_same_in_every_layout_and_block_size(
+def test_same_tokens_in_every_layout_and_block_size(
     layout: str, block_size: int, checkpoint: Path, backend: Backend, expected: list[list[int]]
 ) -> None:
     config = EngineConfig(checkpoint, num_kv_blocks=64, kv_layout=layout, block_size=block_size)
@@ -96,10 +100,10 @@ def test_the_same_in_every_layout_and_block_size(
     executor.close()
 
 
-def test_a_copied_block_is_a_block_of_its_own(
+def test_copied_block_is_independent(
     executor: InProcessExecutor, expected: list[list[int]]
 ) -> None:
-    """Two answers share a prompt's blocks; the half full last one is copied before they differ."""
+    """Two choices share a prompt's blocks; the partial last block is copied before they diverge."""
     first = NewRequest("a", PROMPT, len(PROMPT), GREEDY, 5, (0, 1, 2, 3))
     prompt = ScheduledSequence("a", 0, len(PROMPT))
     executor.execute(StepPlan(0, new_requests=(first,), sequences=(prompt,)))
@@ -119,9 +123,7 @@ def test_a_copied_block_is_a_block_of_its_own(
     executor.execute(StepPlan(9, removed=("a", "b")))
 
 
-def test_bfloat16_stays_within_its_rounding_of_transformers(
-    tmp_path: Path, backend: Backend
-) -> None:
+def test_bfloat16_is_within_rounding_of_transformers(tmp_path: Path, backend: Backend) -> None:
     model = random_model("llama", dtype="bfloat16", tie_word_embeddings=True)
     config = EngineConfig(write_checkpoint(model, tmp_path), num_kv_blocks=16)
     executor = InProcessExecutor(make_plan(config, backend), backend)
@@ -139,9 +141,7 @@ def test_bfloat16_stays_within_its_rounding_of_transformers(
         assert logprob == pytest.approx(float(theirs[token]), abs=0.1)
 
 
-def test_a_plan_about_an_unknown_request_ends_the_executor(
-    checkpoint: Path, backend: Backend
-) -> None:
+def test_step_plan_with_unknown_request_ends_executor(checkpoint: Path, backend: Backend) -> None:
     executor = InProcessExecutor(
         make_plan(EngineConfig(checkpoint, num_kv_blocks=4), backend), backend
     )

@@ -1,4 +1,5 @@
-"""Ranks in processes: the tokens of one rank, and a clear end when a rank dies."""
+"""Ranks as processes give the tokens of one rank, and a dead rank ends the instance with its
+reason."""
 
 from __future__ import annotations
 
@@ -62,7 +63,7 @@ def expected(checkpoint: Path, backend: Backend) -> Iterator[list[list[int]]]:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 4, pytest.param(6, marks=pytest.mark.slow)])
-def test_ranks_in_processes_choose_the_tokens_of_one_rank(
+def test_rank_processes_give_tokens_of_one_rank(
     tp_size: int, checkpoint: Path, backend: Backend, expected: list[list[int]]
 ) -> None:
     config = EngineConfig(checkpoint, num_kv_blocks=32, tp_size=tp_size)
@@ -80,7 +81,7 @@ def test_ranks_in_processes_choose_the_tokens_of_one_rank(
         executor.close()
 
 
-def test_linears_that_the_checkpoint_has_fused_are_divided_alike(
+def test_fused_linears_of_checkpoint_are_sharded_correctly(
     backend: Backend, tmp_path: Path
 ) -> None:
     config = EngineConfig(
@@ -96,9 +97,7 @@ def test_linears_that_the_checkpoint_has_fused_are_divided_alike(
         executor.close()
 
 
-def test_a_killed_rank_ends_the_instance_with_its_reason(
-    checkpoint: Path, backend: Backend
-) -> None:
+def test_killed_rank_ends_instance_with_reason(checkpoint: Path, backend: Backend) -> None:
     config = EngineConfig(checkpoint, num_kv_blocks=32, tp_size=2)
     executor = ProcessExecutor(make_plan(config, backend))
     try:
@@ -113,7 +112,7 @@ def test_a_killed_rank_ends_the_instance_with_its_reason(
         executor.close()
 
 
-def test_a_rank_that_dies_while_idle_is_noticed(checkpoint: Path, backend: Backend) -> None:
+def test_rank_death_while_idle_is_detected(checkpoint: Path, backend: Backend) -> None:
     executor = ProcessExecutor(
         make_plan(EngineConfig(checkpoint, num_kv_blocks=32, tp_size=2), backend)
     )
@@ -127,7 +126,7 @@ def test_a_rank_that_dies_while_idle_is_noticed(checkpoint: Path, backend: Backe
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_what_asks_everybody_to_end_leaves_ranks_to_their_parent(
+def test_ranks_ignore_signals_meant_for_their_parent(
     number: signal.Signals, checkpoint: Path, backend: Backend, expected: list[list[int]]
 ) -> None:
     executor = ProcessExecutor(
@@ -177,7 +176,7 @@ def is_running(pid: int) -> bool:
     return status.rsplit(")", 1)[1].split()[0] != "Z"
 
 
-def test_a_damaged_shard_is_a_checkpoint_error_from_the_rank(
+def test_damaged_shard_raises_checkpoint_error_from_rank(
     checkpoint: Path, backend: Backend, tmp_path: Path
 ) -> None:
     for path in checkpoint.iterdir():
@@ -188,7 +187,7 @@ def test_a_damaged_shard_is_a_checkpoint_error_from_the_rank(
         ProcessExecutor(make_plan(EngineConfig(tmp_path, num_kv_blocks=32, tp_size=2), backend))
 
 
-def test_more_ranks_than_the_heads_allow_are_refused_before_anything_starts(
+def test_more_ranks_than_heads_are_rejected_before_start(
     checkpoint: Path, backend: Backend
 ) -> None:
     with pytest.raises(ConfigError, match="use at most 12 ranks"):

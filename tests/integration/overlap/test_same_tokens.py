@@ -1,4 +1,4 @@
-"""Scheduling a step while the last one runs changes no token, whatever ends or delays answers."""
+"""Async scheduling changes no token, whatever ends or delays answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMet
 
 CHUNK = 48
 PLENTY, THIRD = 128, 26
-"""Blocks of 16 tokens: the load needs 70 of them."""
+"""Number of KV blocks of 16 tokens: the load needs 70."""
 
 
 def greedy(**fields: Any) -> SamplingParams:
@@ -42,12 +42,12 @@ WAYS = {
     "explained": seeded(logprobs=2, prompt_logprobs=1),
 }
 ON_DEVICE = tuple(way for way in WAYS if way != "explained")
-"""Whose steps need not wait for the host."""
+"""Sampling parameters whose steps need not wait for the host."""
 LENGTHS = (7, 16, 60, 110)
 
 
 def load(ways: dict[str, SamplingParams]) -> list[EngineRequest]:
-    """Every way at several lengths, some twice or three times from one prompt."""
+    """Every kind of sampling at several lengths, some with two or three choices per prompt."""
     return [
         EngineRequest(
             f"{way}-{length}-{index}",
@@ -63,7 +63,7 @@ def load(ways: dict[str, SamplingParams]) -> list[EngineRequest]:
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How many tokens were fed forward, and how many steps had to wait for the host."""
+    """How many sampled tokens stayed on the device, and how many steps waited for the host."""
     counts: Counter[str] = Counter()
     fill, settle = SampledTokenBuffer.fill, AsyncModelRunner._complete
 
@@ -105,8 +105,10 @@ def test_one_rank(model: Path, seen: Counter[str], num_blocks: int, ways: tuple[
             )
 
 
-def test_drafts_where_they_pay_and_steps_ahead_where_not(model: Path, seen: Counter[str]) -> None:
-    """The long answers are left when the others are through, and few enough to be drafted."""
+def test_drafts_when_few_requests_run_and_async_steps_otherwise(
+    model: Path, seen: Counter[str]
+) -> None:
+    """The long answers remain when the others have completed, and are few enough to be drafted."""
     long = greedy(ignore_eos=True, max_tokens=60)
     requests = load({"long": long, **{way: WAYS[way] for way in ("filtered", "penalised")}})
     drafts = SpeculativeConfig(
@@ -130,8 +132,8 @@ def test_two_ranks(model: Path) -> None:
     assert found.answers == expected.answers
 
 
-def test_texts_that_stop_and_follow_grammars(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No step of these waits for its own tokens."""
+def test_stop_strings_and_grammars(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No step of these requests waits for its own tokens."""
     prompts = [f"prompt {number}" for number in range(5)]
     ways = [
         seeded(stop=("a", "e", "\n"), max_tokens=200),

@@ -1,4 +1,4 @@
-"""What ends an instance ends it at once, with its reason, whatever is in flight."""
+"""A failure ends an instance at once, with its reason, whatever is in flight."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ def executor(request: pytest.FixtureRequest, model: Path) -> Iterator[Executor]:
     executor.close()
 
 
-def test_results_come_in_order(executor: Executor) -> None:
+def test_results_arrive_in_order(executor: Executor) -> None:
     pending = [executor.submit(plan) for plan in (FIRST, NEXT)]
     results = [step.result() for step in pending]
     assert [result.step for result in results] == [0, 1]
     assert all(len(result.tokens["a"]) == 1 for result in results)
-    # plans on their way and reports coming back: neither side waits for the other to read
+    # plans and reports in flight at once: neither side waits for the other to read
     pending = [executor.submit(_larger_than_a_pipe(step)) for step in range(4)]
     assert [step.result().step for step in pending] == [0, 1, 2, 3]
 
 
-def test_a_step_that_fails_spares_the_one_before(executor: Executor) -> None:
+def test_failed_step_does_not_affect_previous_step(executor: Executor) -> None:
     first, broken = executor.submit(FIRST), executor.submit(BROKEN)
     assert first.result().tokens
     with pytest.raises(EngineDead, match="nobody"):
@@ -59,7 +59,7 @@ def test_a_step_that_fails_spares_the_one_before(executor: Executor) -> None:
         executor.submit(NEXT).result()
 
 
-def test_a_rank_that_dies_ends_the_steps_in_flight(model: Path) -> None:
+def test_dead_rank_fails_steps_in_flight(model: Path) -> None:
     config = EngineConfig(model, num_kv_blocks=8, tp_size=2, async_scheduling=True)
     executor = ProcessExecutor(make_plan(config, Registry.discover().select_backend("cpu")))
     try:
@@ -80,8 +80,9 @@ def _larger_than_a_pipe(step: int) -> StepPlan:
 
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
-def test_whoever_runs_steps_has_the_device(model: Path, *, async_scheduling: bool) -> None:
-    """The thread that loads a model is seldom the one that steps; each has its current device."""
+def test_stepping_thread_sets_current_device(model: Path, *, async_scheduling: bool) -> None:
+    """The thread that loads a model is rarely the one that steps, and each has its own current
+    device."""
     backend = CpuBackend()
     bound: set[int] = set()
 

@@ -35,7 +35,7 @@ def served(byte_tokenizer: Tokenizer) -> Iterator[Served]:
 
 @pytest.fixture(scope="session")
 def tiny_llama_url() -> Iterator[str]:
-    """One instance, both roles, of the real engine; tools are called in Hermes' form."""
+    """One instance of the real engine with both roles; tool calls use the Hermes format."""
     with serving("--tool-call-parser", "hermes") as (url, _):
         yield url
 
@@ -50,6 +50,6 @@ def tiny_llama_pair_url() -> Iterator[str]:
 
 @pytest.fixture(params=["one instance", "pair"])
 def either_url(request: pytest.FixtureRequest) -> str:
-    """One instance, and a pair behind a proxy: what is served is the same."""
+    """One instance, and a pair behind a proxy: both must serve the same."""
     name = "tiny_llama_url" if request.param == "one instance" else "tiny_llama_pair_url"
     return str(request.getfixturevalue(name))

@@ -1,5 +1,8 @@
-"""An instance with several API workers: the same answers and figures as with one, whichever worker
-is asked; and whichever process ends, nobody waits for ever and nothing is left behind."""
+"""An instance with several API workers.
+
+Answers and metrics are those of one server, whichever worker handles the request. If any process
+ends, no client waits for ever and no process is left behind.
+"""
 
 from __future__ import annotations
 
@@ -37,14 +40,14 @@ ENDLESS = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True}
 
 
 def ask(url: str, body: dict[str, Any], **headers: str) -> httpx.Response:
-    """On a connection of its own, which the kernel gives to any worker."""
+    """Send a request on its own connection, which the kernel assigns to any worker."""
     return httpx.post(
         f"{url}/v1/completions", json=body, headers=headers, timeout=TIMEOUT_S, trust_env=False
     )
 
 
 def answers(url: str) -> list[Any]:
-    """What the requests get when they come at once, less what each answer has of its own."""
+    """The answers to concurrent requests, without fields that are unique to each answer."""
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         found = [response.json() for response in pool.map(lambda body: ask(url, body), REQUESTS)]
     return [{k: v for k, v in body.items() if k not in ("id", "created")} for body in found]
@@ -83,7 +86,7 @@ def instance() -> Iterator[tuple[str, Program]]:
         yield served
 
 
-def test_answers_are_those_of_one_server_and_figures_are_of_all(
+def test_answers_equal_one_server_and_metrics_cover_all_workers(
     instance: tuple[str, Program],
 ) -> None:
     url, program = instance
@@ -93,7 +96,7 @@ def test_answers_are_those_of_one_server_and_figures_are_of_all(
     assert ask(url, REQUESTS[0]).status_code == 200
     assert metric(url, "vllm:generation_tokens_total") - before == REQUESTS[0]["max_tokens"]
     assert answers(url) == wanted
-    # whoever is asked knows what all have counted
+    # every worker reports the counts of all
     found = {metric(url, "http_requests") for _ in range(8)}
     assert found == {answered + 1 + len(REQUESTS)}
     for _ in range(16):
@@ -104,16 +107,16 @@ def test_answers_are_those_of_one_server_and_figures_are_of_all(
     assert reset.status_code == 200
 
 
-def test_workers_are_small(instance: tuple[str, Program]) -> None:
-    """They have no use for torch, which a library imports where it finds it."""
+def test_workers_use_little_memory(instance: tuple[str, Program]) -> None:
+    """Workers don't need torch, which a library would import if it is installed."""
     workers = processes_of(instance[1], "server.api_worker")
     assert len(workers) == 3
     for pid in workers:
         assert "libtorch" not in Path(f"/proc/{pid}/maps").read_text()
 
 
-class Asking:
-    """Requests that have no end of their own, on a thread each."""
+class PendingRequests:
+    """Requests that never complete by themselves, on a thread each."""
 
     def __init__(self, url: str, num_requests: int, request_id: str) -> None:
         self.found: list[httpx.Response | httpx.HTTPError] = []
@@ -125,11 +128,11 @@ class Asking:
 
     @property
     def responses(self) -> list[httpx.Response]:
-        """Those that have come; clients of a process that was killed get none."""
+        """The responses so far; clients of a killed process get none."""
         return [each for each in self.found if isinstance(each, httpx.Response)]
 
     def wait(self) -> None:
-        """Until none asks any more."""
+        """Wait until all requests have ended."""
         for thread in self._threads:
             thread.join(TIMEOUT_S)
         assert len(self.found) == len(self._threads)
@@ -146,17 +149,17 @@ def num_live(url: str) -> float:
 
 
 def abort(url: str, request_id: str) -> None:
-    """Through whichever worker takes it."""
+    """Abort through whichever worker accepts the connection."""
     body = {"request_id": request_id}
     assert httpx.post(f"{url}/abort", json=body, trust_env=False).status_code == 200
 
 
-def test_the_room_is_that_of_all_workers_together(instance: tuple[str, Program]) -> None:
+def test_request_limit_is_shared_by_all_workers(instance: tuple[str, Program]) -> None:
     url, program = instance
     [core] = processes_of(program, "core_process")
-    os.kill(core, signal.SIGSTOP)  # nothing ends meanwhile
+    os.kill(core, signal.SIGSTOP)  # no request ends meanwhile
     try:
-        asking = Asking(url, 12, "crowd")
+        asking = PendingRequests(url, 12, "crowd")
         wait_for(lambda: len(asking.responses) == 4)
     finally:
         os.kill(core, signal.SIGCONT)
@@ -164,12 +167,12 @@ def test_the_room_is_that_of_all_workers_together(instance: tuple[str, Program])
     statuses = sorted(response.status_code for response in asking.responses)
     assert statuses == [200] * 8 + [429] * 4
     wait_for(lambda: num_live(url) == 0)
-    assert ask(url, REQUESTS[0]).status_code == 200  # what was counted is given back
+    assert ask(url, REQUESTS[0]).status_code == 200  # the counts are released
 
 
-def test_any_worker_aborts_the_requests_of_all(instance: tuple[str, Program]) -> None:
+def test_any_worker_can_abort_requests_of_all(instance: tuple[str, Program]) -> None:
     url, _ = instance
-    asking = Asking(url, 4, "together")
+    asking = PendingRequests(url, 4, "together")
     wait_for(lambda: num_live(url) == 4)
     abort(url, "together")
     asking.wait()
@@ -178,7 +181,7 @@ def test_any_worker_aborts_the_requests_of_all(instance: tuple[str, Program]) ->
     wait_for(lambda: num_live(url) == 0)
 
 
-def test_a_stop_waits_for_the_requests_of_all_workers() -> None:
+def test_shutdown_waits_for_requests_of_all_workers() -> None:
     with serving("--api-workers", "2") as (url, program):
         processes = descendants(program.process.pid)
         found: list[httpx.Response] = []
@@ -204,12 +207,10 @@ def test_a_stop_waits_for_the_requests_of_all_workers() -> None:
         ("", "killed by SIGKILL"),  # a rank
     ],
 )
-def test_whichever_process_is_killed_the_instance_ends_with_its_reason(
-    module: str, reason: str
-) -> None:
+def test_killing_any_process_ends_instance_with_reason(module: str, reason: str) -> None:
     with serving("--api-workers", "2", "--tp-size", "2") as (url, program):
         processes = descendants(program.process.pid)
-        asking = Asking(url, 6, "cut")
+        asking = PendingRequests(url, 6, "cut")
         wait_for(lambda: num_live(url) == 6)
         victims = processes_of(program, module) if module else ranks_of(program)
         os.kill(victims[0], signal.SIGKILL)
@@ -222,7 +223,7 @@ def test_whichever_process_is_killed_the_instance_ends_with_its_reason(
         wait_gone(processes)
 
 
-def test_a_parent_that_is_killed_takes_all_with_it() -> None:
+def test_killed_parent_ends_all_processes() -> None:
     with serving("--api-workers", "2", "--tp-size", "2") as (_, program):
         processes = descendants(program.process.pid)
         assert len(processes) >= 5
@@ -230,7 +231,7 @@ def test_a_parent_that_is_killed_takes_all_with_it() -> None:
         wait_gone(processes)
 
 
-def test_what_can_not_be_served_is_refused_as_by_one_server(tmp_path: Path) -> None:
+def test_invalid_options_are_rejected_as_by_one_server(tmp_path: Path) -> None:
     argv = ("mooncake_engine.cli", "serve", "--port", "0", "--api-workers", "2")
     with running(*argv, "--model", str(tmp_path)) as program:
         assert program.wait() != 0
@@ -241,7 +242,7 @@ def test_what_can_not_be_served_is_refused_as_by_one_server(tmp_path: Path) -> N
         assert "remove --no-core-process" in program.error_text
 
 
-def test_a_pair_with_workers_answers_as_one_server() -> None:
+def test_pair_with_workers_gives_same_answers() -> None:
     body = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 24, "temperature": 0}
 
     def chat(url: str) -> tuple[str, str]:

@@ -43,7 +43,7 @@ def arguments(trace: Path, url: str, *options: str) -> argparse.Namespace:
 def test_every_request_is_sent_and_counted(
     served: Any, trace: Path, options: tuple[str, ...]
 ) -> None:
-    # a token per byte; the fake engine says its prompt again
+    # one token per byte; the fake engine repeats its prompt
     report = bench(
         arguments(trace, served.url, "--model", "fake", "--tokens-per-word", "5", *options)
     )
@@ -56,7 +56,7 @@ def test_every_request_is_sent_and_counted(
     assert trace.with_name("result.html").read_text().startswith("<!doctype html>")
 
 
-def test_prompts_share_what_the_trace_says(served: Any, trace: Path) -> None:
+def test_prompts_share_prefixes_as_in_trace(served: Any, trace: Path) -> None:
     bench(
         arguments(
             *(trace, served.url, "--model", "fake", "--tokens-per-word", "5"),
@@ -68,14 +68,14 @@ def test_prompts_share_what_the_trace_says(served: Any, trace: Path) -> None:
     assert first.split()[4:] != second.split()[4:]
 
 
-def test_the_endpoint_is_asked_how_long_words_are(tiny_llama_url: str, trace: Path) -> None:
+def test_word_lengths_are_measured_at_endpoint(tiny_llama_url: str, trace: Path) -> None:
     report = bench(arguments(trace, tiny_llama_url, "--model", "tiny-llama"))
     assert [record.num_input for record in report.records] == pytest.approx([30, 40, 20], abs=8)
 
 
-def test_failures_are_counted_and_the_first_one_told(served: Any, trace: Path) -> None:
+def test_failures_are_counted_and_first_one_reported(served: Any, trace: Path) -> None:
     engine: FakeEngine = served.engine
-    engine.fail_at = 3  # the shortest answer is over before
+    engine.fail_at = 3  # the shortest answer completes before
     report = bench(arguments(trace, served.url, "--model", "fake", "--tokens-per-word", "5"))
     assert report.summary.num_failed == 2
     assert "first failure: bad luck" in report.table()
@@ -84,7 +84,7 @@ def test_failures_are_counted_and_the_first_one_told(served: Any, trace: Path) -
         bench(arguments(trace, served.url, "--model", "fake", "--tokens-per-word", "5"))
 
 
-def test_unloaded_requests_come_first_and_judge_the_others(served: Any, trace: Path) -> None:
+def test_unloaded_requests_run_first_and_set_the_objectives(served: Any, trace: Path) -> None:
     report = bench(
         arguments(
             *(trace, served.url, "--model", "fake", "--tokens-per-word", "5"),
@@ -100,7 +100,7 @@ def test_unloaded_requests_come_first_and_judge_the_others(served: Any, trace: P
     assert "(within 1e+09)" in report.table()
 
 
-def test_refusals_are_counted_apart(served: Any, trace: Path) -> None:
+def test_rejections_are_counted_separately(served: Any, trace: Path) -> None:
     def refuse_short_ones(request: EngineRequest) -> list[int]:
         if request.sampling.max_tokens == 2:
             raise Overloaded("too many")
@@ -122,12 +122,12 @@ def test_refusals_are_counted_apart(served: Any, trace: Path) -> None:
         ("http://127.0.0.1:9", ("--num-requests", "0"), "--num-requests must be more than 0"),
     ],
 )
-def test_refusals(trace: Path, url: str, options: tuple[str, ...], words: str) -> None:
+def test_rejections(trace: Path, url: str, options: tuple[str, ...], words: str) -> None:
     with pytest.raises(EngineError, match=words):
         bench(arguments(trace, url, "--model", "fake", *options))
 
 
-def test_it_needs_no_torch() -> None:
+def test_bench_imports_no_torch() -> None:
     code = (
         "import sys, mooncake_engine.cli, mooncake_engine.replay.replay_command as command\n"
         "assert not {'torch', 'numpy', 'transformers'} & sys.modules.keys()"
@@ -135,16 +135,14 @@ def test_it_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_results_are_named_as_asked(served: Any, trace: Path) -> None:
-    out = trace.with_name("rate-0.5")  # a point of its own
+def test_result_file_name_is_configurable(served: Any, trace: Path) -> None:
+    out = trace.with_name("rate-0.5")  # a data point of its own
     options = ("--model", "fake", "--tokens-per-word", "5", "--out", str(out))
     bench(arguments(trace, served.url, *options))
     assert {path.name for path in out.parent.glob("rate*")} == {"rate-0.5.json", "rate-0.5.html"}
 
 
-def test_results_that_could_not_be_written_are_refused_before_the_replay(
-    served: Any, trace: Path
-) -> None:
+def test_unwritable_result_path_is_rejected_before_replay(served: Any, trace: Path) -> None:
     out = str(trace.with_name("missing") / "result")
     with pytest.raises(ConfigError, match=r"can't write .*missing/result\.json"):
         bench(arguments(trace, served.url, "--model", "fake", "--out", out))

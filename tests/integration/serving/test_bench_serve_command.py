@@ -29,14 +29,14 @@ VLLM_KEYS = {
 
 
 def run(url: str, folder: Path, *options: str) -> dict[str, Any]:
-    """The result file of a run."""
+    """Run the command; returns its result file."""
     out = ("--save-result", "--result-dir", str(folder), "--result-filename", "out.json")
     assert main(["bench", "serve", "--base-url", url, *out, *options]) == 0
     found: dict[str, Any] = json.loads((folder / "out.json").read_text())
     return found
 
 
-def test_vllms_example_runs_against_the_engine(
+def test_vllm_example_runs_against_engine(
     tiny_llama_pair_url: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = run(
@@ -55,7 +55,7 @@ def test_vllms_example_runs_against_the_engine(
     assert "Mean TTFT (ms):" in capsys.readouterr().out
 
 
-def test_the_model_is_the_endpoints_first(served: Any, tmp_path: Path) -> None:
+def test_model_defaults_to_first_of_endpoint(served: Any, tmp_path: Path) -> None:
     found = run(
         *(served.url, tmp_path, "--tokenizer", str(TINY_LLAMA), "--num-prompts", "2"),
         *("--input-len", "20", "--output-len", "3", "--temperature", "0.5", "--num-warmups", "2"),
@@ -100,7 +100,7 @@ def test_results_are_appended_and_named(served: Any, tmp_path: Path) -> None:
     assert names[0].startswith("mine-infqps-concurrency2-fake-")
 
 
-def test_failures_are_counted_and_all_failing_is_an_error(
+def test_failures_are_counted_and_total_failure_is_an_error(
     served: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     served.engine.refusal = Overloaded("too many")
@@ -121,7 +121,7 @@ def test_failures_are_counted_and_all_failing_is_an_error(
         (("--base-url", "ftp://host"), "--url must be http"),
     ],
 )
-def test_wrong_options_are_refused_before_anything_is_sent(
+def test_invalid_options_are_rejected_before_any_request(
     served: Any, capsys: pytest.CaptureFixture[str], options: tuple[str, ...], words: str
 ) -> None:
     argv = ["bench", "serve", "--base-url", served.url, "--model", "fake"]
@@ -131,7 +131,7 @@ def test_wrong_options_are_refused_before_anything_is_sent(
     assert served.engine.seen == []
 
 
-def test_it_needs_no_torch() -> None:
+def test_bench_serve_imports_no_torch() -> None:
     code = (
         "import sys, mooncake_engine.cli, mooncake_engine.replay.serving_command as command\n"
         "assert not {'torch', 'numpy', 'transformers', 'tokenizers'} & sys.modules.keys()"

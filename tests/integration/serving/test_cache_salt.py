@@ -1,4 +1,4 @@
-"""``cache_salt`` through HTTP: one salt, one prefix cache; in one instance, pulled and pushed."""
+"""``cache_salt`` over HTTP separates prefix caches: in one instance, with pull, and with push."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def num_cached(response: httpx.Response) -> int:
     return int(details.get("cached_tokens") or 0)
 
 
-def test_only_requests_of_one_salt_share_a_cached_prefix(url: str) -> None:
+def test_only_requests_with_same_salt_share_cached_prefix(url: str) -> None:
     texts = set()
     for salt, is_cached in [("a", False), ("a", True), ("b", False), ("", False), ("b", True)]:
         response = ask(url, **({"cache_salt": salt} if salt else {}))
@@ -58,7 +58,7 @@ def test_only_requests_of_one_salt_share_a_cached_prefix(url: str) -> None:
 
 
 @pytest.mark.parametrize("salt", ["", "x" * 1025, 5])
-def test_a_salt_that_is_none_is_refused(url: str, salt: object) -> None:
+def test_invalid_salt_is_rejected(url: str, salt: object) -> None:
     response = ask(url, cache_salt=salt)
     assert response.status_code == 400
     assert "cache_salt" in response.text

@@ -1,4 +1,4 @@
-"""Children of ``up`` that are in no hurry to end."""
+"""Children of ``up`` that are slow to exit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ while True:
 
 
 def test_forced_stop_sends_a_second_sigterm(tmp_path: Path) -> None:
-    """Its patience would last for an hour."""
+    """The shutdown timeout is an hour."""
 
     async def main() -> int | None:
         children = ChildProcesses(tmp_path, stop_timeout_s=3600)
@@ -41,7 +41,7 @@ def test_forced_stop_sends_a_second_sigterm(tmp_path: Path) -> None:
     assert asyncio.run(main()) == 7
 
 
-def test_patience_has_an_end(tmp_path: Path) -> None:
+def test_shutdown_timeout_kills_child(tmp_path: Path) -> None:
     async def main() -> int | None:
         children = ChildProcesses(tmp_path, stop_timeout_s=0.1)
         child = await children.start("slow", [sys.executable, "-c", SLOW_TO_END])

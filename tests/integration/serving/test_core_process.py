@@ -1,5 +1,8 @@
-"""An instance whose core has a process of its own: the same answers and figures, and whichever
-process ends or stands still, nobody waits for ever and nothing is left behind."""
+"""An instance whose core runs in its own process.
+
+Answers and metrics stay the same. If any process exits or freezes, no client waits for ever and no
+process is left behind.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ def ask(url: str, body: dict[str, Any]) -> httpx.Response:
 
 
 def answers(url: str) -> list[Any]:
-    """What the requests get when they come at once, less what each answer has of its own."""
+    """The answers to concurrent requests, without fields that are unique to each answer."""
     with ThreadPoolExecutor(len(REQUESTS)) as pool:
         found = [response.json() for response in pool.map(lambda body: ask(url, body), REQUESTS)]
     return [{k: v for k, v in body.items() if k not in ("id", "created")} for body in found]
@@ -45,7 +48,7 @@ def generated(url: str) -> float:
 def core_of(program: Program) -> int:
     processes, ranks = descendants(program.process.pid), ranks_of(program)
     found = [pid for pid, command in processes.items() if "core_process" in command]
-    [core] = (pid for pid in found if pid not in ranks)  # they are forked from it
+    [core] = (pid for pid in found if pid not in ranks)  # ranks are forked from the core
     return core
 
 
@@ -56,7 +59,7 @@ def wait_gone(pids: Iterable[int]) -> None:
         time.sleep(0.05)
 
 
-def test_same_answers_and_figures_and_an_orderly_end() -> None:
+def test_same_answers_and_metrics_and_graceful_shutdown() -> None:
     with serving() as (url, _):
         alone = answers(url)
     with serving("--core-process") as (url, program):
@@ -74,7 +77,7 @@ def test_same_answers_and_figures_and_an_orderly_end() -> None:
         wait_gone(processes)
 
 
-def test_a_core_that_dies_ends_the_instance_with_its_reason() -> None:
+def test_dead_core_ends_instance_with_reason() -> None:
     with serving("--core-process", "--tp-size", "2") as (url, program):
         processes = descendants(program.process.pid)
         asking: list[httpx.Response] = []
@@ -90,7 +93,7 @@ def test_a_core_that_dies_ends_the_instance_with_its_reason() -> None:
         wait_gone(processes)
 
 
-def test_a_server_that_dies_takes_core_and_ranks_with_it() -> None:
+def test_dead_server_ends_core_and_ranks() -> None:
     with serving("--core-process", "--tp-size", "2") as (_, program):
         processes = descendants(program.process.pid)
         assert len(processes) >= 3
@@ -98,9 +101,9 @@ def test_a_server_that_dies_takes_core_and_ranks_with_it() -> None:
         wait_gone(processes)
 
 
-def test_a_core_that_stands_still_is_ended() -> None:
-    """Stopped as a whole, as it is when a thread holds its interpreter's lock for ever: its own
-    watchdog says nothing."""
+def test_frozen_core_is_killed() -> None:
+    """Stopped as a whole, as if a thread held the GIL for ever: its own watchdog reports
+    nothing."""
     with serving("--core-process", "--step-timeout-seconds", "4") as (url, program):
         core = core_of(program)
         os.kill(core, signal.SIGSTOP)
@@ -111,7 +114,7 @@ def test_a_core_that_stands_still_is_ended() -> None:
         wait_gone({core})
 
 
-def test_what_can_not_be_loaded_is_refused_as_without_it(tmp_path: Path) -> None:
+def test_load_errors_are_reported_as_without_core_process(tmp_path: Path) -> None:
     with running(
         *("mooncake_engine.cli", "serve", "--model", str(tmp_path), "--port", "0"),
         "--core-process",

@@ -1,4 +1,4 @@
-"""``mooncake-hal doctor`` against a live instance: it says which port fails."""
+"""``mooncake-hal doctor`` against a live instance: it reports which port fails."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def doctor(*arguments: str) -> tuple[int, str]:
 
 
 @pytest.mark.timeout(120)
-def test_every_port_of_a_live_instance_is_tried(tmp_path: Path) -> None:
+def test_every_port_of_live_instance_is_checked(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("open sesame")
     with serving(MODEL, tmp_path, "prefill", *OPTIONS, "--kv-secret-file", str(secret)) as url:
@@ -51,7 +51,7 @@ def test_every_port_of_a_live_instance_is_tried(tmp_path: Path) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_an_instance_that_works_alone_has_no_topology(tmp_path: Path) -> None:
+def test_standalone_instance_has_no_topology(tmp_path: Path) -> None:
     with serving(MODEL, tmp_path, "both", *OPTIONS) as url:
         answer = httpx.get(f"{url}/kv/topology")
         assert answer.status_code == 404

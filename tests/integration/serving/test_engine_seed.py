@@ -1,4 +1,4 @@
-"""``--seed``: requests without a seed of their own get the same tokens again."""
+"""``--seed``: requests without their own seed get reproducible tokens."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ MODEL = Path(__file__).parents[3] / "examples" / "tiny-llama"
 
 
 def sampled(seed: int) -> list[list[int]]:
-    """Three answers at a temperature that leaves much to chance."""
+    """Three answers sampled at a high temperature."""
     params = SamplingParams(max_tokens=12, temperature=4.0, n=3)
     with LLM(str(MODEL), seed=seed, threads=1, num_kv_blocks=64) as llm:
         [answer] = llm.generate("A language model", params)
         return [list(output.token_ids) for output in answer.outputs]
 
 
-def test_one_seed_gives_one_result_and_another_seed_another() -> None:
+def test_same_seed_repeats_tokens_and_other_seed_does_not() -> None:
     first = sampled(7)
     assert sampled(7) == first
     assert sampled(8) != first

@@ -1,5 +1,7 @@
-"""Sampling parameters at the ends of their ranges, and beyond, are served or refused: by one
-instance, by two ranks, and by a pair that pulls or pushes, through the proxy."""
+"""Sampling parameters at and beyond the limits of their ranges are served or rejected.
+
+By one instance, by two ranks, and by a pair that pulls or pushes, through the proxy.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from support.programs import TINY_LLAMA
 from support.running import deployment, serving
 
 NUM_REQUESTS = int(os.environ.get("SAMPLING_FUZZ_REQUESTS", "60"))
-"""Of random values, for each deployment; a number in the environment makes a longer run."""
+"""Number of random combinations per deployment; an environment variable sets a longer run."""
 OPTIONS = ("--threads", "1", "--num-kv-blocks", "512")
 PUSH = ("--kv-connector", "MooncakeLayerwiseConnector")
 
@@ -35,9 +37,9 @@ def url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield found
 
 
-def test_extreme_values_end_nothing_but_their_request(url: str) -> None:
-    """Each value alone, then several at random. An instance that died would show as another status,
-    or as no answer; one that was harmed in another way by what it says afterwards."""
+def test_extreme_values_affect_only_their_request(url: str) -> None:
+    """Each value alone, then several at random. A dead instance would show as another status or as
+    no response, and one that was damaged otherwise by its later answers."""
     numbers = random.Random(14)
     with httpx.Client(base_url=url, timeout=60, trust_env=False) as client:
 

@@ -1,4 +1,4 @@
-"""An engine publishes what its prefix cache holds, and a conductor's index agrees with it."""
+"""An engine publishes the contents of its prefix cache, and a conductor's index agrees with it."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ MODEL = Path(__file__).resolve().parents[3] / "examples" / "tiny-llama"
 
 
 def replay(endpoint: str, stream: EventStream) -> None:
-    """All that the engine has published so far."""
+    """All events that the engine has published so far."""
     for sequence, batch in ask_events(endpoint, FROM_THE_START):
         stream.receive(sequence, batch)
 
 
-def test_the_index_holds_what_the_engine_holds(tmp_path: Path) -> None:
+def test_index_matches_prefix_cache(tmp_path: Path) -> None:
     endpoint = f"ipc://{tmp_path}/replay"
     config = KVEventsConfig(True, endpoint=f"ipc://{tmp_path}/events", replay_endpoint=endpoint)
     index = ChunkIndex(1)
     stream = EventStream(index, 0)
     with LLM(MODEL, threads=1, num_kv_blocks=24, block_size=16, kv_events=config) as llm:
         few = SamplingParams(max_tokens=4, temperature=0.0)
-        for number in range(8):  # 40 tokens and more each: blocks are evicted
+        for number in range(8):  # 40 tokens or more each, so that blocks are evicted
             llm.generate([[1, number + 5, *range(10, 60 + number)]], few)
         pool = llm._engine._core._scheduler.blocks.pool
         wanted = {event_key(digest) for digest in pool._index}
         count = xor = 0
         while (count, xor) != index.digest(0, Tier.DEVICE) or not count:
-            replay(endpoint, stream)  # batches travel on the publisher's thread
+            replay(endpoint, stream)  # the publisher's thread sends batches asynchronously
             count, xor = len(wanted), 0
             for key in wanted:
                 xor ^= key

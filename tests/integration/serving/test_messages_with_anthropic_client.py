@@ -1,4 +1,4 @@
-"""``/v1/messages`` by the official ``anthropic`` client."""
+"""``/v1/messages`` with the official ``anthropic`` client."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MODEL = "tiny-llama"
 QUESTION: Any = {"role": "user", "content": "How do you say tea in Chinese?"}
 ANSWER = "Tea is 茶, and a cup of it is 🍵."
 EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
-# as of Qwen, in short
+# Qwen's template, shortened
 TEMPLATE = (
     "{% if tools %}# Tools: <tool_call>{% endif %}"
     "{% for message in messages %}<|{{ message.role }}|>"
@@ -53,14 +53,14 @@ def scripted() -> FakeEngine:
 
 @pytest.fixture
 def client(scripted: FakeEngine, tmp_path: Path) -> Iterator[Anthropic]:
-    """Of a server whose engine thinks, speaks and calls a tool."""
+    """A client of a server whose engine returns reasoning, text and a tool call."""
     tokenizer = Tokenizer.load(write_byte_tokenizer(tmp_path, chat_template=TEMPLATE))
     with serving_app(create_app(scripted, tokenizer)) as url, client_of(url) as client:
         yield client
 
 
 def validated(message: Message) -> Message:
-    """The client itself takes whatever comes: its types are asked to check it."""
+    """Validate with the client's types, since the client itself accepts any response."""
     found = message.model_dump(by_alias=True, warnings=False)
     return Message.model_validate(found, strict=True)
 
@@ -70,7 +70,9 @@ def text_of(message: Message) -> str:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_thinking_text_and_a_call_are_blocks(client: Anthropic, *, stream: bool) -> None:
+def test_thinking_text_and_tool_call_are_separate_blocks(
+    client: Anthropic, *, stream: bool
+) -> None:
     wanted: Any = {"model": "fake", "max_tokens": 500, "messages": [QUESTION], "tools": [BREW]}
     if stream:
         with client.messages.stream(**wanted) as events:
@@ -101,7 +103,7 @@ def test_every_event_has_its_type(client: Anthropic) -> None:
     assert events[0].message.usage.input_tokens > 0
 
 
-def test_what_came_before_reaches_the_template(client: Anthropic, scripted: FakeEngine) -> None:
+def test_message_history_reaches_chat_template(client: Anthropic, scripted: FakeEngine) -> None:
     options: Any = {"model": "fake", "max_tokens": 500, "tools": [BREW]}
     message = client.messages.create(messages=[QUESTION], **options)
     blocks: Any = [block.model_dump(exclude_none=True) for block in message.content]
@@ -124,7 +126,7 @@ def test_what_came_before_reaches_the_template(client: Anthropic, scripted: Fake
         ({"max_tokens": 500}, ("end_turn", None)),
     ],
 )
-def test_why_a_message_ends(client: Anthropic, options: Any, reason: Any, *, stream: bool) -> None:
+def test_stop_reasons(client: Anthropic, options: Any, reason: Any, *, stream: bool) -> None:
     wanted = {"model": "fake", "messages": [QUESTION]} | options
     if stream:
         with client.messages.stream(**wanted) as events:
@@ -153,10 +155,10 @@ def test_errors(client: Anthropic, options: Any, error: Any, words: str) -> None
         client.messages.count_tokens(model="other", messages=[QUESTION])
 
 
-def test_a_message_of_a_pair(tiny_llama_pair_url: str) -> None:
-    """Prefill and decode apart, behind a proxy."""
+def test_message_from_pair(tiny_llama_pair_url: str) -> None:
+    """A prefill and a decode instance behind a proxy."""
     wanted: Any = {"model": MODEL, "max_tokens": 200, "messages": [QUESTION]}
-    wanted["extra_body"] = {"temperature": 0}  # which the client has no name for any more
+    wanted["extra_body"] = {"temperature": 0}  # a field that the client's types no longer have
     with client_of(tiny_llama_pair_url) as client:
         message = validated(client.messages.create(**wanted))
         assert text_of(message) == ANSWER
@@ -172,7 +174,7 @@ def test_a_message_of_a_pair(tiny_llama_pair_url: str) -> None:
     assert final.usage.output_tokens == usage.output_tokens
 
 
-def test_leaving_a_stream_ends_the_request(served: Any) -> None:
+def test_client_disconnect_aborts_stream(served: Any) -> None:
     served.engine.hold_at = 2
     with client_of(served.url) as client:
         wanted: Any = {"model": "fake", "max_tokens": 9, "messages": [QUESTION]}
@@ -185,7 +187,7 @@ def test_leaving_a_stream_ends_the_request(served: Any) -> None:
         time.sleep(0.01)
 
 
-def test_an_error_in_a_stream_reaches_the_client(served: Any) -> None:
+def test_stream_error_reaches_client(served: Any) -> None:
     served.engine.die_at = 1
     with client_of(served.url) as client:
         wanted: Any = {"model": "fake", "max_tokens": 9, "messages": [QUESTION]}

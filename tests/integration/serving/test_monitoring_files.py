@@ -1,4 +1,4 @@
-"""Dashboard and alert rules: every metric in them is in a live scrape."""
+"""Every metric in the dashboard and the alert rules exists in a live scrape."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def fetch(url: str) -> str:
 
 @pytest.fixture(scope="module")
 def scraped() -> dict[str, set[str]]:
-    """The labels of every sample of a proxy and its instances, by name."""
+    """The labels of every sample of a proxy and its instances, by metric name."""
     options = ("--model", str(TINY_LLAMA), "--port", "0", "--num-kv-blocks", "256")
     with running("mooncake_engine.cli", "up", *options) as program:
         url = re.split("/v1", program.wait_for("curl -N http://127.0.0.1:").split()[2])[0]
@@ -49,7 +49,7 @@ def scraped() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for text in texts:
         for family in text_string_to_metric_families(text):
-            # Families without samples yet, such as errors by reason, are declared all the same.
+            # Families without samples yet, such as errors by reason, are declared nevertheless.
             suffix = {"counter": "_total", "histogram": "_bucket"}.get(family.type, "")
             found.setdefault(f"{family.name}{suffix}", set())
             for sample in family.samples:
@@ -58,7 +58,7 @@ def scraped() -> dict[str, set[str]]:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS.values(), ids=EXPRESSIONS)
-def test_every_metric_is_there(expression: str, scraped: dict[str, set[str]]) -> None:
+def test_every_metric_exists(expression: str, scraped: dict[str, set[str]]) -> None:
     names = _METRIC.findall(expression)
     assert names
     for name in names:
@@ -66,12 +66,12 @@ def test_every_metric_is_there(expression: str, scraped: dict[str, set[str]]) ->
         labels = {
             label.strip() for group in _LABELS.findall(expression) for label in group.split(",")
         }
-        # Prometheus itself adds the instance that was scraped.
+        # Prometheus itself adds the label of the scraped instance.
         unknown = labels - scraped[name] - {"instance", ""}
         assert not unknown or not scraped[name], (name, unknown)
 
 
-def test_panels_have_places_of_their_own() -> None:
+def test_panels_do_not_overlap() -> None:
     taken: set[tuple[int, int]] = set()
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
@@ -86,7 +86,7 @@ def test_panels_have_places_of_their_own() -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 
-def test_alerts_say_what_to_do() -> None:
+def test_alerts_have_instructions() -> None:
     assert len({rule["alert"] for rule in RULES}) == len(RULES)
     for rule in RULES:
         described: dict[str, Any] = rule["annotations"]
@@ -96,7 +96,7 @@ def test_alerts_say_what_to_do() -> None:
 
 
 @pytest.mark.parametrize("name", ["prometheus.yaml", "prometheus-here.yaml"])
-def test_an_instance_in_the_proxys_metrics_is_not_renamed(name: str) -> None:
+def test_instance_label_of_proxy_metrics_is_kept(name: str) -> None:
     jobs = yaml.safe_load((MONITORING / name).read_text())["scrape_configs"]
     [proxy] = [job for job in jobs if job["job_name"] == "mooncake-proxy"]
     assert proxy["honor_labels"] is True

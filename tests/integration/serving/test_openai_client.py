@@ -91,7 +91,7 @@ def test_models(tiny_llama_url: str) -> None:
         ({"extra_body": {"temprature": 1}}, openai.BadRequestError),
     ],
 )
-def test_errors_have_their_class(
+def test_errors_raise_matching_classes(
     tiny_llama_url: str, options: dict[str, Any], error: type[openai.APIStatusError]
 ) -> None:
     wanted = {"model": "tiny-llama", "prompt": "x"} | options
@@ -100,8 +100,8 @@ def test_errors_have_their_class(
     assert info.value.body is not None
 
 
-def test_leaving_a_stream_ends_the_request(served: Any) -> None:
-    """Over real sockets, in the middle of an answer."""
+def test_client_disconnect_aborts_stream(served: Any) -> None:
+    """The client disconnects over real sockets, in the middle of an answer."""
     served.engine.hold_at = 2
     with client_of(served.url) as client:
         stream = client.completions.create(model="fake", prompt="tea", stream=True)
@@ -110,7 +110,7 @@ def test_leaving_a_stream_ends_the_request(served: Any) -> None:
     _eventually(lambda: served.engine.left_early == [served.engine.seen[0].request_id])
 
 
-def test_an_error_in_a_stream_reaches_the_client(served: Any) -> None:
+def test_stream_error_reaches_client(served: Any) -> None:
     served.engine.die_at = 1
     with client_of(served.url) as client:
         stream = client.completions.create(model="fake", prompt="tea", stream=True)
@@ -119,7 +119,7 @@ def test_an_error_in_a_stream_reaches_the_client(served: Any) -> None:
 
 
 def test_many_streams_at_once(served: Any) -> None:
-    """More than a handful of connections, each with its own text."""
+    """Many concurrent connections, each with its own text."""
     texts: dict[int, str] = {}
 
     def ask(client: OpenAI, number: int) -> None:
@@ -161,8 +161,8 @@ TOOLS: Any = [
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "pour"}}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_that_has_to_be_made(tiny_llama_url: str, choice: Any, *, stream: bool) -> None:
-    """Also by a model that has never heard of tools."""
+def test_required_tool_call(tiny_llama_url: str, choice: Any, *, stream: bool) -> None:
+    """Works even with a model that was not trained on tools."""
     with client_of(tiny_llama_url) as client:
         answer = client.chat.completions.create(
             model="tiny-llama",

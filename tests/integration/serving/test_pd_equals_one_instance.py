@@ -1,4 +1,4 @@
-"""Prefill and decode apart give what one instance gives: through the proxy, over HTTP."""
+"""A pair gives the answers of one instance: through the proxy, over HTTP."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from support.programs import TINY_LLAMA, running, serving
 
 Json = dict[str, Any]
 PAGE = (TINY_LLAMA / "page.txt").read_text()
-# A cached prefix may hold tokens that a prefill computed or that a decode did, whoever came first:
-# in bfloat16 their roundings differ by enough to change a token that is drawn.
+# A cached prefix may hold KV computed by a prefill or by a decode, depending on request order: in
+# bfloat16 the rounding differs enough to change a sampled token.
 EXACT = ("--dtype", "float32")
 QUESTIONS = list(json.loads((TINY_LLAMA / "chat.json").read_text())["answers"])
 
 
 @dataclass(frozen=True)
 class Urls:
-    """Of a deployment's parts."""
+    """URLs of a deployment's parts."""
 
     proxy: str
     prefill: str
@@ -61,7 +61,7 @@ def client() -> Iterator[httpx.Client]:
 
 
 def ask(client: httpx.Client, url: str, body: Json) -> Json:
-    """What a client puts together: per answer its text, tokens and end, and the usage."""
+    """The assembled response: text, tokens and finish reason per choice, and the usage."""
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     response = client.post(url + path, json=body)
     assert response.status_code == 200, response.text
@@ -76,7 +76,7 @@ def ask(client: httpx.Client, url: str, body: Json) -> Json:
 
 
 def figures(client: httpx.Client, url: str) -> dict[str, float]:
-    """An instance's metrics that have no histogram or reason."""
+    """An instance's metrics without histograms and without those by reason."""
     families = text_string_to_metric_families(client.get(f"{url}/metrics").text)
     return {sample.name: sample.value for family in families for sample in family.samples}
 
@@ -137,7 +137,7 @@ CASES: dict[str, Json] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_answer(client: httpx.Client, proxy_url: str, alone_url: str, name: str) -> None:
+def test_same_answer(client: httpx.Client, proxy_url: str, alone_url: str, name: str) -> None:
     body = CASES[name]
     alone = ask(client, alone_url, body)
     assert_same(ask(client, alone_url, streamed(body)), alone)
@@ -145,9 +145,7 @@ def test_the_same_answer(client: httpx.Client, proxy_url: str, alone_url: str, n
     assert_same(ask(client, proxy_url, streamed(body)), alone)
 
 
-def test_every_chunk_says_how_many_tokens_there_are(
-    client: httpx.Client, proxy_url: str, alone_url: str
-) -> None:
+def test_every_chunk_has_token_usage(client: httpx.Client, proxy_url: str, alone_url: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     body = {"prompt": PAGE[:200], "max_tokens": 12, "temperature": 0, "ignore_eos": True}
     for url in (alone_url, proxy_url):
@@ -159,8 +157,8 @@ def test_every_chunk_says_how_many_tokens_there_are(
         assert counts == sorted(counts)
 
 
-def test_the_same_32_answers_at_once(client: httpx.Client, proxy_url: str, alone_url: str) -> None:
-    """Mixed lengths, some of them twice, so that prefix caches hit on some and not on others."""
+def test_same_32_concurrent_answers(client: httpx.Client, proxy_url: str, alone_url: str) -> None:
+    """Mixed lengths, some of them twice, so that only some requests hit a prefix cache."""
     draw = random.Random(7)
     bodies = []
     for _ in range(32):
@@ -175,7 +173,7 @@ def test_the_same_32_answers_at_once(client: httpx.Client, proxy_url: str, alone
         assert_same(answer, expected)
 
 
-def test_kv_crosses_and_is_released(client: httpx.Client, urls: Urls) -> None:
+def test_kv_is_transferred_and_released(client: httpx.Client, urls: Urls) -> None:
     """The tests above would also pass if the decode instance did everything itself."""
     before = figures(client, urls.decode)
     ask(client, urls.proxy, {"prompt": PAGE[100:500], "max_tokens": 5, "n": 2})
@@ -190,7 +188,7 @@ def test_kv_crosses_and_is_released(client: httpx.Client, urls: Urls) -> None:
         time.sleep(0.02)
 
 
-def test_refusals_come_through(client: httpx.Client, proxy_url: str) -> None:
+def test_rejections_reach_client(client: httpx.Client, proxy_url: str) -> None:
     refused = client.post(f"{proxy_url}/v1/completions", json={"prompt": "x", "temprature": 1})
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "temprature"

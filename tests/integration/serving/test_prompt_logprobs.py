@@ -1,4 +1,4 @@
-"""Log probabilities of prompts against ``transformers``, however the prompt is computed."""
+"""Log probabilities of prompts agree with ``transformers``, however the prompt is computed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def llm(model_dir: Path) -> Iterator[LLM]:
 
 @torch.inference_mode()
 def expected_logprobs(oracle: PreTrainedModel, prompt: tuple[int, ...]) -> torch.Tensor:
-    """[tokens, vocab]: of every token given the ones before it."""
+    """[tokens, vocab]: log probabilities of every token given the preceding ones."""
     logits = oracle(torch.tensor([prompt])).logits[0, :-1]
     return logits.float().log_softmax(dim=-1)
 
@@ -70,7 +70,7 @@ def test_whole_and_in_chunks(model_dir: Path, llm: LLM, oracle: PreTrainedModel)
     assert whole.outputs == chunked.outputs
 
 
-def test_a_cached_prefix_is_computed_afresh(llm: LLM, oracle: PreTrainedModel) -> None:
+def test_cached_prefix_is_recomputed(llm: LLM, oracle: PreTrainedModel) -> None:
     plain = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     [first], [cached] = (llm.generate([PROMPT], plain) for _ in range(2))
     assert cached.num_cached_tokens > 64
@@ -80,7 +80,7 @@ def test_a_cached_prefix_is_computed_afresh(llm: LLM, oracle: PreTrainedModel) -
     assert first.outputs == cached.outputs == scored.outputs
 
 
-def test_beside_others(llm: LLM, oracle: PreTrainedModel) -> None:
+def test_in_batch_with_others(llm: LLM, oracle: PreTrainedModel) -> None:
     prompts = [PROMPT[i : i + 30] for i in range(0, 60, 10)] + [(65,)]
     plain = SamplingParams(temperature=0, max_tokens=9)
     wanted = [plain if i % 3 == 1 else SAMPLING for i in range(len(prompts))]
@@ -92,7 +92,8 @@ def test_beside_others(llm: LLM, oracle: PreTrainedModel) -> None:
 
 
 def test_preempted_between_chunks(model_dir: Path, oracle: PreTrainedModel) -> None:
-    """Room for two answers in full; four want it: some start over, and nothing is told twice."""
+    """Blocks for two full answers while four requests run: some are recomputed, and no log
+    probability is reported twice."""
     long = SamplingParams(temperature=0, max_tokens=60, prompt_logprobs=3, ignore_eos=True)
     prompts = [PROMPT[i : i + 60] for i in range(4)]
     with make_llm(
@@ -128,11 +129,11 @@ def test_through_the_openai_client(tiny_llama_url: str, *, stream: bool) -> None
     assert "".join(tokens) == text
     assert all(text[o:].startswith(token) for o, token in zip(offsets, tokens, strict=True))
     assert values[0] is None
-    # the model knows its page by heart
+    # the model was trained on this page and repeats it
     assert sum(values[10:]) / len(values[10:]) > math.log(0.8)
 
 
-def test_for_every_answer_to_a_prompt(tiny_llama_url: str) -> None:
+def test_for_every_choice_of_a_prompt(tiny_llama_url: str) -> None:
     with OpenAI(base_url=f"{tiny_llama_url}/v1", api_key="none", max_retries=0) as client:
         answer = client.completions.create(
             model="tiny-llama",

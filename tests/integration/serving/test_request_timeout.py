@@ -1,4 +1,4 @@
-"""A request past its time ends wherever it is, and its memory comes back."""
+"""A request that exceeds its timeout ends in any state, and its memory is freed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def check(update: TokenUpdate, timeout_s: float) -> None:
 
 
 @pytest.mark.parametrize("timeout_s", [1e-6, 0.02])
-def test_waiting_or_running(model_dir: Path, timeout_s: float) -> None:
+def test_waiting_and_running_requests_time_out(model_dir: Path, timeout_s: float) -> None:
     async def scenario() -> None:
         async with instance(model_dir) as single:
             late, other = await asyncio.gather(
@@ -50,7 +50,7 @@ def test_waiting_or_running(model_dir: Path, timeout_s: float) -> None:
     asyncio.run(scenario())
 
 
-def test_on_either_side_of_a_transfer(model_dir: Path) -> None:
+def test_timeout_on_either_side_of_transfer(model_dir: Path) -> None:
     async def scenario() -> None:
         async with pair(model_dir) as both:
             order = {"do_remote_decode": True}

@@ -1,4 +1,5 @@
-"""``/v1/responses`` by the official ``openai`` client: an instance, and a pair behind a proxy."""
+"""``/v1/responses`` with the official ``openai`` client: one instance, and a pair behind a
+proxy."""
 
 from __future__ import annotations
 
@@ -40,12 +41,13 @@ def client(either_url: str) -> Iterator[OpenAI]:
 
 
 def validated(response: Response) -> Response:
-    """The client itself takes whatever comes: its types are asked to check it."""
+    """Validate with the client's types, since the client itself accepts any response."""
     return Response.model_validate(_plain(response), strict=True)
 
 
 def _plain(found: Any) -> Any:
-    return found.model_dump(by_alias=True, warnings=False)  # of the client about types of its own
+    # warnings of the client about its own types
+    return found.model_dump(by_alias=True, warnings=False)
 
 
 def test_a_response(client: OpenAI) -> None:
@@ -75,7 +77,7 @@ def test_a_streamed_response(client: OpenAI) -> None:
     assert events[-1].type == "response.completed"
 
 
-def test_a_cut_response(client: OpenAI) -> None:
+def test_truncated_response(client: OpenAI) -> None:
     wanted: Any = {"model": MODEL, "input": QUESTION, "temperature": 0, "max_output_tokens": 5}
     response = validated(client.responses.create(**wanted))
     assert response.status == "incomplete"
@@ -90,7 +92,7 @@ def test_a_cut_response(client: OpenAI) -> None:
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "pour"}])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_call_and_what_came_of_it(client: OpenAI, choice: Any, *, stream: bool) -> None:
+def test_tool_call_and_its_result(client: OpenAI, choice: Any, *, stream: bool) -> None:
     options: Any = {"model": MODEL, "tools": TOOLS, "parallel_tool_calls": False}
     ask: Any = {"role": "user", "content": "Tea!"}
     if stream:
@@ -145,7 +147,7 @@ def test_errors(client: OpenAI, options: Any, error: Any, words: str) -> None:
             client.responses.create(**wanted)
 
 
-def test_leaving_a_stream_ends_the_request(served: Any) -> None:
+def test_client_disconnect_aborts_stream(served: Any) -> None:
     served.engine.hold_at = 2
     with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         stream = client.responses.create(model="fake", input="tea", stream=True)
@@ -158,7 +160,7 @@ def test_leaving_a_stream_ends_the_request(served: Any) -> None:
         time.sleep(0.01)
 
 
-def test_an_error_in_a_stream_is_its_last_event(served: Any) -> None:
+def test_stream_error_is_last_event(served: Any) -> None:
     served.engine.die_at = 1
     with OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         events = list(client.responses.create(model="fake", input="tea", stream=True))

@@ -41,9 +41,7 @@ def run(served: Any, tmp_path: Path) -> Run:
     return run
 
 
-def test_a_file_of_requests_becomes_a_file_of_results(
-    run: Run, served: Any, tmp_path: Path
-) -> None:
+def test_request_file_yields_result_file(run: Run, served: Any, tmp_path: Path) -> None:
     chat = {"url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "x"}]}}
     chat["body"]["model"] = "fake"
     said = run(line("tea"), line("milk", body={"priority": 2000}), {"custom_id": "c", **chat})
@@ -57,7 +55,7 @@ def test_a_file_of_requests_becomes_a_file_of_results(
     assert (seen[b"tea"], seen[b"milk"]) == (BATCH_PRIORITY, 2000)
 
 
-def test_a_run_that_was_ended_goes_on(run: Run, served: Any, tmp_path: Path) -> None:
+def test_interrupted_run_resumes(run: Run, served: Any, tmp_path: Path) -> None:
     run(line("tea"))
     with (tmp_path / "out.jsonl").open("a") as torn:
         torn.write('{"custom_id": "milk", "respo')
@@ -67,7 +65,7 @@ def test_a_run_that_was_ended_goes_on(run: Run, served: Any, tmp_path: Path) -> 
     assert set(results(tmp_path / "out.jsonl")) == {"tea", "milk"}
 
 
-def test_a_refused_request_is_sent_until_it_is_taken(run: Run, served: Any) -> None:
+def test_rejected_request_is_retried_until_accepted(run: Run, served: Any) -> None:
     engine: FakeEngine = served.engine
     engine.refusal = Overloaded("too many")
     pauses: list[float] = []
@@ -82,7 +80,7 @@ def test_a_refused_request_is_sent_until_it_is_taken(run: Run, served: Any) -> N
     assert all(0 < seconds <= 60 for seconds in pauses)
 
 
-def test_what_fails_is_told_and_tried_again(run: Run, served: Any, tmp_path: Path) -> None:
+def test_failed_requests_are_reported_and_retried(run: Run, served: Any, tmp_path: Path) -> None:
     def fail_milk(request: EngineRequest) -> list[int]:
         if bytes(request.prompt_token_ids) == b"milk":
             raise RuntimeError("sour")
@@ -102,7 +100,7 @@ def test_what_fails_is_told_and_tried_again(run: Run, served: Any, tmp_path: Pat
     assert results(tmp_path / "out.jsonl")["milk"]["response"]["status_code"] == 200
 
 
-def test_a_server_that_is_not_there_is_no_answer(tmp_path: Path) -> None:
+def test_unreachable_server_yields_no_result(tmp_path: Path) -> None:
     source = written(tmp_path / "in.jsonl", line("tea"))
     batch = Batch("http://127.0.0.1:9", source, tmp_path / "out.jsonl", max_attempts=1)
     with pytest.raises(BatchFailed):
@@ -123,7 +121,7 @@ def test_a_server_that_is_not_there_is_no_answer(tmp_path: Path) -> None:
         ([line("a", body={"stream": True})], "streaming is not supported in a batch"),
     ],
 )
-def test_a_file_that_can_not_be_served_is_refused_before_anything_is_sent(
+def test_invalid_file_is_rejected_before_any_request(
     run: Run, served: Any, lines: list[dict[str, Any]], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
@@ -135,6 +133,6 @@ def test_a_file_that_can_not_be_served_is_refused_before_anything_is_sent(
     ("options", "words"),
     [({"url": "ftp://x"}, "--url must be"), ({"concurrency": 0}, "--concurrency must be at least")],
 )
-def test_wrong_options_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
+def test_invalid_options_are_rejected(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Batch(**{"url": "http://x", "input_file": tmp_path, "output_file": tmp_path, **options})

@@ -1,4 +1,4 @@
-"""``mooncake-engine`` as a program: how it starts, refuses and ends."""
+"""``mooncake-engine`` as a program: start, rejected configurations, and shutdown."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODEL = ("--model", str(TINY_LLAMA))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_serves_until_it_is_told_to_stop(number: signal.Signals) -> None:
+def test_serves_until_signalled(number: signal.Signals) -> None:
     with serving() as (url, program):
         with urllib.request.urlopen(f"{url}/health") as response:
             assert response.status == 200
@@ -41,7 +41,7 @@ def ask_endlessly(url: str, num_tokens: int) -> urllib.request.Request:
     return urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
 
 
-def test_after_a_stop_answers_end_and_new_ones_are_refused() -> None:
+def test_shutdown_completes_running_and_rejects_new_requests() -> None:
     with serving() as (url, program):
         with urllib.request.urlopen(ask_endlessly(url, 1900)) as response:
             assert response.readline().startswith(b"data: ")
@@ -60,7 +60,7 @@ def test_after_a_stop_answers_end_and_new_ones_are_refused() -> None:
     assert events[-1] == b"data: [DONE]\n"
 
 
-def test_answers_that_outlast_the_time_are_cut_off_with_an_error() -> None:
+def test_answers_beyond_shutdown_timeout_are_aborted_with_error() -> None:
     with serving("--shutdown-timeout", "0") as (url, program):
         with urllib.request.urlopen(ask_endlessly(url, 1900)) as response:
             assert response.readline().startswith(b"data: ")
@@ -71,7 +71,7 @@ def test_answers_that_outlast_the_time_are_cut_off_with_an_error() -> None:
     assert "Traceback" not in program.error_text
 
 
-def test_a_stop_that_reaches_the_ranks_too_lets_answers_end() -> None:
+def test_signal_to_ranks_too_lets_answers_complete() -> None:
     with serving("--tp-size", "2") as (url, program):
         with urllib.request.urlopen(ask_endlessly(url, 200)) as response:
             assert response.readline().startswith(b"data: ")
@@ -83,7 +83,7 @@ def test_a_stop_that_reaches_the_ranks_too_lets_answers_end() -> None:
     assert "died" not in program.error_text
 
 
-def test_an_instance_whose_engine_died_ends_with_its_reason() -> None:
+def test_dead_engine_ends_instance_with_reason() -> None:
     with serving("--tp-size", "2") as (url, program):
         with urllib.request.urlopen(ask_endlessly(url, 1900)) as response:
             assert response.readline().startswith(b"data: ")
@@ -103,7 +103,7 @@ def test_an_instance_whose_engine_died_ends_with_its_reason() -> None:
     ],
     ids=["engine", "proxy"],
 )
-def test_a_full_disk_under_its_output_keeps_nobody_from_being_served(argv: tuple[str, ...]) -> None:
+def test_output_on_full_disk_does_not_block_serving(argv: tuple[str, ...]) -> None:
     (port,) = free_range(1)
     with open("/dev/full", "w") as full:
         process = subprocess.Popen(
@@ -119,7 +119,7 @@ def test_a_full_disk_under_its_output_keeps_nobody_from_being_served(argv: tuple
 
 
 def wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Raises AssertionError if it ends before."""
+    """Raises AssertionError if the process exits first."""
     while process.poll() is None:
         try:
             urllib.request.urlopen(url).close()
@@ -131,7 +131,7 @@ def wait_until_healthy(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_stops_while_it_loads(number: signal.Signals) -> None:
+def test_stops_while_loading(number: signal.Signals) -> None:
     with running("mooncake_engine.cli", "serve", *MODEL, "--port", "0") as program:
         time.sleep(1.0)
         assert program.end(number) in (0, -number)
@@ -144,7 +144,7 @@ def one_line_error(program: Program) -> str:
     return lines[0]
 
 
-def test_a_taken_port_is_refused_before_loading() -> None:
+def test_taken_port_is_rejected_before_loading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         with running("mooncake_engine.cli", "serve", *MODEL, "--port", port) as program:
@@ -153,7 +153,7 @@ def test_a_taken_port_is_refused_before_loading() -> None:
     assert error.startswith(f"mooncake-engine: error: port {port} on 127.0.0.1 is in use")
 
 
-def test_a_taken_side_channel_port_is_refused_before_loading() -> None:
+def test_taken_side_channel_port_is_rejected_before_loading() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         options = ["--role", "decode", "--kv-port", str(taken.getsockname()[1]), "--port", "0"]
         with running("mooncake_engine.cli", "serve", *MODEL, *options) as program:
@@ -162,7 +162,7 @@ def test_a_taken_side_channel_port_is_refused_before_loading() -> None:
 
 
 def test_two_instances_cannot_have_one_port() -> None:
-    """Also while the first one loads, and does not listen yet."""
+    """Also while the first one is still loading and does not listen yet."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -172,8 +172,8 @@ def test_two_instances_cannot_have_one_port() -> None:
             assert second.wait() == 2
 
 
-def test_a_killed_instance_gets_its_port_again_at_once() -> None:
-    """Connections that it had would keep the port from it for a minute."""
+def test_restarted_instance_can_bind_its_port_at_once() -> None:
+    """Otherwise connections in TIME_WAIT would block the port for a minute."""
     with serving() as (url, program):
         port = int(url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)) as connection:
@@ -196,17 +196,17 @@ def test_a_killed_instance_gets_its_port_again_at_once() -> None:
         ((*MODEL, "--backend", "abacus"), "abacus"),
     ],
 )
-def test_a_wrong_configuration_is_one_clear_line(options: tuple[str, ...], words: str) -> None:
+def test_invalid_configuration_is_one_line_error(options: tuple[str, ...], words: str) -> None:
     with running("mooncake_engine.cli", "serve", "--port", "0", *options) as program:
         assert program.wait() in (1, 2)
     assert words in one_line_error(program)
 
 
-def test_half_a_checkpoint_is_one_clear_line(tmp_path: Path) -> None:
+def test_incomplete_checkpoint_is_one_line_error(tmp_path: Path) -> None:
     for file in TINY_LLAMA.iterdir():
         if file.suffix != ".safetensors":
             (tmp_path / file.name).write_bytes(file.read_bytes())
-    # a host with little memory free would get a second line
+    # a host with little free memory would log a second line
     options = ["--model", str(tmp_path), "--port", "0", "--swap-space", "0"]
     with running("mooncake_engine.cli", "serve", *options) as program:
         assert program.wait() == 1

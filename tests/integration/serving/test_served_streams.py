@@ -1,4 +1,5 @@
-"""What measures streams over HTTP on a device, tried with a tiny model on the CPU backend."""
+"""The tool that measures streams over HTTP on a device, run with a tiny model on the CPU
+backend."""
 
 from __future__ import annotations
 
@@ -34,23 +35,23 @@ def test_streams_have_all_their_tokens(port: int, sampling: str) -> None:
     times = run_streams(port, TINY, 32, sampling)
     assert times.rate > 0
     assert len(times.first_ms) == 32
-    # a token may be a part of a character, which comes with the next one
+    # a token may be part of a character, which is sent with the next one
     wanted = 32 * (TINY.length(STREAMS[32][1]) - 1)
     assert 0.9 * wanted <= len(times.gaps_ms) <= wanted
     assert min(times.first_ms) > 0
 
 
-def test_a_lone_requests_first_token(port: int) -> None:
+def test_first_token_of_single_request(port: int) -> None:
     assert first_token_ms(port, TINY) > 0
 
 
-def test_a_request_that_is_refused_says_why(port: int) -> None:
+def test_rejected_request_reports_reason(port: int) -> None:
     request = request_of(TINY, 8, 4, "greedy") | {"temperature": -1}
     with pytest.raises(ConnectionError, match=r"HTTP/1.1 400 .*"):
         uvloop.run(stream_each(port, [request]))
 
 
-def test_a_pair_answers_through_its_proxy(served: Served) -> None:
+def test_pair_serves_through_proxy(served: Served) -> None:
     with served.pair("pull") as port:
         times = run_streams(port, TINY, 1, "greedy")
     assert times.rate > 0
@@ -63,17 +64,17 @@ async def readers_of(*stamps: list[float]) -> list[StreamReader]:
     return readers
 
 
-def test_times_of_streams_in_figures() -> None:
+def test_stream_times_as_metrics() -> None:
     readers = uvloop.run(readers_of([1.5, 2.0, 2.5, 3.0], [2.0, 2.5, 3.0, 3.5]))
     times = StreamTimes.of(readers)
-    assert times.rate == 4.0  # of both, between 2 and 3 s
+    assert times.rate == 4.0  # both streams, between 2 and 3 s
     assert times.first_ms == (500.0, 1000.0)
     figure = times.figure("two streams", 3.0, "more")
     assert figure.holds
     assert figure.context == "TTFT p50 / p99 750.0 / 995.0 ms, ITL 500.0 / 500.0 ms; more"
 
 
-def test_streams_that_never_all_run_count_from_the_first_request() -> None:
+def test_streams_that_never_all_overlap_count_from_first_request() -> None:
     times = StreamTimes.of(uvloop.run(readers_of([1.5, 2.0], [2.5, 3.0])))
     assert times.rate == 2.0
     assert str(times).startswith("never all at once, TTFT ")

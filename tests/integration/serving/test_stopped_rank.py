@@ -1,4 +1,4 @@
-"""A step that does not return ends the instance, with its reason: real processes, stopped and not
+"""A step that does not return ends the instance, with its reason; real processes, stopped and not
 killed."""
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ LIMIT_S = 6
 TIMEOUT_S = 90.0
 
 
-class Asking:
-    """A request on a thread of its own, since its answer may not come."""
+class PendingRequest:
+    """A request on its own thread, since the response may never arrive."""
 
     def __init__(self, url: str) -> None:
         self._url = url
@@ -37,14 +37,14 @@ class Asking:
         )
 
     def answer(self) -> httpx.Response:
-        """What came, sooner or later."""
+        """Wait for the response."""
         self._thread.join(TIMEOUT_S)
         assert self.response is not None
         return self.response
 
 
 def wait_for_status(url: str, code: str) -> None:
-    """Until health checks are answered so."""
+    """Wait until health checks return this status."""
     deadline = time.monotonic() + TIMEOUT_S
     found = ""
     while time.monotonic() < deadline:
@@ -56,12 +56,12 @@ def wait_for_status(url: str, code: str) -> None:
     raise AssertionError(f"/ready does not say {code}, but {found}")
 
 
-def test_a_stopped_rank_ends_its_instance() -> None:
+def test_stopped_rank_ends_instance() -> None:
     options = ("--tp-size", "2", "--step-timeout-seconds", str(LIMIT_S))
     with serving(*options) as (url, program):
         stopped = ranks_of(program)[1]
         os.kill(stopped, signal.SIGSTOP)
-        asking = Asking(url)
+        asking = PendingRequest(url)
         wait_for_status(url, "engine_stalled")
         late = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, trust_env=False)
         assert late.status_code == 503
@@ -75,7 +75,7 @@ def test_a_stopped_rank_ends_its_instance() -> None:
         assert not Path(f"/proc/{stopped}").exists()
 
 
-WEDGED = """
+HUNG_INSTANCE = """
 import ctypes, sys, threading
 from mooncake_engine import cli
 from mooncake_engine.execution.worker import Worker
@@ -97,10 +97,10 @@ sys.exit(cli.main(sys.argv[1:]))
 
 
 @contextmanager
-def wedged(directory: Path, hang: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """An instance of one process whose first step runs ``hang``, and its URL."""
-    script = directory / "wedged.py"
-    script.write_text(WEDGED.replace("HANG", hang))
+def hung_instance(directory: Path, hang: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """A single-process instance whose first step runs ``hang``, and its URL."""
+    script = directory / "hung_instance.py"
+    script.write_text(HUNG_INSTANCE.replace("HANG", hang))
     argv = ["serve", "--model", str(TINY_LLAMA), "--port", "0", "--num-kv-blocks", "64"]
     argv += ["--threads", "1", "--async-scheduling", "--step-timeout-seconds", str(LIMIT_S)]
     with subprocess.Popen(
@@ -116,10 +116,11 @@ def wedged(directory: Path, hang: str) -> Iterator[tuple[str, subprocess.Popen[s
             process.kill()
 
 
-def test_a_device_that_hangs_in_the_instances_own_process_ends_it(tmp_path: Path) -> None:
-    """Its thread can't be ended, and an interpreter would wait for it: the process ends without."""
-    with wedged(tmp_path, "threading.Event().wait()") as (url, process):
-        response = Asking(url).answer()
+def test_hung_device_in_main_process_ends_instance(tmp_path: Path) -> None:
+    """The hung thread can't be stopped and the interpreter would join it: the process exits
+    without."""
+    with hung_instance(tmp_path, "threading.Event().wait()") as (url, process):
+        response = PendingRequest(url).answer()
         assert response.status_code == 503
         assert "a step did not return within" in response.text
         _, errors = process.communicate(timeout=TIMEOUT_S)
@@ -127,9 +128,9 @@ def test_a_device_that_hangs_in_the_instances_own_process_ends_it(tmp_path: Path
     assert "the core's thread is here" in errors
 
 
-def test_a_step_that_hangs_with_the_interpreters_lock_ends_the_instance(tmp_path: Path) -> None:
-    """Nothing of the process can run, its own watchdog least of all."""
-    with wedged(tmp_path, "hold_the_lock()") as (url, process):
+def test_step_that_hangs_holding_the_gil_ends_instance(tmp_path: Path) -> None:
+    """No thread of the process can run, not even its own watchdog."""
+    with hung_instance(tmp_path, "hold_the_lock()") as (url, process):
         body = {"prompt": "hello", "max_tokens": 4}
         with pytest.raises(httpx.RemoteProtocolError):
             httpx.post(f"{url}/v1/completions", json=body, timeout=TIMEOUT_S, trust_env=False)
@@ -139,15 +140,16 @@ def test_a_step_that_hangs_with_the_interpreters_lock_ends_the_instance(tmp_path
     assert "in hold_the_lock" in errors
 
 
-def test_an_instance_that_was_frozen_as_a_whole_goes_on(tmp_path: Path) -> None:
-    """A debugger, or a frozen container: that no step returned meanwhile is nobody's fault."""
+def test_instance_frozen_as_a_whole_continues(tmp_path: Path) -> None:
+    """As by a debugger or a frozen container: no rank is at fault that no step returned
+    meanwhile."""
     with running(
         *("mooncake_engine.cli", "serve", "--model", str(TINY_LLAMA), "--port", "0"),
         *("--num-kv-blocks", "64", "--threads", "1", "--step-timeout-seconds", "2"),
     ) as program:
         url = program.wait_for("ready ").split()[1]
         program.process.send_signal(signal.SIGSTOP)
-        asking = Asking(url)
+        asking = PendingRequest(url)
         time.sleep(5.0)
         program.process.send_signal(signal.SIGCONT)
         assert asking.answer().status_code == 200

@@ -1,4 +1,4 @@
-"""A model of random weights, which by itself says garbage, keeps to every grammar."""
+"""A model with random weights, which generates noise by itself, follows every grammar."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if "rank_process" in " ".join(sys.orig_argv):
 
 
 def random_schema(numbers: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A schema whose values have an end, so that an answer that never ends is a fault."""
+    """A schema with bounded values, so that an answer that never ends is a failure."""
     kinds = ["string", "integer", "boolean", "enum", "null", "pattern", "number"]
     kind = numbers.choice(kinds if depth == 2 else [*kinds, "object", "array", "object", "array"])
     if kind == "string":
@@ -82,7 +82,7 @@ def llm(model_dir: Path) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_random_schemas_are_kept(llm: LLM, temperature: float) -> None:
+def test_answers_match_random_schemas(llm: LLM, temperature: float) -> None:
     schemas = [random_schema(random.Random(f"schema {i}")) for i in range(NUM_SCHEMAS)]
     sampling = [
         SamplingParams(
@@ -96,7 +96,7 @@ def test_random_schemas_are_kept(llm: LLM, temperature: float) -> None:
         jsonschema.validate(json.loads(answer.text), schema)
 
 
-def test_others_in_the_batch_are_not_masked(llm: LLM) -> None:
+def test_unconstrained_requests_in_batch_are_not_masked(llm: LLM) -> None:
     plain = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     bound = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "(ab){3}"), max_tokens=None)
     penalised = replace(plain, presence_penalty=1.0)
@@ -107,7 +107,7 @@ def test_others_in_the_batch_are_not_masked(llm: LLM) -> None:
     assert together[3].outputs == punished.outputs
 
 
-def test_a_preempted_answer_keeps_its_place(model_dir: Path) -> None:
+def test_preempted_answer_keeps_its_grammar_state(model_dir: Path) -> None:
     sampling = SamplingParams(
         temperature=1.0, seed=3, max_tokens=None, grammar=Grammar(GrammarKind.REGEX, "[a-z]{200}")
     )
@@ -118,8 +118,8 @@ def test_a_preempted_answer_keeps_its_place(model_dir: Path) -> None:
         assert tight._engine._core.stats().num_preemptions > 0
 
 
-def test_answers_to_one_prompt_keep_their_own_places(model_dir: Path) -> None:
-    """They share its blocks, are preempted together, and resume."""
+def test_choices_of_one_prompt_keep_separate_grammar_states(model_dir: Path) -> None:
+    """The choices share the prompt's blocks, are preempted together, and resume."""
     sampling = SamplingParams(
         n=3, seed=5, max_tokens=None, grammar=Grammar(GrammarKind.REGEX, "[a-z]{150}")
     )
@@ -132,8 +132,8 @@ def test_answers_to_one_prompt_keep_their_own_places(model_dir: Path) -> None:
         assert tight._engine._core.stats().num_preemptions > 0
 
 
-def test_prefill_and_decode_apart_say_the_same(model_dir: Path) -> None:
-    """The decode instance takes the grammar up after the token that the other one sampled."""
+def test_pair_gives_same_answer(model_dir: Path) -> None:
+    """The decode instance advances the grammar past the token that the prefill instance sampled."""
 
     async def scenario() -> None:
         async with instance(model_dir) as single, pair(model_dir) as both:
@@ -153,7 +153,7 @@ def test_prefill_and_decode_apart_say_the_same(model_dir: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_what_breaks_a_grammar_fails_its_request_alone(model_dir: Path) -> None:
+def test_grammar_violation_fails_only_its_request(model_dir: Path) -> None:
     async def scenario() -> None:
         async with instance(model_dir) as single:
             wrong = SamplingParams(grammar=Grammar(GrammarKind.REGEX, "("), max_tokens=None)
@@ -169,7 +169,7 @@ def test_what_breaks_a_grammar_fails_its_request_alone(model_dir: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(
+def test_too_complex_grammar_fails_only_its_request(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars, "_vocabularies", {})
@@ -201,10 +201,10 @@ def test_a_grammar_that_becomes_too_complex_fails_its_request_alone(
 
 
 @pytest.mark.usefixtures("ranks_import_anew")
-def test_ranks_compile_a_new_grammar_beside_their_steps(
+def test_ranks_compile_new_grammar_in_background(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another answer goes on while two ranks are busy with a grammar for seconds."""
+    """Another answer continues while two ranks compile a grammar for seconds."""
     (tmp_path / "sitecustomize.py").write_text(SLOW_COMPILER)
     monkeypatch.syspath_prepend(tmp_path)  # ranks inherit it
     tea, hot = (

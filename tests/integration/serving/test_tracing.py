@@ -1,4 +1,4 @@
-"""One trace through proxy, prefill and decode instance, as a real collector gets it."""
+"""One trace through proxy, prefill and decode instance, as a real collector receives it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from support.programs import TINY_LLAMA, running
 from support.proxy_fakes_collector import collector
 
 
-def test_the_instances_spans_stand_under_the_proxys() -> None:
+def test_instance_spans_are_children_of_proxy_spans() -> None:
     with collector() as kept, ExitStack() as stack:
         otlp = ("--otlp-endpoint", kept.url)
         prefill, decode = (

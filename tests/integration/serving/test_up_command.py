@@ -1,4 +1,4 @@
-"""``mooncake-engine up``: everything with one command, and nothing left behind."""
+"""``mooncake-engine up`` starts everything with one command, and leaves no process behind."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def are_gone(pids: dict[int, str], timeout_s: float = 15.0) -> bool:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_answers_and_leaves_nothing_behind(up: Program, number: signal.Signals) -> None:
+def test_up_serves_and_leaves_no_process(up: Program, number: signal.Signals) -> None:
     children = descendants(up.process.pid)
     assert len([command for command in children.values() if "cli serve" in command]) == 2
     assert len([command for command in children.values() if "mooncake_proxy" in command]) == 1
@@ -62,7 +62,7 @@ def test_roles_differ_and_every_process_logs_json() -> None:
         program.close()
     lines = [json.loads(line) for line in program.errors]
     assert {line.get("process") for line in lines} >= {"prefill-0", "decode-0", "proxy", "kv-store"}
-    levels = {line["level"] for line in lines if "level" in line}  # requests' lines have a status
+    levels = {line["level"] for line in lines if "level" in line}  # access-log lines have a status
     assert levels <= {"INFO", "WARNING"}
     assert any("logger" in line for line in lines if line["process"] == "prefill-0")
     [proxy] = [command for command in everything if "mooncake_proxy" in command]
@@ -73,7 +73,7 @@ def test_roles_differ_and_every_process_logs_json() -> None:
     assert ("--enforce-eager" in prefill, "--enforce-eager" in decode) == (False, True)
 
 
-def test_a_dead_part_ends_the_rest_with_its_reason(up: Program) -> None:
+def test_dead_child_stops_the_others_with_its_reason(up: Program) -> None:
     children = descendants(up.process.pid)
     victim = next(pid for pid, command in children.items() if "--role decode" in command)
     os.kill(victim, signal.SIGKILL)
@@ -82,7 +82,7 @@ def test_a_dead_part_ends_the_rest_with_its_reason(up: Program) -> None:
     assert "mooncake-engine: error: decode-0 died, killed by SIGKILL" in up.error_text
 
 
-def test_a_dead_part_is_started_again_while_the_others_go_on() -> None:
+def test_dead_child_is_restarted_while_the_others_run() -> None:
     with running("mooncake_engine.cli", "up", *OPTIONS, "--max-restarts", "1") as up:
         url = up.wait_for("curl -N http://127.0.0.1:").split()[2]
         up.wait_for("Prefill reads the whole prompt at once and fills the KV cache.")
@@ -123,7 +123,7 @@ def is_answered(url: str) -> bool:
     return bool(answer["choices"][0]["message"]["content"].startswith("You are welcome."))
 
 
-def test_nothing_outlives_a_killed_launcher(up: Program) -> None:
+def test_children_exit_when_launcher_is_killed(up: Program) -> None:
     children = descendants(up.process.pid)
     up.process.kill()
     assert are_gone(children)
@@ -136,8 +136,8 @@ def test_nothing_outlives_a_killed_launcher(up: Program) -> None:
         (("--block-size", "0"), "block_size must be at least 1"),
     ],
 )
-def test_a_wrong_configuration_starts_nothing(options: tuple[str, ...], words: str) -> None:
+def test_invalid_configuration_starts_no_child(options: tuple[str, ...], words: str) -> None:
     with running("mooncake_engine.cli", "up", *OPTIONS, *options) as program:
         assert program.wait() == 2
     assert words in program.error_text
-    assert "│" not in program.error_text  # no child has spoken
+    assert "│" not in program.error_text  # no child has logged anything
