@@ -16,7 +16,7 @@ from mooncake_engine.config import EngineConfig, ExecutorKind
 from mooncake_engine.core import EngineCore
 from mooncake_engine.core_messages import Command, ProgressHandler
 from mooncake_engine.data_parallel_core import DataParallelCore, dp_engine_id
-from mooncake_engine.errors import CheckpointError, ConfigError, PortTaken
+from mooncake_engine.errors import CheckpointError, ConfigError, PortInUse
 from mooncake_engine.execution.engine_plan import (
     EnginePlan,
     all_shards,
@@ -513,7 +513,7 @@ def _check_ports(config: EngineConfig, backend: Backend, registry: Registry) -> 
     """Check the ports for KV transfer before the model is loaded, which takes minutes.
 
     Raises:
-        PortTaken: a port is taken or reserved, or a range has too few free ports.
+        PortInUse: a port is taken or reserved, or a range has too few free ports.
     """
     kv = config.kv_transfer
     if kv is None:
@@ -522,7 +522,7 @@ def _check_ports(config: EngineConfig, backend: Backend, registry: Registry) -> 
     if problems := find_ports_in_use(
         [Port("the KV side channel", kv.host, port) for port in ports]
     ):
-        raise PortTaken("; ".join(problems))
+        raise PortInUse("; ".join(problems))
     _check_reserved_ports(kv, ports, backend, registry)
     if kv.port_range is not None:
         # where Ray places the ranks is not known yet; assume that one of them runs here
@@ -552,7 +552,7 @@ def _check_reserved_ports(
         raise ConfigError(str(exc)) from exc
     found = [reservation_conflict(what, ports, reserved) for what, ports in wanted.items()]
     if any(found):
-        raise PortTaken("; ".join(problem for problem in found if problem))
+        raise PortInUse("; ".join(problem for problem in found if problem))
 
 
 def _check_port_range(
@@ -566,7 +566,7 @@ def _check_port_range(
     wanted = num_ranks * ports_per_rank + num_channels
     found = count_free(port_range, kv.host, wanted)
     if found < wanted:
-        raise PortTaken(
+        raise PortInUse(
             f"{wanted} ports of --kv-port-range {port_range} are needed on {kv.host}, but only "
             f"{found} are free: each of {num_ranks} ranks needs {ports_per_rank} for its "
             f"transports, the side channel {num_channels}; widen the range"

@@ -50,7 +50,7 @@ from mooncake_engine.errors import (
     ConfigError,
     EngineDead,
     EngineError,
-    PortTaken,
+    PortInUse,
 )
 from mooncake_engine.messages import EngineStats, TokenUpdate
 from mooncake_engine.step_watchdog import STATE_BYTES, StepWatch
@@ -67,7 +67,7 @@ _EXIT_TIMEOUT_S = 8.0
 """Seconds that the core's process has to exit before it is killed."""
 _DUMP_S = 2.0
 """Seconds that a hung core's process has to dump its stacks before it is killed."""
-_START_ERRORS = (PortTaken, ConfigError, CheckpointError)
+_START_ERRORS = (PortInUse, ConfigError, CheckpointError)
 
 
 def no_reply(_value: bool) -> None:

@@ -2,7 +2,7 @@
 
 EngineError
 ├── ConfigError            the engine can't be set up as configured; nothing was loaded
-│   └── PortTaken
+│   └── PortInUse
 ├── CheckpointError        a model directory that is missing, incomplete or unsupported
 ├── DownloadFailed         a model of a hub that can't be fetched now
 ├── InvalidRequest         the client's request is invalid; carries the field and an HTTP status
@@ -28,7 +28,7 @@ class ConfigError(EngineError):
     and what to change."""
 
 
-class PortTaken(ConfigError):
+class PortInUse(ConfigError):
     """A port that the instance needs is in use."""
 
 

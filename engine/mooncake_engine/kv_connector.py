@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.errors import ConfigError, InvalidRequest, PortTaken
+from mooncake_engine.errors import ConfigError, InvalidRequest, PortInUse
 from mooncake_engine.execution.worker_extension import ExtensionContext, LayerDone
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.step_plan import StepPlan
@@ -20,7 +20,7 @@ from mooncake_hal.kv.geometry import AttentionKind
 from mooncake_kv import addresses, connector as kv
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_worker import PushStep, RankContext, RankMemory
-from mooncake_kv.errors import InvalidKVParams, KVConfigError, SideChannelPortTaken
+from mooncake_kv.errors import InvalidKVParams, KVConfigError, SideChannelPortInUse
 from mooncake_kv.handshake import InstanceMetadata
 from mooncake_kv.params import (
     FirstToken,
@@ -39,8 +39,8 @@ def engine_errors() -> Iterator[None]:
     """Converts errors of mooncake_kv to the engine's own."""
     try:
         yield
-    except SideChannelPortTaken as exc:
-        raise PortTaken(str(exc)) from exc
+    except SideChannelPortInUse as exc:
+        raise PortInUse(str(exc)) from exc
     except KVConfigError as exc:
         raise ConfigError(str(exc)) from exc
     except InvalidKVParams as exc:
@@ -134,7 +134,7 @@ class SchedulerConnector:
                 are then no longer kept alive.
 
         Raises:
-            PortTaken: a port is in use.
+            PortInUse: a port is in use.
             ConfigError: a rank did not start.
         """
         with engine_errors():

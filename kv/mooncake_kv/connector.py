@@ -149,7 +149,7 @@ class Connector(Protocol):
                 an engine that may never read it.
 
         Raises:
-            SideChannelPortTaken: a port is in use.
+            SideChannelPortInUse: a port is in use.
             KVConfigError: a rank did not become ready.
         """
         ...

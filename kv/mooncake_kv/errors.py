@@ -2,7 +2,7 @@
 
 KVError
 ├── KVConfigError          a connector can't be set up as asked
-│   └── SideChannelPortTaken
+│   └── SideChannelPortInUse
 ├── ConnectorDead          the only error that ends the engine: see ``Fatal``
 ├── StoreIOError           the system failed to read or write a store's file
 ├── InvalidKVParams        a request's ``kv_transfer_params`` are wrong, or contradict its prompt
@@ -28,7 +28,7 @@ class KVConfigError(KVError):
     """A connector can't be set up as configured: what was wanted, what was found, what to do."""
 
 
-class SideChannelPortTaken(KVConfigError):
+class SideChannelPortInUse(KVConfigError):
     """All ports that the side channel may use are taken."""
 
 

@@ -18,7 +18,7 @@ from typing import TypeVar
 from mooncake_hal.errors import AccessDenied, PortsExhausted, TransferError, VersionMismatch
 from mooncake_hal.session.aio import AsyncListener, AsyncSession, connect, listen
 from mooncake_hal.session.authentication import Credentials
-from mooncake_kv.errors import BadFrame, HandshakeRefused, KVTransferError, SideChannelPortTaken
+from mooncake_kv.errors import BadFrame, HandshakeRefused, KVTransferError, SideChannelPortInUse
 from mooncake_kv.protocol import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
@@ -81,7 +81,7 @@ class SideChannelServer:
         """Listen on the first free port; 0 is any.
 
         Raises:
-            SideChannelPortTaken: all ports are in use, or the host can't be bound.
+            SideChannelPortInUse: all ports are in use, or the host can't be bound.
         """
         server, tried = cls(handler), tuple(ports)
         try:
@@ -90,9 +90,9 @@ class SideChannelServer:
             taken = f"port {tried[-1]}: {os.strerror(errno.EADDRINUSE)}"
             if len(tried) > 1:
                 taken = f"{len(tried)} ports tried, the last: {taken}"
-            raise SideChannelPortTaken(f"side channel on {host} can't be bound: {taken}") from exc
+            raise SideChannelPortInUse(f"side channel on {host} can't be bound: {taken}") from exc
         except OSError as exc:
-            raise SideChannelPortTaken(
+            raise SideChannelPortInUse(
                 f"side channel on {host} can't be bound: {exc.strerror}"
             ) from exc
         return server

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from mooncake_proxy.config_from_options import check_can_serve, config_from
-from mooncake_proxy.errors import AddressTaken, ConfigError
+from mooncake_proxy.errors import AddressInUse, ConfigError
 from mooncake_proxy.ops.background_stderr import begin_log
 from mooncake_proxy.proxy_options import build_parser
 
@@ -39,4 +39,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         with suppress(OSError):
             print(f"mooncake-proxy: {exc}", file=sys.stderr)
         # Service managers restart the program after status 1, but not after 2.
-        return 1 if isinstance(exc, AddressTaken) else 2
+        return 1 if isinstance(exc, AddressInUse) else 2

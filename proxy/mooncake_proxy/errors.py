@@ -2,7 +2,7 @@
 
 ProxyError
 ├── ConfigError             a flag, file or value that the proxy can't run with
-│   └── AddressTaken        another program listens on the address
+│   └── AddressInUse        another program listens on the address
 ├── Refusal                 the proxy itself refuses; has HTTP status, type and code
 │   ├── BadRequest          400
 │   ├── Unauthorized        401
@@ -53,13 +53,13 @@ class ConfigError(ProxyError):
     """The configuration can't be used. The message names the value and what is allowed."""
 
 
-class AddressTaken(ConfigError):
+class AddressInUse(ConfigError):
     """Another program listens on the address. A retry may succeed: it may be shutting down."""
 
 
 def cannot_listen(host: str, port: int, exc: OSError) -> ConfigError:
     """The error for an address that the system refuses to bind."""
-    kind = AddressTaken if exc.errno == errno.EADDRINUSE else ConfigError
+    kind = AddressInUse if exc.errno == errno.EADDRINUSE else ConfigError
     return kind(f"can't listen on {host}:{port}: {exc}")
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.errors import ConfigError, EngineDead, PortTaken
+from mooncake_engine.errors import ConfigError, EngineDead, PortInUse
 from mooncake_engine.execution.node_connections import (
     InstanceOver,
     KillRank,
@@ -398,7 +398,7 @@ def _listen(host: str, port: int) -> socket.socket:
     """Listen for the other nodes.
 
     Raises:
-        PortTaken: another process listens there.
+        PortInUse: another process listens there.
         ConfigError: there is no such address.
     """
     try:
@@ -418,7 +418,7 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen()
     except OSError as exc:
         listener.close()
-        kind = PortTaken if exc.errno == errno.EADDRINUSE else ConfigError
+        kind = PortInUse if exc.errno == errno.EADDRINUSE else ConfigError
         raise kind(
             f"node 0 can't listen for the other nodes at {host}:{port}: {exc}; choose another "
             "--master-port on every node"

@@ -114,7 +114,7 @@ def up(deployment: LocalDeployment) -> None:
     signal arrives. No process is left running, however the deployment ends.
 
     Raises:
-        PortTaken, ConfigError: the deployment can't be set up as configured; nothing was started.
+        PortInUse, ConfigError: the deployment can't be set up as configured; nothing was started.
         ChildDied, LaunchFailed: the deployment did not start, or a process died.
     """
     with bind(deployment.host, deployment.port):

@@ -24,7 +24,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.errors import ConfigError, EngineDead, PortTaken
+from mooncake_engine.errors import ConfigError, EngineDead, PortInUse
 from mooncake_engine.kv_connector import resolve
 from mooncake_engine.messages import EngineStats
 from mooncake_engine.process.child_processes import StopSignals
@@ -54,7 +54,7 @@ _GRACEFUL_SHUTDOWN_S = 5
 
 
 def check_kv_port(config: EngineConfig) -> None:
-    """Raises PortTaken or ConfigError if the configured port of the side channel is unusable."""
+    """Raises PortInUse or ConfigError if the configured port of the side channel is unusable."""
     kv_transfer = config.kv_transfer
     if kv_transfer is not None and kv_transfer.port:
         host = resolve(kv_transfer.host, "--kv-host")
@@ -65,7 +65,7 @@ def check_before_loading(config: EngineConfig, host: str, options: ServerOptions
     """Check what would otherwise fail only after the model has been loaded.
 
     Raises:
-        PortTaken: the port of the side channel is in use.
+        PortInUse: the port of the side channel is in use.
         ConfigError: the options can't be served.
     """
     check_kv_port(config)
@@ -108,7 +108,7 @@ def serve(
         options: the server's options; None for the defaults.
 
     Raises:
-        PortTaken, ConfigError: raised before anything is loaded.
+        PortInUse, ConfigError: raised before anything is loaded.
         CheckpointError: the engine can't start; it may raise other errors, too.
         EngineDead: the engine died while serving; every request has received an error.
     """
@@ -178,7 +178,7 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
         option: the command-line option that set the port, for the error message.
 
     Raises:
-        PortTaken: another process uses the port.
+        PortInUse: another process uses the port.
         ConfigError: the host is not an address of this machine, or binding the port is not
             permitted.
     """
@@ -192,7 +192,7 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
     except (OSError, OverflowError) as exc:
         listener.close()
         if isinstance(exc, OSError) and exc.errno == errno.EADDRINUSE:
-            raise PortTaken(
+            raise PortInUse(
                 f"port {port} on {host} is in use: stop the process that uses it, or choose "
                 f"another {option}"
             ) from exc

@@ -289,7 +289,7 @@ def bind_all(host: str, port: int, num_sockets: int) -> list[socket.socket]:
     """Bind several sockets to one port, among which the kernel distributes connections.
 
     Raises:
-        PortTaken, ConfigError: see ``bind``.
+        PortInUse, ConfigError: see ``bind``.
     """
     first = bind(host, port)
     with ExitStack() as cleanup:

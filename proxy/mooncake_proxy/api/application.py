@@ -129,7 +129,7 @@ class ProxyApplication:
         """Check all instances once, then listen.
 
         Raises:
-            AddressTaken: another program listens on one of the ports.
+            AddressInUse: another program listens on one of the ports.
             ConfigError: a port, or a file that the configuration names, can't be used.
         """
         for spec in self.config.instances:

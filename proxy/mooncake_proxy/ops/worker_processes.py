@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from mooncake_proxy.config import ProxyConfig
-from mooncake_proxy.errors import AddressTaken, ConfigError, cannot_listen
+from mooncake_proxy.errors import AddressInUse, ConfigError, cannot_listen
 from mooncake_proxy.ops.background_stderr import background_stderr
 from mooncake_proxy.ops.worker_link import (
     MAX_MESSAGE_BYTES,
@@ -163,7 +163,7 @@ class WorkerSupervisor:
             self._run_worker(self.config, link)
         except ConfigError as exc:
             logger.error("worker %d can't serve: %s", worker, exc)  # noqa: TRY400  # no traceback
-            return os.EX_UNAVAILABLE if isinstance(exc, AddressTaken) else os.EX_CONFIG
+            return os.EX_UNAVAILABLE if isinstance(exc, AddressInUse) else os.EX_CONFIG
         except BaseException:
             logger.exception("worker %d failed", worker)
             return 1

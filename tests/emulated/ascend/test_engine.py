@@ -14,7 +14,7 @@ from support.push import WAYS
 from torch import Tensor
 
 from mooncake_engine.config import Role
-from mooncake_engine.errors import ConfigError, PortTaken
+from mooncake_engine.errors import ConfigError, PortInUse
 from mooncake_hal.port_range import PortRange
 from mooncake_hal.transports.staging import U64
 from mooncake_hal_ascend.hccs.hccs_staging import Scatterer, Wait
@@ -196,7 +196,7 @@ def test_what_the_ops_do_not_take_is_refused(options: dict[str, Any], message: s
 def test_ports_that_the_transfer_engine_may_take_are_refused(
     wanted: dict[str, Any], name: str
 ) -> None:
-    with pytest.raises(PortTaken, match=name):
+    with pytest.raises(PortInUse, match=name):
         start(make_config(TINY_LLAMA, Role.DECODE, **{**OVER_HCCS, **wanted}))
 
 

@@ -13,7 +13,7 @@ from support.push import LAYERWISE, ask_pushed, push_pair
 
 from mooncake_engine.assembly import build_engine
 from mooncake_engine.config import Role
-from mooncake_engine.errors import PortTaken
+from mooncake_engine.errors import PortInUse
 from mooncake_hal.port_range import PortRange
 from mooncake_hal.session import authentication
 from mooncake_hal.transports.tcp import tcp_sockets
@@ -76,5 +76,5 @@ def test_port_range_smaller_than_ranks_is_rejected_with_count(model: Path) -> No
         f"3 ports of --kv-port-range {ports} are needed on 127.0.0.1, but only 2 are free: each of "
         "2 ranks needs 1 for its transports, the side channel 1"
     )
-    with pytest.raises(PortTaken, match=message):
+    with pytest.raises(PortInUse, match=message):
         build_engine(config)

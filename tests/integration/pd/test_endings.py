@@ -37,7 +37,7 @@ from support.pd_relay import Relay, losing, relay, unreliable
 from support.pd_transport import Gate
 
 from mooncake_engine.config import Role
-from mooncake_engine.errors import ConfigError, InvalidRequest, PortTaken
+from mooncake_engine.errors import ConfigError, InvalidRequest, PortInUse
 from mooncake_engine.messages import FinishReason
 from mooncake_hal.testing.backends import free_port
 from mooncake_kv import side_channel
@@ -349,7 +349,7 @@ def test_taken_port_fails_start_and_leaves_nothing(model: Path) -> None:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(PortTaken, match=f"port {port} on 127.0.0.1.*is taken"):
+        with pytest.raises(PortInUse, match=f"port {port} on 127.0.0.1.*is taken"):
             start(make_config(model, Role.PREFILL, port=port))
     running = start(make_config(model, Role.PREFILL, port=port))
     running.engine.close()

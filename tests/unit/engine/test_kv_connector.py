@@ -10,19 +10,19 @@ from typing import Any, cast
 import pytest
 
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.errors import ConfigError, EngineError, InvalidRequest, PortTaken
+from mooncake_engine.errors import ConfigError, EngineError, InvalidRequest, PortInUse
 from mooncake_engine.execution.worker_extension import ExtensionContext
 from mooncake_engine.kv_connector import ConnectorExtension, engine_errors, find_connector
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, StepPlan
 from mooncake_kv.connector_worker import PushStep
-from mooncake_kv.errors import InvalidKVParams, KVConfigError, SideChannelPortTaken
+from mooncake_kv.errors import InvalidKVParams, KVConfigError, SideChannelPortInUse
 
 
 @pytest.mark.parametrize(
     ("raised", "error"),
     [
-        (SideChannelPortTaken("port 1"), PortTaken),
+        (SideChannelPortInUse("port 1"), PortInUse),
         (KVConfigError("no such host"), ConfigError),
         (InvalidKVParams("kv_transfer_params: no"), InvalidRequest),
     ],

@@ -20,7 +20,7 @@ from mooncake_hal.errors import PeerLost
 from mooncake_hal.session.aio import AsyncListener, AsyncSession, connect, listen
 from mooncake_hal.session.frames import frame
 from mooncake_kv import side_channel
-from mooncake_kv.errors import HandshakeRefused, KVTransferError, SideChannelPortTaken
+from mooncake_kv.errors import HandshakeRefused, KVTransferError, SideChannelPortInUse
 from mooncake_kv.io_loop import IoLoop
 from mooncake_kv.protocol import (
     PROTOCOL_VERSION,
@@ -390,10 +390,10 @@ def test_a_taken_port_is_named() -> None:
     async def main() -> None:
         async with serving() as port:
             with pytest.raises(
-                SideChannelPortTaken, match=f"on 127.0.0.1 can't be bound: port {port}: Addr"
+                SideChannelPortInUse, match=f"on 127.0.0.1 can't be bound: port {port}: Addr"
             ):
                 await SideChannelServer.listen(HOST, [port], SECRET, held)
-            with pytest.raises(SideChannelPortTaken, match="2 ports tried, the last: port"):
+            with pytest.raises(SideChannelPortInUse, match="2 ports tried, the last: port"):
                 await SideChannelServer.listen(HOST, [port, port], SECRET, held)
             server = await SideChannelServer.listen(HOST, [port, 0], SECRET, held)
             assert server.port not in (port, 0)
@@ -405,7 +405,7 @@ def test_a_taken_port_is_named() -> None:
 def test_a_host_that_is_not_ours_is_named() -> None:
     async def main() -> None:
         said = r"on 192\.0\.2\.1 can't be bound: can't listen on 192\.0\.2\.1 port 0"
-        with pytest.raises(SideChannelPortTaken, match=said):
+        with pytest.raises(SideChannelPortInUse, match=said):
             await SideChannelServer.listen("192.0.2.1", [0], SECRET, held)
 
     asyncio.run(main())

@@ -15,7 +15,7 @@ import pytest
 from support.checkpoints import random_model, write_checkpoint
 
 from mooncake_engine.config import EngineConfig, ExecutorKind
-from mooncake_engine.errors import ConfigError, EngineDead, PortTaken
+from mooncake_engine.errors import ConfigError, EngineDead, PortInUse
 from mooncake_engine.execution import node_launcher
 from mooncake_engine.execution.node_connections import (
     InstanceOver,
@@ -156,7 +156,7 @@ def test_a_node_that_never_comes_is_named(
 def test_a_port_that_is_taken_is_named(config: EngineConfig) -> None:
     launcher = NodeLauncher(config)
     try:
-        with pytest.raises(PortTaken, match="choose another --master-port on every node"):
+        with pytest.raises(PortInUse, match="choose another --master-port on every node"):
             NodeLauncher(config)
     finally:
         launcher.close()
