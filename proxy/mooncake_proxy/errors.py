@@ -23,7 +23,7 @@ ProxyError
     ├── ConnectionLost      closed before the response was complete
     ├── UpstreamTimeout     silent for too long
     ├── DeadlineExceeded    the request's own deadline has passed
-    ├── MalformedAnswer     the response is no valid HTTP, JSON or SSE
+    ├── MalformedResponse   the response is no valid HTTP, JSON or SSE
     ├── Rejected            an error status; the response is kept unchanged
     ├── FailedStream        status 200, then an SSE error event
     └── Recomputed          the instance returned the request for a new prefill
@@ -301,7 +301,7 @@ class DeadlineExceeded(UpstreamError):
         super().__init__(instance, "its answer was not complete before the request's deadline")
 
 
-class MalformedAnswer(UpstreamError):
+class MalformedResponse(UpstreamError):
     """The response violates HTTP or the API."""
 
     reason = "malformed"

@@ -25,7 +25,7 @@ from mooncake_proxy.api.openai_bodies import (
     is_null,
 )
 from mooncake_proxy.api.proxied_request import TRUE, RequestContext, with_delivery
-from mooncake_proxy.errors import DECODE_ERRORS, MalformedAnswer
+from mooncake_proxy.errors import DECODE_ERRORS, MalformedResponse
 from mooncake_proxy.flows.stream_forwarder import StreamForwarder
 from mooncake_proxy.flows.token_record import ANSWER_ERRORS, REPLACEMENT_CHARACTER, is_role_only
 from mooncake_proxy.http1.sse import split_events
@@ -127,7 +127,7 @@ class ContinuedForwarder(StreamForwarder):
             try:
                 block = b"".join(_joined(*event) for event in split_events(block))
             except ANSWER_ERRORS as exc:
-                raise MalformedAnswer(self._instance, f"no OpenAI chunk: {exc}") from exc
+                raise MalformedResponse(self._instance, f"no OpenAI chunk: {exc}") from exc
         if block:
             super()._forward(block)
 

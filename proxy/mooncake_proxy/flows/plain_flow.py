@@ -15,7 +15,7 @@ from mooncake_proxy.errors import (
     DECODE_ERRORS,
     NO_PREFILL,
     ConnectionLost,
-    MalformedAnswer,
+    MalformedResponse,
     NoInstance,
     OutOfSockets,
     Rejected,
@@ -175,8 +175,8 @@ async def prefill_locally(router: RequestRouter, context: RequestContext, reason
 
 
 def decode_answer(instance: Instance, body: bytes) -> CompletionResponse:
-    """Parse an OpenAI answer. Raises MalformedAnswer if it is none."""
+    """Parse an OpenAI answer. Raises MalformedResponse if it is none."""
     try:
         return answer_decoder.decode(body)
     except DECODE_ERRORS as exc:
-        raise MalformedAnswer(instance.name, f"no OpenAI answer: {exc}") from exc
+        raise MalformedResponse(instance.name, f"no OpenAI answer: {exc}") from exc

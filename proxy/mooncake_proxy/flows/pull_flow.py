@@ -30,7 +30,7 @@ from mooncake_proxy.api.proxied_request import (
     pull_decode_body,
     with_prefix_sources,
 )
-from mooncake_proxy.errors import DECODE_ERRORS, MalformedAnswer, UpstreamError
+from mooncake_proxy.errors import DECODE_ERRORS, MalformedResponse, UpstreamError
 from mooncake_proxy.flows.continued_prompt import (
     ContinuedForwarder,
     ContinuedPrompt,
@@ -323,7 +323,7 @@ def parse_prefill_answer(instance: Instance, body: bytes) -> PrefillResult:
     try:
         kv_params = kv_transfer_params_decoder.decode(answer.kv_transfer_params)
     except DECODE_ERRORS as exc:
-        raise MalformedAnswer(instance.name, f"kv_transfer_params: {exc}") from exc
+        raise MalformedResponse(instance.name, f"kv_transfer_params: {exc}") from exc
     has_ended = has_finished(answer)
     if kv_params is None:
         if not has_ended:
@@ -389,4 +389,4 @@ def _deliver_first_token(
             context.request.start_stream("text/event-stream", context.reply_headers, events)
             router.note_first_token(context, router.now())
     elif context.answer_id is not None and is_repeated:
-        raise MalformedAnswer(instance.name, "would send the first token twice")
+        raise MalformedResponse(instance.name, "would send the first token twice")

@@ -18,7 +18,7 @@ from mooncake_proxy.errors import (
     DECODE_ERRORS,
     ConnectionLost,
     FailedStream,
-    MalformedAnswer,
+    MalformedResponse,
     Recomputed,
 )
 from mooncake_proxy.http1.sse import EventFramer, EventTooLong, split_events
@@ -85,7 +85,7 @@ class StreamForwarder:
         try:
             block = self._framer.feed(data)
         except EventTooLong as exc:
-            raise MalformedAnswer(self._instance, str(exc)) from exc
+            raise MalformedResponse(self._instance, str(exc)) from exc
         if not block:
             return
         if b'"error"' in block or b"[DONE]" in block or b'"recomputed"' in block:
@@ -183,9 +183,9 @@ def _status_in(error: Raw) -> int:
 
 
 def check_streams(answer: UpstreamConnection) -> None:
-    """Raise MalformedAnswer unless the response is an event stream."""
+    """Raise MalformedResponse unless the response is an event stream."""
     kind = answer.headers.get(b"content-type", b"")
     if not kind.startswith(b"text/event-stream"):
-        raise MalformedAnswer(
+        raise MalformedResponse(
             answer.name, f"wanted text/event-stream, got {kind.decode('latin-1') or 'no type'}"
         )

@@ -15,7 +15,7 @@ import msgspec
 
 from mooncake_proxy.api.openai_bodies import DONE, CompletionResponse, OpenAIEndpoint, encode
 from mooncake_proxy.api.proxied_request import RequestContext
-from mooncake_proxy.errors import DECODE_ERRORS, MalformedAnswer, Recomputed
+from mooncake_proxy.errors import DECODE_ERRORS, MalformedResponse, Recomputed
 from mooncake_proxy.flows.stream_forwarder import StreamForwarder
 from mooncake_proxy.http1.sse import split_events
 
@@ -187,7 +187,7 @@ class TokenRecord:
             is_recomputed = choice.get("stop_reason") == "recomputed"
             self._record_choice(answer, choice)
         except ANSWER_ERRORS as exc:
-            raise MalformedAnswer(instance, f"no answer with one choice: {exc}") from exc
+            raise MalformedResponse(instance, f"no answer with one choice: {exc}") from exc
         if is_recomputed:
             if self._note_text(piece or ""):
                 self._text += piece
@@ -313,14 +313,14 @@ class RecordingForwarder(StreamForwarder):
             # The event that commits the request is never held back: another D could take over.
             return self._record.record_event(data, may_hold=self._context.is_committed)
         except ANSWER_ERRORS as exc:
-            raise MalformedAnswer(self._instance, f"no OpenAI chunk: {exc}") from exc
+            raise MalformedResponse(self._instance, f"no OpenAI chunk: {exc}") from exc
 
     def _forward_last(self, data: bytes) -> None:
         """Forward the last event: it may still carry text and tokens."""
         try:
             event = self._record.record_event(data, may_hold=True)
         except ANSWER_ERRORS as exc:
-            raise MalformedAnswer(self._instance, f"no OpenAI chunk: {exc}") from exc
+            raise MalformedResponse(self._instance, f"no OpenAI chunk: {exc}") from exc
         if event:
             super()._forward(event)
 

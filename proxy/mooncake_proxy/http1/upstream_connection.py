@@ -14,7 +14,7 @@ from typing import Protocol, cast
 
 import httptools
 
-from mooncake_proxy.errors import ConnectionLost, MalformedAnswer, Rejected, UpstreamError
+from mooncake_proxy.errors import ConnectionLost, MalformedResponse, Rejected, UpstreamError
 from mooncake_proxy.http1.http_wire import parse_fields
 
 
@@ -334,7 +334,7 @@ class UpstreamConnection(asyncio.Protocol):
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as exc:
             if not self._is_complete:
-                self.fail(MalformedAnswer(self.name, f"no HTTP answer: {exc}"))
+                self.fail(MalformedResponse(self.name, f"no HTTP answer: {exc}"))
                 return
             self.reusable = False  # unexpected bytes after a complete response
             self.close()

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from mooncake_proxy.api.openai_bodies import encode
-from mooncake_proxy.errors import DECODE_ERRORS, MalformedAnswer
+from mooncake_proxy.errors import DECODE_ERRORS, MalformedResponse
 from mooncake_proxy.http1.connection_pool import ConnectionPool
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
@@ -49,7 +49,7 @@ class BootstrapServer:
             [rank] = _ranks_decoder.decode(body).values()
         except DECODE_ERRORS as exc:
             detail = f"bootstrap server {self._origin}: wanted one data-parallel rank: {exc}"
-            raise MalformedAnswer(self._connections.name, detail) from exc
+            raise MalformedResponse(self._connections.name, detail) from exc
         return rank.engine_id
 
     def forget(self) -> None:

@@ -18,7 +18,7 @@ from mooncake_proxy.errors import (
     DECODE_ERRORS,
     ConnectFailed,
     ConnectionLost,
-    MalformedAnswer,
+    MalformedResponse,
     OutOfSockets,
     Rejected,
     UpstreamError,
@@ -104,7 +104,7 @@ class PassiveHealth:
         Error statuses don't count, because the instance has answered.
         """
         if not isinstance(
-            error, ConnectFailed | ConnectionLost | UpstreamTimeout | MalformedAnswer
+            error, ConnectFailed | ConnectionLost | UpstreamTimeout | MalformedResponse
         ):
             return False
         count = self._bad.get(name, 0) + 1
@@ -157,7 +157,7 @@ class HealthChecker:
             error = await self._fetch_health(instance)
         except Exception as exc:  # a bad report of one instance must not end the loop or the proxy
             logger.exception("the health check of %s has failed", instance.name)
-            error = MalformedAnswer(instance.name, f"{self._config.path}: {exc!r}")
+            error = MalformedResponse(instance.name, f"{self._config.path}: {exc!r}")
         if isinstance(error, OutOfSockets):
             logger.error("can't check the health of %s: %s", instance.name, error)
             return

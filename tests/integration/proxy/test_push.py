@@ -10,7 +10,7 @@ import uvloop
 from support.proxy_fakes import post_json, stand, text_of
 from support.proxy_fakes_client import BODY, events_of, post, send_raw, streamed_text
 
-from mooncake_proxy.errors import MalformedAnswer
+from mooncake_proxy.errors import MalformedResponse
 
 
 def test_prefiller_receives_params_posted_by_decoder() -> None:
@@ -149,7 +149,7 @@ def test_prefiller_failing_while_draining_falls_back_to_decoder() -> None:
             s.app.router.pool.remove(s.prefill.url)
             for connection in tuple(s.app.client.connections):
                 if connection.name == s.prefill.url and connection.is_busy:
-                    connection.fail(MalformedAnswer(s.prefill.url, "torn"))
+                    connection.fail(MalformedResponse(s.prefill.url, "torn"))
             assert (await asking).json()["choices"][0]["text"] == text_of(5)
 
     uvloop.run(main())

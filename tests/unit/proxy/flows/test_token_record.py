@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, answer_decoder
-from mooncake_proxy.errors import ConnectionLost, MalformedAnswer, Recomputed
+from mooncake_proxy.errors import ConnectionLost, MalformedResponse, Recomputed
 from mooncake_proxy.flows import migration
 from mooncake_proxy.flows.continued_prompt import ContinuedForwarder
 from mooncake_proxy.flows.token_record import (
@@ -130,7 +130,7 @@ def test_logprobs_that_can_t_be_joined_are_malformed(logprobs: object) -> None:
         found.record_answer(chunk("a", [10], **more), "d")
     found.begin_next_pass()
     last = chunk("b", [11], finish_reason="stop", logprobs=logprobs)
-    with pytest.raises(MalformedAnswer, match="d: no answer with one choice"):
+    with pytest.raises(MalformedResponse, match="d: no answer with one choice"):
         found.record_answer(last, "d")
 
 
@@ -302,7 +302,7 @@ NO_DELTA = b'{"choices": [{"delta": "recomputed", "stop_reason": "recomputed"}]}
     "data", [NO_UTF_8, NO_LIST, b"[]", b'{"choices": [5]}', b'{"choices": []}']
 )
 def test_a_whole_answer_that_is_none_is_malformed(data: bytes) -> None:
-    with pytest.raises(MalformedAnswer, match="d: no answer with one choice"):
+    with pytest.raises(MalformedResponse, match="d: no answer with one choice"):
         record().record_answer(data, "d")
 
 
@@ -319,7 +319,7 @@ def test_a_chunk_that_is_none_is_malformed(data: bytes, is_recorded: bool) -> No
         forwarder: Any = RecordingForwarder(context, "d", lambda: None, found)
     else:
         forwarder = ContinuedForwarder(context, "d", lambda: None)
-    with pytest.raises(MalformedAnswer, match="d: no OpenAI chunk"):
+    with pytest.raises(MalformedResponse, match="d: no OpenAI chunk"):
         forwarder.feed(b"data: %b\n\n" % data)
 
 
