@@ -24,7 +24,7 @@ _LEAD_S = 1.0
 enough that not all prompts are in memory at once."""
 
 
-class NothingAnswered(EngineError):
+class AllRequestsFailed(EngineError):
     """Every request of a replay failed."""
 
 
@@ -48,7 +48,7 @@ class Replay:
         """Send all requests; returns their records in the trace's order.
 
         Raises:
-            NothingAnswered: all requests failed; the message has the first error.
+            AllRequestsFailed: all requests failed; the message has the first error.
         """
         times = self.pacing.times_s(self.requests)
         start = time.perf_counter() + _LEAD_S
@@ -66,7 +66,7 @@ class Replay:
 
         records = await asyncio.gather(*(one(index) for index in range(len(times))))
         if all(record.error is not None for record in records):
-            raise NothingAnswered(f"all requests failed; the first with: {records[0].error}")
+            raise AllRequestsFailed(f"all requests failed; the first with: {records[0].error}")
         return records
 
     async def measure_unloaded(self, num_requests: int) -> UnloadedLatency:
@@ -74,7 +74,7 @@ class Replay:
         spread over those of the trace; their prompts are unique, so that nothing is cached.
 
         Raises:
-            NothingAnswered: a request failed.
+            AllRequestsFailed: a request failed.
         """
         by_length = sorted(self.requests, key=lambda request: request.num_input)
         count = min(num_requests, len(by_length))
@@ -87,7 +87,7 @@ class Replay:
             record = Record(-1 - number, time.perf_counter())
             await self.client.ask(prompt, request.num_output, record)
             if record.error is not None:
-                raise NothingAnswered(f"a request to the idle endpoint failed: {record.error}")
+                raise AllRequestsFailed(f"a request to the idle endpoint failed: {record.error}")
             records.append(record)
         return UnloadedLatency.of(records[1:])
 
@@ -232,7 +232,7 @@ def bench(args: argparse.Namespace) -> Report:
 
     Raises:
         ConfigError: an option or the trace is invalid; nothing was sent.
-        ExchangeFailed, NothingAnswered: the endpoint does not answer.
+        ExchangeFailed, AllRequestsFailed: the endpoint does not answer.
     """
     replay, objective = _replay(args), _objective(args)
     as_json, as_page = (_writable(f"{args.out}.{ending}") for ending in ("json", "html"))

@@ -25,7 +25,7 @@ from mooncake_engine.process.progress_bar import ProgressBar
 from mooncake_engine.replay.latency_summary import Record
 from mooncake_engine.replay.prompt_tokenizer import PromptTokenizer
 from mooncake_engine.replay.replay_client import ExchangeFailed, ReplayClient, TargetServer
-from mooncake_engine.replay.replay_command import NothingAnswered
+from mooncake_engine.replay.replay_command import AllRequestsFailed
 from mooncake_engine.replay.serving_options import (
     CHAT_BACKENDS,
     dataset_of,
@@ -135,7 +135,7 @@ class ServingRun:
             ready_timeout_s: how long to wait for the endpoint, in seconds; 0 does not wait.
 
         Raises:
-            NothingAnswered: the endpoint did not answer within the timeout.
+            AllRequestsFailed: the endpoint did not answer within the timeout.
         """
         deadline = time.monotonic() + ready_timeout_s
         while ready_timeout_s:
@@ -143,7 +143,7 @@ class ServingRun:
             if found.error is None:
                 break
             if time.monotonic() > deadline:
-                raise NothingAnswered(
+                raise AllRequestsFailed(
                     f"the endpoint did not answer within {ready_timeout_s:g} s: {found.error}"
                 )
             await asyncio.sleep(_READY_POLL_S)
@@ -190,7 +190,7 @@ def bench_serve(args: argparse.Namespace) -> str:
 
     Raises:
         ConfigError: an option or the dataset is invalid; nothing was sent.
-        ExchangeFailed, NothingAnswered: the endpoint does not answer.
+        ExchangeFailed, AllRequestsFailed: the endpoint does not answer.
     """
     return asyncio.run(_bench_serve(args))
 
@@ -214,7 +214,7 @@ async def _bench_serve(args: argparse.Namespace) -> str:
     await run.warm_up(args.num_warmups, args.ready_check_timeout_sec)
     records, duration_s = await run.run(ProgressBar())
     if all(record.error is not None for record in records):
-        raise NothingAnswered(f"all requests failed; the first with: {records[0].error}")
+        raise AllRequestsFailed(f"all requests failed; the first with: {records[0].error}")
     result = serving_result(records, duration_s, targets)
     if path is not None:
         omitted = () if args.save_detailed else DETAILS

@@ -20,7 +20,7 @@ from mooncake_engine.messages import FinishReason, TokenLogprobs, TokenUpdate
 from mooncake_engine.server.guarded_connection import WRITE_CHUNK
 from mooncake_engine.server.kv_transfer_requests import kv_transfer_response
 from mooncake_engine.server.live_requests import (
-    ClientGone,
+    ClientDisconnected,
     LiveRequests,
     request_id_from,
     until_disconnect,
@@ -458,7 +458,7 @@ class GenerationEndpoint(Generic[RequestType]):
             with self.live.tracking(request_id) as ending:
                 serving = self._serve(body, request_id, request, sender)
                 await until_disconnect(receive, serving, ending)
-        except (ClientGone, ClientDisconnect):
+        except (ClientDisconnected, ClientDisconnect):
             log.info("request %s: the client disconnected", request_id)
         except EngineError as exc:
             await sender.fail(to_api_error(exc))

@@ -18,7 +18,7 @@ from mooncake_engine.process.worker_counts import WorkerCounts
 Result = TypeVar("Result")
 
 
-class ClientGone(Exception):
+class ClientDisconnected(Exception):
     """The client closed its connection; no response can be sent."""
 
 
@@ -40,7 +40,8 @@ async def until_disconnect(
         ending: resolves when the work has to stop; its result is the reason.
 
     Raises:
-        ClientGone: the client disconnected first. ``work`` has been cancelled and has finished.
+        ClientDisconnected: the client disconnected first. ``work`` was cancelled and has
+            finished.
         EngineError: the result of ``ending``, if that resolved first; the same holds for ``work``.
     """
     working = asyncio.ensure_future(work)
@@ -50,7 +51,7 @@ async def until_disconnect(
         await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise ending.result() if ending.done() else ClientGone
+        raise ending.result() if ending.done() else ClientDisconnected
     finally:
         await cancel_all(waited)
         waited.clear()
