@@ -107,7 +107,7 @@ class AsyncEngine:
             if on_progress is not None:
                 on_progress("loading weights", progress.fraction)
 
-        if not is_core_apart(config):
+        if not has_core_process(config):
             from mooncake_engine.assembly import build_engine  # torch
 
             engine = build_engine(config, report)
@@ -346,7 +346,7 @@ class AsyncEngine:
             _call(stream.loop, [(stream.on_update, failure)])
 
 
-def is_core_apart(config: EngineConfig) -> bool:
+def has_core_process(config: EngineConfig) -> bool:
     """Whether the core runs in a process of its own. By default it does not on a CPU backend, which
     has no cores to spare for a second interpreter."""
     if config.core_process is not None:

@@ -190,11 +190,11 @@ def _serve(args: argparse.Namespace) -> int:
 def _start_engine(config: EngineConfig) -> EngineClient:
     """Start the engine. Torch is imported only here, if at all, so that errors which don't need it
     are reported at once."""
-    from mooncake_engine.async_engine import AsyncEngine, is_core_apart
+    from mooncake_engine.async_engine import AsyncEngine, has_core_process
     from mooncake_engine.process.progress_bar import ProgressBar
     from mooncake_engine.text.tokenizer import allow_torch_import
 
-    if not is_core_apart(config):
+    if not has_core_process(config):
         allow_torch_import()
     return AsyncEngine.start(config, ProgressBar())
 

@@ -18,7 +18,7 @@ from mooncake_engine.scheduling.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
-LEAST_GAIN = 0.05
+MIN_GAIN = 0.05
 """The fraction of a layer's imbalance that a new placement must save. A smaller gain is not worth
 it: weights are large to move, and the load of the next steps will differ from that of the last."""
 
@@ -83,5 +83,5 @@ class ExpertBalancer:
         slots = reduce_moves(
             place_experts(loads, len(counts.slots), self._over), counts.slots, ranks
         )
-        least = imbalance(loads, counts.slots, ranks) * (1 - LEAST_GAIN)
+        least = imbalance(loads, counts.slots, ranks) * (1 - MIN_GAIN)
         return slots if imbalance(loads, slots, ranks) < least else counts.slots

@@ -198,7 +198,7 @@ class BlockManager:
     def free_drafts(self, request: Request) -> None:
         """Free the blocks lent for drafts that hold no computed token and that no step in flight
         writes to."""
-        kept = -(-request.most_scheduled // self.block_size)
+        kept = -(-request.num_scheduled_with_drafts // self.block_size)
         if kept < len(request.block_ids):
             self.pool.release(request.block_ids[kept:])
             del request.block_ids[kept:]

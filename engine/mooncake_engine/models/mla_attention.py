@@ -69,7 +69,7 @@ class LatentQuery:
         name, fan_in, rank = names.query, config.hidden_size, mla.query_rank
         self._down: tuple[ColumnLinear, Norm] | None = None
         if rank is not None:
-            down = whole_linear(parallel, names.query_down, (rank, fan_in), config.qkv_bias)
+            down = replicated_linear(parallel, names.query_down, (rank, fan_in), config.qkv_bias)
             self._down = (down, Norm(parallel, names.query_norm, rank, _NORM_EPS))
             name, fan_in = names.query_up, rank
         source = LinearSource(name, config.num_heads * self._dim, rows)
@@ -151,7 +151,7 @@ class LatentAttention:
         self._query = LatentQuery(config, mla, parallel, names)
         rows = mla.latent_dim + mla.rope_dim
         dense = replace(parallel, quantization=None)  # its rows may be reordered
-        self._kv_down = whole_linear(dense, names.kv_down, (rows, hidden), config.qkv_bias)
+        self._kv_down = replicated_linear(dense, names.kv_down, (rows, hidden), config.qkv_bias)
         self._kv_norm = Norm(parallel, names.kv_norm, mla.latent_dim, _NORM_EPS)
         self._kv_up = AbsorbedWeights(config, mla, parallel, names.kv_up)
         heads, dim = rank_heads(config, parallel), mla.value_dim
@@ -207,7 +207,7 @@ class LatentAttention:
         return self._output.partial(rows)
 
 
-def whole_linear(
+def replicated_linear(
     parallel: ParallelContext, name: str, shape: tuple[int, int], has_bias: bool
 ) -> ColumnLinear:
     """A linear of shape (out, in) that every rank holds whole."""

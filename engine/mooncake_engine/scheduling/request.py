@@ -244,7 +244,7 @@ class Request:
         return self.num_computed + self.num_in_flight
 
     @property
-    def most_scheduled(self) -> int:
+    def num_scheduled_with_drafts(self) -> int:
         """The position of the next token to run if all draft tokens are accepted."""
         return self.num_scheduled + self.num_unverified_drafts
 

@@ -184,7 +184,7 @@ class RequestAdmission:
     def schedule_tokens(self, request: Request, count: int, step: StepBuilder) -> None:
         """Schedule the next ``count`` tokens of a request; enough blocks are free. Its followers
         start with the step that runs the prompt's last token."""
-        growth = self._blocks.grow(request, request.most_scheduled + count)
+        growth = self._blocks.grow(request, request.num_scheduled_with_drafts + count)
         assert growth is not None, "blocks were counted before they were taken"
         followers: list[Request] = []
         is_last = count == request.num_pending and not request.is_unproven

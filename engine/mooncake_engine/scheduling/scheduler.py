@@ -469,6 +469,8 @@ class Scheduler:
         for request in members:
             if count := self._count(request, budget):
                 shares.append((request, count))
-                wanted += self.blocks.num_missing(request, request.most_scheduled + count)
+                wanted += self.blocks.num_missing(
+                    request, request.num_scheduled_with_drafts + count
+                )
                 budget -= count
         return shares, wanted

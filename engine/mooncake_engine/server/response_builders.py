@@ -12,7 +12,7 @@ import msgspec
 
 from mooncake_engine.messages import FinishReason, TokenLogprobs
 from mooncake_engine.server.request_context import GeneratedChoice, Prompt, RequestContext
-from mooncake_engine.server.tool_choice import call_deltas, call_ids, whole_calls
+from mooncake_engine.server.tool_choice import call_deltas, call_ids, complete_calls
 from mooncake_engine.text.completion_output import ChoiceOutput, TextUpdate
 
 _MARK = "\x00"
@@ -191,7 +191,7 @@ class ChatResponseBuilder:
         message: dict[str, Any] = {"role": "assistant", "content": output.text, "refusal": None}
         if output.calls:
             message["content"] = output.text or None
-            message["tool_calls"] = whole_calls(
+            message["tool_calls"] = complete_calls(
                 call_ids(context.request_id, index, context.tool_format), output
             )
         if output.reasoning:

@@ -125,7 +125,7 @@ def call_deltas(call_id: CallIds, update: TextUpdate) -> list[dict[str, Any]]:
     ]
 
 
-def whole_calls(call_id: CallIds, output: ChoiceOutput) -> list[dict[str, Any]]:
+def complete_calls(call_id: CallIds, output: ChoiceOutput) -> list[dict[str, Any]]:
     """The calls of a complete choice."""
     names = [delta.name for delta in output.calls if delta.name is not None]
     arguments: list[list[str]] = [[] for _ in names]

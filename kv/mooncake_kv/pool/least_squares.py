@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 HALF_LIFE_S = 60.0
-LEAST_WEIGHT = 0.05
+MIN_WEIGHT = 0.05
 """Total weight of the samples below which the prior is used instead."""
 
 
@@ -44,7 +44,7 @@ class FadingLeastSquares:
     @property
     def has_learnt(self) -> bool:
         """Whether there are samples other than the prior's."""
-        return self._weight >= LEAST_WEIGHT
+        return self._weight >= MIN_WEIGHT
 
     def learn(self, features: Sequence[float], seconds: float, now: float) -> None:
         """Add a sample. Relative errors are minimized, so that short and long durations count
