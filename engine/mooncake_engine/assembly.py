@@ -68,7 +68,7 @@ from mooncake_hal.port_range import PortRange, reservation_conflict
 from mooncake_hal.ports import Port, count_free, find_ports_in_use
 from mooncake_hal.registry import Registry
 from mooncake_kv.config import KVTransferConfig, LoadFailurePolicy
-from mooncake_kv.connector_worker import transports_wanted
+from mooncake_kv.connector_worker import choose_transports
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.handshake import InstanceMetadata
 from mooncake_kv.kv_event_publisher import KVEventPublisher
@@ -527,7 +527,7 @@ def _check_ports(config: EngineConfig, backend: Backend, registry: Registry) -> 
     if kv.port_range is not None:
         # where Ray places the ranks is not known yet; assume that one of them runs here
         num_ranks = 1 if config.executor is ExecutorKind.RAY else config.num_ranks_per_node
-        per_rank = count_ports(registry, **transports_wanted(kv, backend.capabilities.transports))
+        per_rank = count_ports(registry, **choose_transports(kv, backend.capabilities.transports))
         num_channels = 0 if kv.port else config.dp_size
         _check_port_range(kv, kv.port_range, num_ranks, per_rank, num_channels)
 
@@ -546,7 +546,7 @@ def _check_reserved_ports(
         wanted["--kv-port-range"] = kv.port_range
     try:
         reserved = reserved_ports(
-            registry, **transports_wanted(kv, backend.capabilities.transports)
+            registry, **choose_transports(kv, backend.capabilities.transports)
         )
     except HalError as exc:
         raise ConfigError(str(exc)) from exc

@@ -40,7 +40,7 @@ class TransportChoice(TypedDict):
     allowed: Sequence[str]
 
 
-def transports_wanted(config: KVTransferConfig, movers: Sequence[str]) -> TransportChoice:
+def choose_transports(config: KVTransferConfig, movers: Sequence[str]) -> TransportChoice:
     """Choose the transports that a rank opens: the configured ones, or all that can move its
     memory.
 
@@ -162,7 +162,7 @@ def _open_transports(
     )
     try:
         transports = Transports.open(
-            registry, options, **transports_wanted(config, memory.transports)
+            registry, options, **choose_transports(config, memory.transports)
         )
         for region in memory.regions:
             transports.register(region)

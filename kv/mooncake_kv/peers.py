@@ -275,7 +275,10 @@ class PeerTable:
         if len(self._entries) < self._max_peers:
             return
         for key in list(self._entries):
-            if key not in self._num_held and not self._entries[key].peer.client.is_asking:
+            if (
+                key not in self._num_held
+                and not self._entries[key].peer.client.has_requests_in_flight
+            ):
                 self._forget(key, f"it was idle, and more than {self._max_peers} peers are known")
                 return
             self._entries.move_to_end(key)  # in use

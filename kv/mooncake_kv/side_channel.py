@@ -196,7 +196,7 @@ class SideChannelClient:
         )
 
     @property
-    def is_asking(self) -> bool:
+    def has_requests_in_flight(self) -> bool:
         """Whether a request is in flight."""
         return bool(self._asking)
 
