@@ -56,7 +56,7 @@ def count_free(ports: PortRange, host: str, limit: int) -> int:
     return free
 
 
-def holder_of(number: int) -> str | None:
+def find_port_owner(number: int) -> str | None:
     """The process that listens on a TCP port of this host, as ``"name (pid N)"``; None if it is not
     visible to this user."""
     inodes = _listening_inodes(number)
@@ -78,7 +78,7 @@ def _try_bind(port: Port, held: ExitStack) -> str | None:
         if exc.errno == errno.EADDRNOTAVAIL:
             return None
         if exc.errno == errno.EADDRINUSE:
-            holder = holder_of(port.number)
+            holder = find_port_owner(port.number)
             by = f" by {holder}" if holder else ""
             return (
                 f"port {port.number} on {port.host}, wanted for {port.what}, is taken{by}; "

@@ -39,7 +39,7 @@ def describe_ptrace_scope() -> str:
     )
 
 
-def allow_peers_to_reach_us() -> None:
+def allow_peer_access() -> None:
     """Under ptrace_scope 1, permit processes of the same user to access this process's memory.
 
     The kernel's other checks (same user, dumpable) still apply. Without this, only ancestors have

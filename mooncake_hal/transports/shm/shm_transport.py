@@ -25,7 +25,7 @@ from mooncake_hal.session.session import Session
 from mooncake_hal.transport import Endpoint, EndpointOptions, MemoryRegion
 from mooncake_hal.transports.session_endpoint import compare_addresses, open_endpoint
 from mooncake_hal.transports.shm.process_memory import (
-    allow_peers_to_reach_us,
+    allow_peer_access,
     explain_refused_call,
     seal_size,
 )
@@ -149,7 +149,7 @@ class ShmTransport:
             raise ValueError(f"shm has no extra settings, got {sorted(options.extra)}")
         if options.connections < 1:
             raise ValueError(f"connections must be 1 or more, got {options.connections}")
-        allow_peers_to_reach_us()
+        allow_peer_access()
         local = AttachedRegions("this side")
         data_path = ShmDataPath(local, self._copier, options.connections)
         return open_endpoint(

@@ -21,7 +21,7 @@ from mooncake_hal.deployment import (
 )
 from mooncake_hal.errors import DeploymentRefused
 from mooncake_hal.port_range import PortRange, ReservedPorts
-from mooncake_hal.ports import Port, find_ports_in_use, holder_of
+from mooncake_hal.ports import Port, find_port_owner, find_ports_in_use
 from mooncake_hal.specs import TransportConstraints
 
 ANY = TransportConstraints()
@@ -150,7 +150,7 @@ def test_port_in_use_names_its_process() -> None:
         plan = replace(PREFILL, ports=(Port("HTTP", "127.0.0.1", number),))
         with pytest.raises(DeploymentRefused, match=rf"port {number} .* is taken by .*pid"):
             DeploymentPlan((plan, DECODE)).validate()
-        assert f"(pid {os.getpid()})" in str(holder_of(number))
+        assert f"(pid {os.getpid()})" in str(find_port_owner(number))
 
 
 def test_port_in_a_reserved_range_is_a_problem() -> None:
