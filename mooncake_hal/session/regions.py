@@ -72,12 +72,12 @@ class RegionTable:
         self.index = RegionIndex.of({})
 
     def add(self, key: int, region: MemoryRegion) -> None:
-        """Add a region; raises ValueError, see ``require_room``."""
-        self.require_room(region)
+        """Add a region; raises ValueError, see ``check_can_add``."""
+        self.check_can_add(region)
         self._regions[key] = region
         self.index = RegionIndex.of(self._regions)
 
-    def require_room(self, region: MemoryRegion) -> None:
+    def check_can_add(self, region: MemoryRegion) -> None:
         """Check that a region can be added.
 
         Raises:
@@ -203,10 +203,10 @@ class AttachedRegions:
         self._attachments: dict[int, bytes] = {}
         self._lock = threading.Lock()
 
-    def require_room(self, region: MemoryRegion) -> None:
+    def check_can_add(self, region: MemoryRegion) -> None:
         """Check that a region can be added; raises ValueError, see ``RegionTable``."""
         with self._lock:
-            self.table.require_room(region)
+            self.table.check_can_add(region)
 
     def add(self, key: int, region: MemoryRegion, attachment: bytes) -> None:
         """Add a region.

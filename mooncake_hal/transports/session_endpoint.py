@@ -226,7 +226,7 @@ class SessionEndpoint:
     def register(self, region: MemoryRegion) -> int:
         with self._lock:
             self._require_open()
-            self._local.require_room(region)
+            self._local.check_can_add(region)
             self._next_key += 1
             key = self._next_key
             attachment = self._data_path.attach(key, region)

@@ -170,7 +170,7 @@ class TcpEndpoint:
         with self._lock:
             self._check_open()
         wanted = authentication.decode_address(address, TcpAddress, NAME)
-        reason = out_of_reach(wanted, tls=self._tls is not None)
+        reason = unreachable_reason(wanted, tls=self._tls is not None)
         if reason is not None:
             raise TransportUnavailable(NAME, reason)
 
@@ -249,7 +249,7 @@ class TcpEndpoint:
         return connection
 
 
-def out_of_reach(address: TcpAddress, *, tls: bool) -> str | None:
+def unreachable_reason(address: TcpAddress, *, tls: bool) -> str | None:
     """Return why an address can't be reached from this process, or None if it can."""
     if address.version != VERSION:
         raise VersionMismatch(

@@ -73,7 +73,7 @@ def unreachable_reason(ours: bytes, theirs: bytes) -> str | None:
     return (
         _why_incompatible(here, there)
         or _why_ambiguous(here, there)
-        or _why_out_of_reach(here, there)
+        or _out_of_reach_reason(here, there)
     )
 
 
@@ -110,7 +110,7 @@ def _why_ambiguous(here: NpuLocation, there: NpuLocation) -> str | None:
     return None
 
 
-def _why_out_of_reach(here: NpuLocation, there: NpuLocation) -> str | None:
+def _out_of_reach_reason(here: NpuLocation, there: NpuLocation) -> str | None:
     is_inside = here.domain == there.domain
     if is_inside and here.protocol != "roce":
         return None
