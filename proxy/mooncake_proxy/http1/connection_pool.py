@@ -114,7 +114,7 @@ class ConnectionPool:
         with await self.exchange(payload, deadline, whole=True) as answer:
             return answer.body
 
-    def give_back(self, connection: UpstreamConnection) -> None:
+    def release(self, connection: UpstreamConnection) -> None:
         """Keep a connection for the next exchange, or close it if enough are idle."""
         if len(self._idle) < self._max_idle:
             self._idle.append(connection)
@@ -147,7 +147,7 @@ class ConnectionPool:
     def _keep_unused(self, task: asyncio.Task[UpstreamConnection]) -> None:
         """Keep a connection whose request was cancelled while it was being established."""
         if not task.cancelled() and task.exception() is None:
-            self.give_back(task.result())
+            self.release(task.result())
 
     async def _connect(self, deadline: float) -> UpstreamConnection:
         remaining = max(0.0, deadline - self.context.loop.time())

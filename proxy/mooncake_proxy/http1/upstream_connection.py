@@ -71,7 +71,7 @@ class ConnectionOwner(Protocol):
     def context(self) -> ClientContext:
         """The context that all connections share."""
 
-    def give_back(self, connection: UpstreamConnection) -> None:
+    def release(self, connection: UpstreamConnection) -> None:
         """Take a connection back after a successful exchange, for the next one."""
 
     def forget(self, connection: UpstreamConnection) -> None:
@@ -250,7 +250,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._sink = None
         if self._is_complete and self.reusable and self._transport and not self._is_hung_up:
             self._parts = []
-            self._owner.give_back(self)
+            self._owner.release(self)
         else:
             self.close()
 
