@@ -288,7 +288,7 @@ class ProxyApplication:
             await asyncio.sleep(SWEEP_INTERVAL_S)
             sweep_timeouts(self.client)
             self.routers.sweep()
-            if self.routers.want_metaserver and not has_no_port:
+            if self.routers.needs_metaserver and not has_no_port:
                 has_no_port = not await self._try_to_open_metaserver()
             self.process.change_roles()
             self.process.registrations.expire()

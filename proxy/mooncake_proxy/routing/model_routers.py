@@ -97,9 +97,9 @@ class ModelRouters:
                 router.conductor.sweep()
 
     @property
-    def want_metaserver(self) -> bool:
-        """Whether any router wants the metaserver to be opened, see `wants_metaserver`."""
-        return any(router.wants_metaserver for router in self)
+    def needs_metaserver(self) -> bool:
+        """Whether any router wants the metaserver to be opened, see `needs_metaserver`."""
+        return any(router.needs_metaserver for router in self)
 
     def poll(self) -> None:
         """Re-raise the exception of a failed conductor thread."""

@@ -246,7 +246,7 @@ class RequestRouter:
         return True
 
     @property
-    def wants_metaserver(self) -> bool:
+    def needs_metaserver(self) -> bool:
         """Whether early pulls only lack an address at which D reaches this process."""
         has_pairs = self.pool.can_disaggregate and self.pool.pulls_early
         return has_pairs and self.config.has_metaserver and not self.metaserver.is_reachable
