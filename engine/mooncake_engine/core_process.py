@@ -93,7 +93,7 @@ class FrontEnd:
         self._num_queued_bytes = 0  # of the messages behind the first
         self._is_gone = False
 
-    def tell(self, message: Message) -> None:
+    def send_message(self, message: Message) -> None:
         """Send a message other than updates."""
         self.send(OTHER, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
@@ -121,7 +121,7 @@ class FrontEnd:
         """Send the figures if they have changed and no other message is still unsent."""
         if report != self.reported and not self._unsent:
             self.reported = report
-            self.tell(report)
+            self.send_message(report)
 
     def _send_now(self, data: bytes | memoryview) -> int:
         """Send what the socket accepts without blocking; returns the number of bytes."""
@@ -181,7 +181,7 @@ class CoreProcess:
         parent = threading.Thread(target=self._handle_parent, name="parent", daemon=True)
         parent.start()
         watch = StepWatch(start.config.step_timeout_s, self._state)
-        engine = build_engine(start.config, self._parent.tell, watch, ranks)
+        engine = build_engine(start.config, self._parent.send_message, watch, ranks)
         core = self._core = engine.core
         watchdog = StepWatchdog(watch, partial(self._give_up, core))
         try:
@@ -196,14 +196,14 @@ class CoreProcess:
     def fail(self, exc: BaseException) -> None:
         """Report to all front ends why this process ends."""
         for front in self._fronts:
-            front.tell(Failed(type(exc).__name__, str(exc)))
+            front.send_message(Failed(type(exc).__name__, str(exc)))
 
     def _begin(self, engine: RunningEngine) -> None:
         # what is loaded is never freed, so full collections need not traverse it and delay tokens
         gc.collect()
         gc.freeze()
         core = engine.core
-        self._parent.tell(Started(engine.info, core.compiles_grammars, _report_of(core)))
+        self._parent.send_message(Started(engine.info, core.compiles_grammars, _report_of(core)))
         threading.Thread(target=self._report, args=(core,), name="reports", daemon=True).start()
         for number, front in enumerate(self._fronts[1:], start=1):
             name = f"requests-{number}"
@@ -278,7 +278,7 @@ class CoreProcess:
     def _act(self, core: Core, front: FrontEnd, message: Ask | Command) -> None:
         if isinstance(message, Ask) and isinstance(message.command, ReadFigures):
             front.report(_report_of(core))
-            front.tell(Reply(message.number, True))
+            front.send_message(Reply(message.number, True))
         elif isinstance(message, Ask):
             core.post(replace(message.command, reply=partial(self._reply, front, message.number)))
         else:
@@ -288,7 +288,7 @@ class CoreProcess:
 
     @staticmethod
     def _reply(front: FrontEnd, number: int, value: bool) -> None:
-        front.tell(Reply(number, value))
+        front.send_message(Reply(number, value))
 
     def _report(self, core: Core) -> None:
         """Thread main: report changed figures to all front ends."""
