@@ -520,7 +520,7 @@ class ChunkTable:
         freed = 0
         while (offset := self._allocator.allocate(nbytes)) is None:
             victims = (
-                self._victims.for_room(chunk, now) if freed < MAX_EVICTED_SIZES * nbytes else []
+                self._victims.victims_for(chunk, now) if freed < MAX_EVICTED_SIZES * nbytes else []
             )
             if not victims:
                 return PutRefusal.NO_ROOM

@@ -72,7 +72,7 @@ class VictimChoice:
             return entry
         return None
 
-    def for_room(self, chunk: Chunk, now: float) -> list[Entry]:
+    def victims_for(self, chunk: Chunk, now: float) -> list[Entry]:
         """The chunks to evict to free memory for a chunk; empty if that is impossible.
 
         A single victim with enough memory is returned even if that will be quarantined. The caller
