@@ -48,13 +48,13 @@ PRIORITY = 40
 
 def probe(host: RdmaHost = THIS_HOST) -> Availability:
     """Check for a port that is up, for permission to access it, and for pyverbs."""
-    reason = _why_not(host)
+    reason = _unavailable_reason(host)
     return (
         Availability(False, reason) if reason else Availability(True, ", ".join(active_ports(host)))
     )
 
 
-def _why_not(host: RdmaHost) -> str | None:
+def _unavailable_reason(host: RdmaHost) -> str | None:
     if not host.devices.is_dir() or not any(host.devices.iterdir()):
         return f"no RDMA device: {host.devices} is missing or empty"
     if not active_ports(host):

@@ -96,10 +96,12 @@ class StagedTransport:
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
         return compare_addresses(
-            (local, remote), NAME, VERSION, decode_endpoint, self._why_unreachable
+            (local, remote), NAME, VERSION, decode_endpoint, self._unreachable_reason
         )
 
-    def _why_unreachable(self, ours: StagedEndpointInfo, theirs: StagedEndpointInfo) -> str | None:
+    def _unreachable_reason(
+        self, ours: StagedEndpointInfo, theirs: StagedEndpointInfo
+    ) -> str | None:
         reasons = []
         for name in sorted(set(ours.inner) & set(theirs.inner) & set(self._inner)):
             reason = self._inner[name].transport.reaches(ours.inner[name], theirs.inner[name])

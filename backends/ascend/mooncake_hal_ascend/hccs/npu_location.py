@@ -71,13 +71,13 @@ def unreachable_reason(ours: bytes, theirs: bytes) -> str | None:
     """
     here, there = decode_location(ours), decode_location(theirs)
     return (
-        _why_incompatible(here, there)
-        or _why_ambiguous(here, there)
+        _incompatible_reason(here, there)
+        or _ambiguous_reason(here, there)
         or _out_of_reach_reason(here, there)
     )
 
 
-def _why_incompatible(here: NpuLocation, there: NpuLocation) -> str | None:
+def _incompatible_reason(here: NpuLocation, there: NpuLocation) -> str | None:
     if here.generation != there.generation:
         return (
             f"this end is an {here.generation}, the peer an {there.generation}; the engines "
@@ -91,7 +91,7 @@ def _why_incompatible(here: NpuLocation, there: NpuLocation) -> str | None:
     return None
 
 
-def _why_ambiguous(here: NpuLocation, there: NpuLocation) -> str | None:
+def _ambiguous_reason(here: NpuLocation, there: NpuLocation) -> str | None:
     """The reason if two different NPUs claim the same identity, as after parts of a server were
     replaced."""
     if (here.server, here.device) == (there.server, there.device):

@@ -149,10 +149,10 @@ class DeviceSharing:
         elif not virtual.has(index, Attribute.POSIX_FILE_DESCRIPTOR):
             no_descriptors = "the device exports no descriptors"
         is_rdma = not no_descriptors and virtual.has(index, Attribute.GPU_DIRECT_RDMA)
-        if is_rdma and self._why_no_descriptors(index, is_rdma=True):
+        if is_rdma and self._no_descriptors_reason(index, is_rdma=True):
             is_rdma = False  # descriptors matter more than NICs
         if not no_descriptors and not is_rdma:
-            no_descriptors = self._why_no_descriptors(index, is_rdma=False)
+            no_descriptors = self._no_descriptors_reason(index, is_rdma=False)
         domain, no_fabric = None, no_descriptors
         if not no_descriptors:
             try:
@@ -161,7 +161,7 @@ class DeviceSharing:
                 no_fabric = str(exc)
         return SharingCapabilities(no_descriptors, no_fabric, domain, is_rdma)
 
-    def _why_no_descriptors(self, index: int, *, is_rdma: bool) -> str:
+    def _no_descriptors_reason(self, index: int, *, is_rdma: bool) -> str:
         """Allocate memory, export it and map it by its descriptor; returns the driver's error, or
         an empty string."""
         self.driver.bind(index)
