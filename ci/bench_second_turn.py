@@ -1,6 +1,8 @@
 #!/usr/bin/env python3
-"""Measures the TTFT of a conversation's second turn by source of the first turn's KV: the device's
-cache, the pool's memory, the pool's SSD, or recomputation. Also measures what saving costs a step.
+"""Measures the TTFT of a conversation's second turn, by the source of the first turn's KV.
+
+Sources are the device's cache, the pool's memory, the pool's SSD, and recomputation. Also measures
+what saving costs a step.
 
     python ci/bench_second_turn.py --tokens 3072 --chunk 64
 

@@ -1,6 +1,8 @@
-"""Says on one line what CUDA has here, for the head of a table; status 1 and the reason without.
+"""Prints one line about this machine's CUDA devices and libraries, as the heading of a table.
 
 python ci/cuda_facts.py
+
+Exits 1 and prints the reason if CUDA can't be used.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ def main() -> int:
 
 
 def described(package: str) -> str:
-    """Name and version, or nothing."""
+    """A package's name and version; empty if it is not installed."""
     try:
         return f"{package} {version(package)}"
     except PackageNotFoundError:

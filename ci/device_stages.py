@@ -1,19 +1,20 @@
-"""Tests and figures of an accelerator in stages, each of which ends by itself.
+"""Runs an accelerator's tests and benchmarks in stages, each with a time limit of its own.
 
 python ci/device_stages.py test-cuda --list
 python ci/device_stages.py test-cuda --host --stage conformance --stage kernels --limit 300
-python ci/device_stages.py test-cuda --host --together   # where cores are many, and time is short
+python ci/device_stages.py test-cuda --host --together   # with many cores and little time
 python ci/device_stages.py bench-cuda --host --wheels wheels
-python ci/device_stages.py bench-cuda --backend cpu --shape tiny --stage alone   # a try without one
+python ci/device_stages.py bench-cuda --backend cpu --shape tiny --stage alone   # without a GPU
 
-With --host everything runs under this interpreter, from source, with the torch, Triton and
-transformers that it has: nothing is installed or replaced, there is no virtual environment. What it
-lacks comes from the wheels in --wheels (ci/wheels-offline fetches them elsewhere), unpacked into a
-folder of their own. Figures are printed and judged as they come. Log, JUnit file, verdict and table
-of figures of a stage are in --out as soon as it has ended.
+With --host everything runs from source under this interpreter, with its own torch, Triton and
+transformers: nothing is installed or replaced, and there is no virtual environment. Missing
+packages come from the wheels in --wheels (ci/wheels-offline downloads them on another machine),
+which are unpacked into a separate folder. Figures are printed and checked as they are recorded.
+Each stage's log, JUnit file, verdict and table of figures are written to --out when the stage ends.
 
-Status 0: what was run passed. 77: no such device. 1: the backend can't use the device, a stage
-failed, missed a figure, was stopped or executed nothing, or all of them lack what they need.
+Exits 0 if all stages that ran passed, and 77 if there is no such device. Exits 1 if the backend
+can't use the device, if a stage failed, missed a bound, timed out or executed no test, or if this
+machine lacks what all stages need.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ from support.figures import (  # tests/ is not installed
 SKIPPED = 77
 DEVICE_FILES = {"cuda": "nvidia[0-9]*", "ascend": "davinci[0-9]*"}
 BYTES_PER_PROCESS = 5 << 30
-"""Of device memory: a context, compiled kernels, a test's buffers."""
+"""Device memory per test process: a context, compiled kernels, a test's buffers."""
 MOST_TEST_SECONDS = 300
 LOOK_SECONDS = 180
 _PROGRESS = re.compile(r"\[ *(\d+)/(\d+)\]")
@@ -57,12 +58,12 @@ _PROGRESS = re.compile(r"\[ *(\d+)/(\d+)\]")
 
 @dataclass(frozen=True)
 class Machine:
-    """What stages run on.
+    """The backend and devices that stages run on.
 
     Args:
-        backend: its name.
-        devices: as the backend reports them, fields of ``DeviceInfo``.
-        description: on one line, for the head of a table.
+        backend: name of the backend.
+        devices: the devices that the backend reports, as fields of ``DeviceInfo``.
+        description: one line for the heading of a table.
     """
 
     backend: str
@@ -71,18 +72,22 @@ class Machine:
 
     @property
     def room(self) -> int:
-        """Processes that the first device's memory has room for."""
+        """Number of test processes that fit into the first device's memory."""
         return max(1, int(self.devices[0]["total_bytes"]) // BYTES_PER_PROCESS)
 
     def num_processes(self, stage: Stage, wanted: int = 0) -> int:
-        """That run a stage's tests on the first device at once, where it and those beside it want
-        so many; 0: it is alone."""
+        """Number of processes that run a stage's tests on the first device at the same time.
+
+        Args:
+            stage: the stage.
+            wanted: processes that it and concurrent stages want in total; 0 if it runs alone.
+        """
         share = self.room * stage.processes // max(wanted, stage.processes)
         return max(1, min(stage.processes, os.cpu_count() or 1, share))
 
 
 class Unusable(Exception):
-    """The backend can't use this machine; the message is its reason."""
+    """The backend can't use this machine; the message has the reason."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -158,7 +163,7 @@ def detect_machine(backend: str, environment: Mapping[str, str]) -> Machine:
 
 
 def _said_last(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[str, int]:
-    """The last line of a Python program, and its status."""
+    """Run a Python program; returns its last line of output and its exit status."""
     command = [sys.executable, *argv]
     try:
         done = subprocess.run(
@@ -172,7 +177,7 @@ def _said_last(argv: Sequence[str], environment: Mapping[str, str]) -> tuple[str
 
 
 def versions() -> str:
-    """What the stages run with, on one line."""
+    """The versions of Python and libraries that the stages run with, on one line."""
     names = ("torch", "triton", "torch-npu", "transformers", "numpy")
     found = [f"Python {sys.version.split()[0]} ({sys.executable})"]
     for name in names:
@@ -188,9 +193,9 @@ class Ending:
     """How a stage's process ended.
 
     Args:
-        status: its exit status; None where it was stopped.
-        seconds: that it took, or was given.
-        figures: that it has recorded.
+        status: its exit status; None if it was stopped at its time limit.
+        seconds: run time, or the time limit.
+        figures: the figures that it recorded.
     """
 
     status: int | None
@@ -199,13 +204,13 @@ class Ending:
 
 
 class StageRunner:
-    """Runs stages; what each came to is printed, and appended to the summary.
+    """Runs stages; prints each verdict and appends it to the summary.
 
     Args:
-        machine: that they run on.
-        out: takes log, JUnit file, figures and table of each, and the summary.
-        environment: variables of all stages.
-        limit: seconds of each, in place of its own.
+        machine: the machine.
+        out: folder for the summary and each stage's log, JUnit file, figures and table.
+        environment: environment variables of all stages.
+        limit: time limit of each stage in seconds, in place of the stage's own.
     """
 
     def __init__(
@@ -215,15 +220,15 @@ class StageRunner:
         self._out = out
         self._environment = environment
         self._limit = limit
-        self._wanted = 0  # processes, of stages that run side by side
+        self._wanted = 0  # processes that concurrent stages want in total
         out.mkdir(parents=True, exist_ok=True)
 
     def run(self, stage: Stage) -> bool | None:
-        """Run one. True: it passed; False: it did not; None: this machine lacks what it needs."""
+        """Run one stage; returns whether it passed, None if this machine lacks what it needs."""
         if reason := self._lacks(stage):
             self._say(f"{stage.name}: not run: {reason}")
             return None
-        for ending in ("xml", "log", "figures", "md"):  # of a run before this one
+        for ending in ("xml", "log", "figures", "md"):  # left by an earlier run
             (self._out / f"{stage.name}.{ending}").unlink(missing_ok=True)
         ended = self._execute(stage)
         passed, words = self._verdict(stage, ended)
@@ -235,7 +240,7 @@ class StageRunner:
         return passed
 
     def run_together(self, stages: Sequence[Stage]) -> list[bool | None]:
-        """Run them side by side, and then one by one those that want the device for themselves."""
+        """Run stages concurrently, then those that need the device exclusively, one by one."""
         shared = [stage for stage in stages if not (stage.measures or stage.is_alone)]
         rest = [stage for stage in stages if stage not in shared]
         self._wanted = sum(stage.processes for stage in shared if not self._lacks(stage))
@@ -245,7 +250,7 @@ class StageRunner:
         return [*verdicts, *map(self.run, rest)]
 
     def _lacks(self, stage: Stage) -> str:
-        """What this machine lacks; empty if nothing."""
+        """What a stage needs and this machine lacks; empty if nothing."""
         if stage.needs and not is_there(stage.needs, self._environment):
             return f"{stage.needs} is not here"
         if stage.devices > len(self._machine.devices):
@@ -265,10 +270,10 @@ class StageRunner:
         return [*stage.through, sys.executable, "-m", "pytest", *options, *tests]
 
     def _execute(self, stage: Stage) -> Ending:
-        """Run its tests, and print its figures as they come."""
+        """Run a stage's tests, and print its figures as they are recorded."""
         seconds = self._limit or stage.seconds
         recorded, log = (self._out / f"{stage.name}.{ending}" for ending in ("figures", "log"))
-        own = {FIGURES_FILE: str(recorded), "PYTHONUNBUFFERED": "1"}  # a log is read as it grows
+        own = {FIGURES_FILE: str(recorded), "PYTHONUNBUFFERED": "1"}  # the log is followed live
         environment = {**self._environment, **stage.environment, **own}
         command, began, num_printed = self._command(stage, seconds), time.monotonic(), 0
         with log.open("w") as file:
@@ -290,7 +295,7 @@ class StageRunner:
         return Ending(status, time.monotonic() - began, figures)
 
     def _verdict(self, stage: Stage, ended: Ending) -> tuple[bool, str]:
-        """Whether it passed, and what it came to in words."""
+        """Whether a stage passed, and the verdict as text."""
         log = (self._out / f"{stage.name}.log").read_text()
         missed = [figure.name for figure in ended.figures if not figure.holds]
         words = f"; {len(missed)} of {len(ended.figures)} figures missed" if ended.figures else ""
@@ -299,7 +304,7 @@ class StageRunner:
         counts = read_counts(self._out / f"{stage.name}.xml")
         last = (log.rstrip().splitlines() or ["nothing was said"])[-1].strip("= ")
         words = f"{ended.seconds:.0f} s: {last}{words}"
-        if ended.status in (0, 5) and not counts.ran:  # 5: pytest has collected nothing
+        if ended.status in (0, 5) and not counts.ran:  # 5: pytest collected no tests
             return False, f"failed, {counts.why_nothing_ran}"
         if ended.status:
             return False, f"failed, status {ended.status}, {words}"
@@ -316,7 +321,7 @@ class StageRunner:
 
 
 def progress(log: str) -> str:
-    """How far pytest had come."""
+    """How many tests had ended, by pytest's log."""
     found = _PROGRESS.findall(log)
     if not found:
         return "before the first test had ended"

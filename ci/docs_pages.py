@@ -1,11 +1,11 @@
-"""Writes the parts of the documentation that the code already says.
+"""Generates the parts of the documentation that derive from the code.
 
 python ci/docs_pages.py            # rewrite them
 python ci/docs_pages.py --check    # exit 1 if one is out of date; part of `make check`
 
-docs/code-map.md gets a table of files per folder, from the docstrings of packages and modules;
-docs/options.md the options of `mooncake-engine serve` and `mooncake-kv store`, from the fields that
-declare them, and those of `mooncake-proxy`, from its parser.
+docs/code-map.md gets a table of files per folder, from the docstrings of packages and modules.
+docs/options.md gets the options of `mooncake-engine serve` and `mooncake-kv store`, from the fields
+that declare them, and those of `mooncake-proxy`, from its parser.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ PRODUCT = [
 
 
 def first_sentence(path: Path) -> str:
-    """What a module's docstring says first, on one line."""
+    """The first sentence of a module's docstring, on one line."""
     text = ast.get_docstring(ast.parse(path.read_text())) or ""
     paragraph = " ".join(text.split("\n\n")[0].split())
     return re.split(r"\. (?=[A-Z``])", paragraph)[0].rstrip(".").replace("|", "\\|")
 
 
 def tables() -> str:
-    """A heading per folder and a row per file, in the order of the tree."""
+    """A heading for each folder and a row for each file, in tree order."""
     command = ["git", "ls-files", "-co", "--exclude-standard", "--", *PRODUCT]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     found = (Path(line) for line in listed.splitlines() if line.endswith(".py"))
@@ -64,7 +64,7 @@ def tables() -> str:
 
 
 def options() -> str:
-    """What ``mooncake-engine serve`` takes, ``mooncake-kv store`` and ``mooncake-proxy``."""
+    """The options of ``mooncake-engine serve``, ``mooncake-kv store`` and ``mooncake-proxy``."""
 
     def printed(*command: str) -> str:
         whole = [sys.executable, "-m", *command]
@@ -79,8 +79,8 @@ def options() -> str:
 
 
 def proxy_options() -> str:
-    """A table of the proxy's flags. Its parser is plain argparse: the proxy is alone, without the
-    hardware layer that declares the others' options."""
+    """A table of the proxy's options. Its parser is plain argparse, because the proxy does not
+    depend on the hardware layer, which declares the other programs' options."""
     from mooncake_proxy.proxy_options import build_parser
 
     rows = ["| option | default | meaning |", "|---|---|---|"]
@@ -101,14 +101,14 @@ def _code(text: str) -> str:
 
 
 def _plain(default: object) -> str:
-    """A default as help shows it; nothing where there is none."""
+    """A default value as the help shows it; empty if there is none."""
     if default is None or default == []:
         return ""
     return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 def main(arguments: list[str]) -> int:
-    """Rewrite the pages, or say which are not as they should be."""
+    """Rewrite the pages, or with ``--check`` print those that are out of date."""
     status = 0
     for page, write in ((DOCS / "code-map.md", tables), (DOCS / "options.md", options)):
         written, mark, _ = page.read_text().partition(MARK)

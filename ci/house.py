@@ -1,8 +1,9 @@
-"""Refuses what the house style has retired: words, empty file names, files too small or large.
+"""Checks house style: retired words and names, ambiguous file names, sizes of files and functions.
 
 python ci/house.py             # the rules are in ci/house.toml; part of `make check`
 
-One line per finding: file, line, what was found, what to write instead. Exits 1 if there is any.
+Prints one line per finding: file, line, what was found, what to write instead. Exits 1 if there is
+any.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ MAX_PROSE = 120
 
 
 def tracked() -> list[str]:
-    """Files of the repository, tracked or new, as paths from its root."""
+    """The repository's files, tracked or untracked but not ignored, as paths from its root."""
     command = ["git", "ls-files", "-co", "--exclude-standard"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return sorted(path for path in found.splitlines() if (ROOT / path).is_file())
 
 
 def retired_identifiers(path: str, text: str, rules: dict[str, str]) -> Iterator[str]:
-    """Names in code that have another word now."""
+    """Find retired names in code."""
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.NAME and token.string in rules:
             line = token.start[0]
@@ -48,7 +49,7 @@ def retired_identifiers(path: str, text: str, rules: dict[str, str]) -> Iterator
 
 
 def retired_phrases(path: str, text: str, rules: dict[re.Pattern[str], str]) -> Iterator[str]:
-    """Words and phrases, in prose and in code; names of tests are sentences, too."""
+    """Find retired phrases in prose and code, including test names."""
     for number, line in enumerate(text.splitlines(), 1):
         for pattern, instead in rules.items():
             if found := pattern.search(line.replace("_", " ")):
@@ -56,14 +57,14 @@ def retired_phrases(path: str, text: str, rules: dict[re.Pattern[str], str]) -> 
 
 
 def retired_file_name(path: str, rules: dict[str, str]) -> Iterator[str]:
-    """A file is not called by a retired name either."""
+    """Find a file that has a retired name."""
     name = Path(path).stem.removeprefix("test_")
     if name in rules:
         yield f"{path}: {name!r} is retired: write {rules[name]}"
 
 
 def file_names(paths: Iterable[str], shared: list[str]) -> Iterator[str]:
-    """A file's name says what is in it, so no two product files share one."""
+    """Find product files that share a name: a file's name must say what is in it."""
     by_name: dict[str, list[str]] = defaultdict(list)
     for path in paths:
         by_name[Path(path).name].append(path)
@@ -73,7 +74,7 @@ def file_names(paths: Iterable[str], shared: list[str]) -> Iterator[str]:
 
 
 def class_names(paths: Iterable[str], shared: dict[str, str]) -> Iterator[str]:
-    """A public class has a name that no other one of its distribution has."""
+    """Find public classes that share a name within a distribution."""
     by_name: dict[tuple[str, str], list[str]] = defaultdict(list)
     for path in paths:
         for node in ast.parse((ROOT / path).read_text()).body:
@@ -88,7 +89,7 @@ def class_names(paths: Iterable[str], shared: dict[str, str]) -> Iterator[str]:
 
 
 def file_sizes(path: str, text: str, small: dict[str, str]) -> Iterator[str]:
-    """A file is one room: neither a corridor nor a hall."""
+    """Find a file with too few or too many lines."""
     lines = text.count("\n")
     if lines > MAX_FILE_LINES:
         yield f"{path}: {lines} lines, at most {MAX_FILE_LINES}; divide it by what it is about"
@@ -102,7 +103,7 @@ def file_sizes(path: str, text: str, small: dict[str, str]) -> Iterator[str]:
 
 
 def function_sizes(path: str, text: str, long: dict[str, str]) -> Iterator[str]:
-    """A function is one thought."""
+    """Find functions with too many lines."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             lines = (node.end_lineno or node.lineno) - node.lineno + 1
@@ -111,7 +112,7 @@ def function_sizes(path: str, text: str, long: dict[str, str]) -> Iterator[str]:
 
 
 def parameters(path: str, text: str) -> Iterator[str]:
-    """More than six parameters by position are an object that has no name yet.
+    """Find functions with more than six positional parameters, which should be a dataclass.
 
     Constructors and keyword-only data may have eight in all: ruff's PLR0913 counts those.
     """
@@ -124,7 +125,7 @@ def parameters(path: str, text: str) -> Iterator[str]:
 
 
 def prose_lines(path: str, text: str) -> Iterator[str]:
-    """Lines of the guides fit a screen; tables and command lines are as long as they are."""
+    """Find long lines in guides. Tables and command lines may be longer."""
     in_code = False
     for number, line in enumerate(text.splitlines(), 1):
         in_code ^= line.startswith("```")
@@ -133,14 +134,14 @@ def prose_lines(path: str, text: str) -> Iterator[str]:
 
 
 def docstrings(path: str, text: str) -> Iterator[str]:
-    """An implementation inherits its docstring."""
+    """Find docstrings that only refer to the interface: implementations inherit theirs."""
     for number, line in enumerate(text.splitlines(), 1):
         if re.search(r'"""See ``[^`]+``\.?"""', line):
             yield f"{path}:{number}: an implementation inherits its docstring: remove this one"
 
 
 def findings(rules: dict[str, Any]) -> Iterator[str]:
-    """Everything that breaks a rule, in the order of the files."""
+    """All violations, in file order."""
     paths = tracked()
     product = [p for p in paths if p.endswith(".py") and p.startswith(tuple(rules["product"]))]
     phrases = {re.compile(p, re.IGNORECASE): w for p, w in rules["phrases"].items()}
@@ -166,7 +167,7 @@ def findings(rules: dict[str, Any]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what breaks a rule."""
+    """Print all violations; returns 1 if there is any."""
     found = list(findings(tomllib.loads((ROOT / "ci" / "house.toml").read_text())))
     for line in found:
         print(line)

@@ -1,11 +1,11 @@
-"""One index of chunks, filled and asked: ours, or Dynamo's RadixTree. Prints figures as JSON.
+"""Fills and queries one index of chunks, ours or Dynamo's RadixTree, and prints figures as JSON.
 
 python ci/index_contenders.py conductor|dynamo [--chunks N]
 
-Run by ci/bench_conductor.py, each index in a process and an environment of its own. Both get the
-same prompts: 64 chunks each, every prompt stored by one of 8 workers, every fourth by a second.
-Events arrive encoded as each index reads them (msgpack in vLLM's form, Dynamo's JSON), made before
-the clock runs; decoding counts. Memory is that of the process, before and after.
+ci/bench_conductor.py runs it once per index, each time in a separate process and environment. Both
+indexes get the same prompts of 64 chunks: each prompt is stored by one of 8 workers, every fourth
+also by a second one. Events are encoded beforehand in the form that the index reads (msgpack as in
+vLLM, Dynamo's JSON); decoding is measured. Memory is the growth of the process.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ LOOKUPS = 3000
 
 
 def prompts(num_chunks: int) -> Iterator[tuple[int, list[int]]]:
-    """Workers and what they store."""
+    """Pairs of a worker and the chunk keys of a prompt that it stores."""
     rng = random.Random(1)
     for number in range(num_chunks // CHUNKS):
         keys = [rng.getrandbits(63) for _ in range(CHUNKS)]
@@ -35,7 +35,7 @@ def prompts(num_chunks: int) -> Iterator[tuple[int, list[int]]]:
 
 
 def dynamo() -> tuple[Callable[[int, list[int]], bytes], Callable[[int, bytes], None], Callable]:
-    """How to encode an event, apply it, and look a prompt up."""
+    """Dynamo's index: functions that encode an event, apply it, and look up a prompt."""
     from dynamo._core import RadixTree
 
     tree = RadixTree()
@@ -53,7 +53,7 @@ def dynamo() -> tuple[Callable[[int, list[int]], bytes], Callable[[int, bytes], 
 
 
 def conductor() -> tuple[Callable[[int, list[int]], bytes], Callable[[int, bytes], None], Callable]:
-    """The same of ours."""
+    """Our index: functions that encode an event, apply it, and look up a prompt."""
     import msgspec
 
     from mooncake_conductor.index.chunk_index import ChunkIndex
@@ -79,14 +79,14 @@ def conductor() -> tuple[Callable[[int, list[int]], bytes], Callable[[int, bytes
 
 
 def memory_bytes() -> int:
-    """Of this process, resident and its own."""
+    """Private resident memory of this process."""
     fields = Path("/proc/self/smaps_rollup").read_text().split("\n")
     found = {line.split(":")[0]: line.split()[1] for line in fields if line.startswith("Private")}
     return 1024 * sum(int(value) for value in found.values())
 
 
 def measure(kind: str, num_chunks: int) -> dict[str, float]:
-    """Fill the index in parts, look prompts up."""
+    """Fill the index in parts, and look up prompts; returns the figures."""
     encode, apply, lookup = (dynamo if kind == "dynamo" else conductor)()
     stored = list(prompts(CHUNKS * 32))
     for number, (worker, keys) in enumerate(stored):

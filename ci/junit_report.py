@@ -1,4 +1,4 @@
-"""What a report of pytest's (``--junit-xml``) counts: a run of skips only is no run.
+"""Counts the tests in a pytest report (``--junit-xml``), to reject runs that only skipped tests.
 
 Standard library only.
 """
@@ -13,12 +13,12 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class JunitCounts:
-    """Tests of a report.
+    """Test counts of a report.
 
     Args:
-        ran: that were executed, whatever came of it.
-        skipped: that were not.
-        reason: of most of those that were skipped; empty without one.
+        ran: number of executed tests, passed or failed.
+        skipped: number of skipped tests.
+        reason: the most frequent skip reason; empty if no test was skipped.
     """
 
     ran: int
@@ -27,14 +27,14 @@ class JunitCounts:
 
     @property
     def why_nothing_ran(self) -> str:
-        """In words, for a verdict."""
+        """The explanation for a verdict."""
         if not self.skipped:
             return "nothing ran: no test was selected"
         return f"nothing ran: {self.skipped} skipped, most of them: {self.reason}"
 
 
 def read_counts(report: Path) -> JunitCounts:
-    """Read it; a report that is not there has no tests."""
+    """Read a report; a missing file counts as a report without tests."""
     if not report.exists():
         return JunitCounts(0, 0, "")
     root = ElementTree.parse(report).getroot()

@@ -1,9 +1,9 @@
-"""The legs of CI, as anyone can run them; .github/workflows/ci.yml runs the same commands.
+"""Lists and runs the legs of CI; .github/workflows/ci.yml runs the same commands.
 
 python ci/matrix.py                  list them
-python ci/matrix.py run [LEG ...]    run them (default: all), a line for each at the end
+python ci/matrix.py run [LEG ...]    run them (default: all) and print a line for each at the end
 
-Status: 1 if a leg failed, else 77 if one was skipped for want of its hardware, else 0.
+Exits 1 if a leg failed, else 77 if one was skipped because its hardware is missing, else 0.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Leg:
     """One leg.
 
     Args:
-        name: of the leg.
+        name: the leg's name.
         runner: label of the machines that CI runs it on.
-        commands: run one after the other in the root of the repository.
+        commands: run one after the other in the repository's root.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a leg ended: exit status, its last line of output, and seconds."""
+    """Result of a leg: exit status, last line of output, and seconds."""
 
     leg: Leg
     status: int
@@ -52,7 +52,7 @@ def read_legs() -> dict[str, Leg]:
 
 
 def run_leg(leg: Leg) -> Outcome:
-    """Run a leg's commands until one does not end with 0; its output goes on to ours."""
+    """Run a leg's commands until one exits with another status than 0; their output is printed."""
     begin, status, last_line = time.monotonic(), 0, ""
     for command in leg.commands:
         print(f"== {leg.name}: {command}", flush=True)
@@ -75,7 +75,7 @@ def _run(command: str) -> tuple[int, str]:
 
 
 def summary(outcomes: Sequence[Outcome]) -> tuple[int, list[str]]:
-    """The status of them all, and a line for each."""
+    """The overall exit status, and a line for each leg."""
     words = {0: "ok", SKIPPED: "skipped"}
     lines = [
         f"{words.get(outcome.status, 'FAILED'):8} {outcome.leg.name:10} "

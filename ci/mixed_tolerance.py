@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What a mixed pair's numbers differ by: P on one backend and D on another, beside D alone.
+"""Measures how far results of a mixed pair (P and D on different backends) differ from D alone.
 
-Answers every prompt greedily with D alone and with each P before it, on emulated devices whose
-kernels compute as the devices' do (CUDA's are interpreted), and on the CPU with its own kernels and
-with torch's. Prints a table per type: tokens that are the same, how far the log-probabilities of
-the same tokens lie apart, and the logits of the likeliest ones. It judges nothing: docs/mixed.md
-has the figures, and what they mean.
+Answers every prompt greedily with D alone and with each P in front of it, on emulated devices whose
+kernels compute like the real ones (CUDA's are interpreted), and on the CPU with its own kernels and
+with torch's. Prints a table per data type: the number of equal tokens, the differences of their
+log-probabilities, and the differences of the most likely tokens' logits. It checks no bounds;
+docs/mixed.md has the figures and their meaning.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from mooncake_kv.params import KVTransferDict  # noqa: E402
 
 _GPU = KINDS["cuda"]
 TOP = 20
-"""Tokens of each position whose logits are compared."""
+"""Number of most likely tokens per position whose logits are compared."""
 VARIANTS: dict[str, DeviceKind] = {
     "cpu": KINDS["cpu"],
     "cpu, torch": replace(KINDS["cpu"], variables={"MOONCAKE_HAL_CPU_NATIVE": "0"}),
@@ -50,12 +50,12 @@ TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8"),
     ),
 }
-"""Who takes each type, and how it is asked for."""
+"""For each data type, the variants that support it and the engine's options."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens, their log-probabilities, and those of the likeliest tokens of each position."""
+    """Tokens, their log-probabilities, and those of each position's most likely tokens."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -64,13 +64,13 @@ class Answer:
 
 @dataclass(frozen=True)
 class Distance:
-    """Between answers to the same prompts.
+    """Differences between two lists of answers to the same prompts.
 
     Args:
-        same, total: tokens, up to the first one of each answer that differs.
-        mean, most: of the differences of their log-probabilities, in nats.
-        logits: the largest difference of two logits of one token, where a constant that is added
-            to all of a position, and changes nothing, is taken out.
+        same, total: equal tokens and all tokens, up to the first difference in each answer.
+        mean, most: mean and maximum difference of their log-probabilities, in nats.
+        logits: maximum difference between two logits of a token, without the constant offset per
+            position, which has no effect.
     """
 
     same: int
@@ -98,7 +98,7 @@ def main() -> int:
 
 
 async def study(name: str, args: argparse.Namespace) -> None:
-    """The table of one type."""
+    """Measure and print the table of one data type."""
     variants, options = TYPES[name]
     prompts = [prompt_of(args.length, seed) for seed in range(args.prompts)]
     sides = [Side(each, VARIANTS[each].block_sizes[-1]) for each in variants]
@@ -124,7 +124,7 @@ async def study(name: str, args: argparse.Namespace) -> None:
 async def ask(
     where: Served, prompt: Sequence[int], tokens: int, params: KVTransferDict | None = None
 ) -> Answer:
-    """One answer; without parameters, of that instance alone and by none of its cached KV."""
+    """One answer of an instance. Without ``params`` it computes the prompt, without cached KV."""
     body: dict[str, Any] = body_of(prompt, replace(FEW, max_tokens=tokens), params)
     salted = body if params else {**body, "cache_salt": f"alone {prompt[:8]}"}
     [choice] = (await where.complete({**salted, "logprobs": TOP}))["choices"]
@@ -133,14 +133,14 @@ async def ask(
 
 
 async def across(prefill: Served, decode: Served, prompt: Sequence[int], tokens: int) -> Answer:
-    """One answer of both; P says the first token, and its log-probability."""
+    """One answer of a pair; P returns the first token and its log-probability."""
     body = {**body_of(prompt, replace(FEW, max_tokens=1), ORDER), "logprobs": TOP}
     params: KVTransferDict = (await prefill.complete(body))["kv_transfer_params"]
     return await ask(decode, prompt, tokens, params)
 
 
 def distance(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Distance:
-    """Of one list of answers from another."""
+    """The differences between two lists of answers."""
     apart: list[float] = []
     logits = [0.0]
     for mine, other in zip(ours, theirs, strict=True):
@@ -155,7 +155,7 @@ def distance(ours: Sequence[Answer], theirs: Sequence[Answer]) -> Distance:
 
 
 def logit_distance(ours: dict[str, float], theirs: dict[str, float]) -> float:
-    """The largest one, of the tokens that both say."""
+    """The largest difference, over the tokens that both report."""
     apart = [ours[token] - theirs[token] for token in ours.keys() & theirs.keys()]
     middle = sum(apart) / len(apart)
     return max(abs(each - middle) for each in apart)

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The pictures in the documentation, made anew: the proxy's page and bench's, wide and on a phone.
+"""Regenerates the documentation's pictures of the proxy's page and bench's, on desktop and phone.
 
-The example model is served by a prefill and two decode instances, and a trace is replayed twice.
-Headless Chromium looks at what came of it. Exits 0 only if every picture is written and small
-enough for a page of text, 77 where there is no Chromium.
+Serves the example model with a prefill and two decode instances, replays a trace twice, and takes
+screenshots with headless Chromium. Exits 0 only if every picture is written and small enough for a
+page of text, 77 if there is no Chromium.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OBJECTIVES = ("--slo-ttft", "30", "--slo-tbt", "50")
 MAX_BYTES = 150_000
 BROWSER_S = 60.0
 REPLAY_S = 240.0
-# Width and height of what is seen.
+# Width and height of the viewport.
 SCREENS = {
     "live": {"wide": (1200, 1150), "phone": (390, 1500)},
     "bench": {"wide": (1200, 1500), "phone": (390, 1500)},
@@ -37,7 +37,7 @@ SCREENS = {
 
 
 def main() -> int:
-    """Make them all; the exit status."""
+    """Take all pictures; returns the exit status."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         print("skipped: no Chromium on PATH (Debian's package is called chromium)")
@@ -63,7 +63,7 @@ def main() -> int:
 
 @contextmanager
 def deployment() -> Iterator[str]:
-    """A prefill and two decode instances behind a proxy; where."""
+    """A prefill and two decode instances behind a proxy; yields its URL."""
     with ExitStack() as stack:
         roles = ("prefill", "decode", "decode")
         served = [stack.enter_context(serving(TINY_LLAMA, role)) for role in roles]
@@ -75,7 +75,7 @@ def deployment() -> Iterator[str]:
 
 
 def bench(url: str, out: Path, *options: str) -> list[str]:
-    """The command for some tens of seconds of load, and the page about them."""
+    """The command that creates load for some tens of seconds and writes a page about it."""
     command = [sys.executable, "-m", "mooncake_engine.cli", "bench", str(TRACE), "--url", url]
     command += ["--model", "tiny-llama", "--block-tokens", "64", *OBJECTIVES]
     return [*command, "--out", str(out), *options]

