@@ -111,7 +111,7 @@ class Reservation:
             prompt.
         deadline: if no message arrives until then, a writer is asked for its status, and a
             reservation without a writer ends.
-        last_heard: when the writer last sent a message.
+        last_contact: when the writer last sent a message.
         last_reachable: when the writer, or at least the kernel at its address, last answered.
         stage: the state.
         writer: the writer that it was granted to, if any.
@@ -121,7 +121,7 @@ class Reservation:
     request_id: str
     tokens: tuple[int, int]
     deadline: float
-    last_heard: float
+    last_contact: float
     last_reachable: float
     stage: ReservationState = ReservationState.OFFERED
     writer: Writer | None = None
@@ -217,5 +217,5 @@ class ReservationTable:
         return late
 
     def _heard(self, held: Reservation, now: float) -> None:
-        held.last_heard = held.last_reachable = now
+        held.last_contact = held.last_reachable = now
         held.deadline = now + self._silence_s

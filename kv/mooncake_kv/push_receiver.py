@@ -407,7 +407,7 @@ class PushReceiver:
             or held.stage is not ReservationState.GRANTED
         ):
             return
-        if now - held.last_heard > self._context.lease_s:
+        if now - held.last_contact > self._context.lease_s:
             self._table.revoke(held.request_id, now)
             reason = f"prefill instance {writer.engine_id} has been silent for longer than a lease"
             limit = f"its writer answers, is dead, or unreachable for {self._unreachable_s:g} s"

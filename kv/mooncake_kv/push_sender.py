@@ -47,7 +47,7 @@ class _Push:
     Args:
         target: the blocks to write to.
         writer: our identity, as sent to the peer.
-        last_heard: when we sent the last request that the peer answered.
+        last_contact: when we sent the last request that the peer answered.
         first_token: the sampled token, once the prefill is complete.
         reports: reports of the ranks that have drained, by rank.
         error: reason of the failure; None if there is none.
@@ -58,7 +58,7 @@ class _Push:
 
     target: PushTarget
     writer: Writer
-    last_heard: float
+    last_contact: float
     first_token: FirstToken | None = None
     reports: dict[int, PushReport] = field(default_factory=dict)
     error: str | None = None
@@ -176,7 +176,7 @@ class PushSender:
             await peer.handshake()
             self._peers.forget_predecessors(push.remote)
             peer.check_claims(push.remote)
-            push.last_heard = (
+            push.last_contact = (
                 self._context.clock()
             )  # taken before the request, as in _renew; a failure to answer fails the push
             status = await self._request_grant(peer, push)
@@ -277,7 +277,7 @@ class PushSender:
             self._drop_silent(group, str(exc))
             return
         for push in group.values():
-            push.last_heard = sent_at
+            push.last_contact = sent_at
         for remote_id in lost:
             name = names[remote_id]
             if not self._is_drained(group[name]):  # it may have ended during the request
@@ -293,7 +293,7 @@ class PushSender:
     def _is_overdue(self, push: _Push) -> bool:
         """Whether the peer has been silent for longer than the shorter of both sides' leases."""
         lease_s = min(self._context.lease_s, push.remote.lease_s or self._context.lease_s)
-        return self._context.clock() - push.last_heard > lease_s
+        return self._context.clock() - push.last_contact > lease_s
 
     async def drain(self, timeout_s: float) -> bool:
         """Stop all pushes, and wait until no rank writes and all peers have acknowledged it, or

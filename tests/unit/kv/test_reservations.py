@@ -66,7 +66,7 @@ def test_keepalives_put_the_deadline_off(table: ReservationTable) -> None:
     assert table.renew(["r", "x"], 33.0) == ("x",)
     assert table.overdue(35.9) == []
     [late] = table.overdue(36.0)
-    assert late.last_heard == 33.0
+    assert late.last_contact == 33.0
     assert table.overdue(36.1) == []
 
 
