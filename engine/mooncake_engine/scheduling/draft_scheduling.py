@@ -84,7 +84,7 @@ _MIN_PAUSE, _MAX_PAUSE = 16, 1024
 """Bounds of a pause of drafting at one batch size, in steps."""
 
 
-class DraftWorth:
+class DraftGate:
     """Decides whether drafts pay at one batch size, by tokens per second with and without them."""
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class DraftScheduler:
         self._num_drafts = 0
         self._num_draft_tokens = 0
         self._accepted_at = [0] * limits.num_speculative_tokens
-        self._worth: dict[int, DraftWorth] = {}  # by bit length of the batch size
+        self._worth: dict[int, DraftGate] = {}  # by bit length of the batch size
 
     def plan(self, step: StepBuilder, requests: Mapping[str, Request]) -> None:
         """Give the step's decodes draft tokens, in order of priority, if drafting pays."""
@@ -177,7 +177,7 @@ class DraftScheduler:
         num_decodes = len(plan.sequences)
         if num_decodes and all(sequence.count == 1 for sequence in plan.sequences):
             num_tokens = sum(map(len, result.tokens.values()))
-            worth = self._worth.setdefault(num_decodes.bit_length(), DraftWorth())
+            worth = self._worth.setdefault(num_decodes.bit_length(), DraftGate())
             num_drafted = sum(result.num_drafted.values())
             worth.learn(num_tokens, num_drafted, num_decodes + num_drafted - num_tokens, seconds)
 

@@ -6,7 +6,7 @@ import pytest
 from support.scheduling import EOS, Bench, token_of
 
 from mooncake_engine.messages import FinishReason, SpeculationStats
-from mooncake_engine.scheduling.draft_scheduling import DraftWorth
+from mooncake_engine.scheduling.draft_scheduling import DraftGate
 
 NUM_DRAFT_TOKENS = 3
 
@@ -181,7 +181,7 @@ def test_drafting_continues_while_it_raises_throughput() -> None:
 
 
 def test_drafting_is_retried_when_it_becomes_worthwhile() -> None:
-    worth = DraftWorth()
+    worth = DraftGate()
 
     def run(num_steps: int, tokens_per_draft_step: int) -> int:
         count = 0
@@ -197,7 +197,7 @@ def test_drafting_is_retried_when_it_becomes_worthwhile() -> None:
 
 
 def test_single_slow_steps_do_not_stop_drafting() -> None:
-    worth = DraftWorth()
+    worth = DraftGate()
     num_drafted = 0
     for index in range(300):
         is_drafted = worth.allows
@@ -207,7 +207,7 @@ def test_single_slow_steps_do_not_stop_drafting() -> None:
 
 
 def test_no_probe_step_without_drafts_while_all_are_accepted() -> None:
-    worth = DraftWorth()
+    worth = DraftGate()
     for _ in range(100):
         assert worth.allows
         worth.learn(20, 16, 0, 1.0)
@@ -221,7 +221,7 @@ def test_no_probe_step_without_drafts_while_all_are_accepted() -> None:
 def test_probe_steps_without_drafts_are_consecutive() -> None:
     """The first of them starts when a step with drafts has completed, at any depth of the
     pipeline."""
-    worth, allowed = DraftWorth(), []
+    worth, allowed = DraftGate(), []
     for _ in range(200):
         allowed.append(worth.allows)
         worth.learn(20 if worth.allows else 10, worth.allows, 1, 1.0)
