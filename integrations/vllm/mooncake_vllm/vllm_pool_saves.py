@@ -158,7 +158,7 @@ class PoolSaves:
             if (saved := self._current.get(request_id)) is not None:
                 saved.num_known = saved.num_saved = num_chunks
 
-    def follow(self, step: SchedulerOutput) -> None:
+    def process_step(self, step: SchedulerOutput) -> None:
         """Process a scheduled step: record the requests that begin to run, and save what earlier
         steps have computed of prompts."""
         for new in step.scheduled_new_reqs:

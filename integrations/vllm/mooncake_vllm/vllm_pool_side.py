@@ -232,7 +232,7 @@ class PoolSchedulerSide:
 
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]:
         """Save the prompt chunks that earlier steps have computed; nothing is pushed to a peer."""
-        self._saves.follow(step)
+        self._saves.process_step(step)
         return ()
 
     def request_finished(

@@ -128,7 +128,7 @@ class Saves:
         step = SimpleNamespace(
             scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens={}
         )
-        self.saves.follow(step)
+        self.saves.process_step(step)
 
     def compute(self, num_tokens: int) -> None:
         """A step ends that brings so many; the next one is scheduled."""
