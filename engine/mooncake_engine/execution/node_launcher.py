@@ -111,7 +111,7 @@ class JoinedNode:
         """Number and host of the node, for messages."""
         return f"node {self.hello.node} ({self.hello.host})"
 
-    def follow(self) -> None:
+    def receive_messages(self) -> None:
         """Receive the node's messages until it is gone. The main loop of a thread."""
         try:
             while True:
@@ -238,7 +238,9 @@ class NodeLauncher:
         for node in nodes:
             node.rank_connections += [end for rank in node.pids for end in connections[rank]]
             name = f"node-{node.hello.node}"
-            self._threads.append(threading.Thread(target=node.follow, name=name, daemon=True))
+            self._threads.append(
+                threading.Thread(target=node.receive_messages, name=name, daemon=True)
+            )
             self._threads[-1].start()
             ranks += [NodeRank(rank, connections[rank], node, our_host) for rank in node.pids]
             logger.info("%s runs ranks %s", node.name, ", ".join(map(str, node.pids)))

@@ -30,7 +30,7 @@ class PinnedChunks:
         """Whether some chunks are still being read from SSDs into their store's memory."""
         return any(handle.tier is Tier.SSD for _, handle in self.handles.values())
 
-    async def follow(self, nbytes: int, arrived: Callable[[int], None]) -> bool:
+    async def watch_arrivals(self, nbytes: int, arrived: Callable[[int], None]) -> bool:
         """Follow the arrival of chunks from SSDs until all have arrived.
 
         Args:

@@ -343,7 +343,7 @@ class PoolClient:
                 num_sent = num_layers
                 self._ranks.broadcast(LayersArrived(load_id, num_layers))
 
-        have_arrived = await pinned.follow(self.chunk_bytes, arrived)
+        have_arrived = await pinned.watch_arrivals(self.chunk_bytes, arrived)
         if not have_arrived:
             self._ranks.broadcast(CancelRuns(load_id))
         return have_arrived
