@@ -1,4 +1,4 @@
-"""What the Ascend plugin says about machines that we describe to it."""
+"""The availability check of the Ascend plugin, on described machines."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NPU = ascend_machine.AscendMachine(
         ),
     ],
 )
-def test_ascend_says_everything_that_is_missing(
+def test_probe_reports_everything_that_is_missing(
     machine: ascend_machine.AscendMachine, reasons: list[str]
 ) -> None:
     answer = ascend_machine.check_availability(machine)
@@ -54,13 +54,13 @@ def test_ascend_says_everything_that_is_missing(
         ),
     ],
 )
-def test_ascend_is_available(machine: ascend_machine.AscendMachine, found: str) -> None:
+def test_probe_reports_available_devices(machine: ascend_machine.AscendMachine, found: str) -> None:
     answer = ascend_machine.check_availability(machine)
     assert answer.ok
     assert answer.reason == found
 
 
-def test_ascend_reads_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_is_read_from_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     monkeypatch.setenv("MOONCAKE_HAL_ASCEND_ROOT", str(tmp_path))
@@ -88,7 +88,7 @@ def test_ascend_reads_the_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("compiler/version.info", "nothing of it\n", ""),
     ],
 )
-def test_canns_version_is_read(
+def test_cann_version_is_parsed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str, version: str
 ) -> None:
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
@@ -99,7 +99,7 @@ def test_canns_version_is_read(
 
 
 @pytest.mark.skipif(ascend_plugin.probe().ok, reason="this machine has an Ascend device")
-def test_ascend_does_not_load_without_a_device() -> None:
+def test_load_without_a_device_is_unavailable() -> None:
     spec = ascend_plugin.mooncake_hal_backend()
     with pytest.raises(BackendUnavailable) as caught:
         spec.load()

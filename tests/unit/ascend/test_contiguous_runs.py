@@ -1,4 +1,4 @@
-"""Pieces by whole runs: what is moved and where its rows go is what the pieces say."""
+"""Contiguous runs: moving pieces as whole runs puts every byte where its piece says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BASE, REMOTE = 1 << 40, 1 << 30
 
 
 def stripes(num_blocks: int, tokens: int, piece: int, ranks: int, mine: int) -> Spans:
-    """A rank's blocks, dense there in any order, as one stripe per token of wider blocks here."""
+    """A rank's blocks: dense and permuted at the peer, a stripe per token of wider blocks here."""
     block, token = np.divmod(np.arange(num_blocks * tokens, dtype=np.uint64), np.uint64(tokens))
     there = (block * np.uint64(7) % np.uint64(num_blocks)) * np.uint64(tokens * piece)
     here = (block * np.uint64(tokens) + token) * np.uint64(ranks * piece) + np.uint64(mine * piece)
@@ -28,7 +28,7 @@ def found(spans: Spans, max_bytes: int) -> ContiguousRuns | None:
 
 
 def carry_out(runs: ContiguousRuns, buffer_bytes: int, there: np.ndarray, here: np.ndarray) -> None:
-    """Move and scatter in memory."""
+    """Move the runs to a buffer and scatter their rows, in memory."""
     for batch in runs.batches(buffer_bytes):
         buffer = np.zeros(buffer_bytes, np.uint8)
         for at, start, size in zip(batch.in_buffer(0), batch.starts, batch.run_bytes, strict=True):
@@ -46,7 +46,7 @@ def carry_out(runs: ContiguousRuns, buffer_bytes: int, there: np.ndarray, here: 
     ranks=st.integers(2, 4),
     data=st.data(),
 )
-def test_every_byte_lands_where_its_piece_says(
+def test_runs_move_every_byte_to_its_pieces_address(
     num_blocks: int, tokens: int, piece: int, ranks: int, data: st.DataObject
 ) -> None:
     mine = data.draw(st.integers(0, ranks - 1))
@@ -64,7 +64,7 @@ def test_every_byte_lands_where_its_piece_says(
     assert (here == wanted).all()
 
 
-def test_a_block_is_one_run() -> None:
+def test_block_is_one_run() -> None:
     runs = found(stripes(1, 128, 256, 2, 1), 1 << 20)
     assert runs is not None
     [batch] = runs.batches(1 << 20)
@@ -82,5 +82,5 @@ def test_a_block_is_one_run() -> None:
         (stripes(1, 128, 8192, 2, 0), "a piece that is larger than the buffer"),
     ],
 )
-def test_what_is_better_moved_piece_by_piece(spans: Spans, why: str) -> None:
+def test_unsuitable_pieces_have_no_runs(spans: Spans, why: str) -> None:
     assert found(spans, 4096) is None, why

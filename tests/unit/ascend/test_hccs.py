@@ -1,4 +1,4 @@
-"""The transport around the vendors' engines: limits, sharing, refusals, and its plugin."""
+"""The hccs transport over the vendors' engines: limits, sharing, errors, and its plugin."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ENGINES = {"mooncake": fake_hccs.mooncake_module, "memfabric": fake_hccs.memfabr
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """What the transport tells the engines does not outlive the test."""
+    """Restore the environment variables that the transport sets for the engines."""
     with patch.dict(os.environ):
         yield
 
@@ -56,7 +56,7 @@ def transport(request: pytest.FixtureRequest) -> AdapterTransport:
 
 
 def vendor_engine(engine: str, *, serves: bool = False) -> VendorEngine:
-    """A fake behind our wrapper; mooncake's serves and dials alike."""
+    """Return our wrapper over a fake engine; the one of mooncake both serves and connects."""
     module = ENGINES[engine]()
     if engine == "mooncake":
         return MooncakeVendor(module, "127.0.0.1")
@@ -67,7 +67,7 @@ def with_options(**extra: str) -> EndpointOptions:
     return EndpointOptions(device=DEVICE, extra=extra)
 
 
-def test_regions_begin_at_a_page(transport: AdapterTransport) -> None:
+def test_unaligned_region_is_rejected(transport: AdapterTransport) -> None:
     buffer = NpuBuffer(1 << 20)
     region = buffer.region
     off = MemoryRegion(region.address + 512, 4096, DEVICE)
@@ -80,7 +80,7 @@ def test_regions_begin_at_a_page(transport: AdapterTransport) -> None:
         endpoint.close()
 
 
-def test_memory_of_elsewhere_is_refused(transport: AdapterTransport) -> None:
+def test_memory_of_the_host_or_another_npu_is_rejected(transport: AdapterTransport) -> None:
     with pytest.raises(TransportUnavailable, match="moves NPU memory only, not the host's"):
         transport.open(EndpointOptions())
     endpoint = transport.open(OPTIONS)
@@ -91,7 +91,7 @@ def test_memory_of_elsewhere_is_refused(transport: AdapterTransport) -> None:
         endpoint.close()
 
 
-def test_the_257th_region_is_refused_before_the_engine_does(transport: AdapterTransport) -> None:
+def test_region_257_is_rejected_before_it_reaches_the_engine(transport: AdapterTransport) -> None:
     memory = HostMemory().allocate(MAX_REGIONS * ALIGNMENT, 0)
     pages = memory.region.address
     endpoint = transport.open(OPTIONS)
@@ -106,7 +106,7 @@ def test_the_257th_region_is_refused_before_the_engine_does(transport: AdapterTr
 
 
 @pytest.mark.parametrize(("engine", "port"), [("mooncake", 15100), ("memfabric", 17500)])
-def test_our_port_is_not_one_of_the_engines(engine: str, port: int) -> None:
+def test_port_in_the_engines_range_is_rejected(engine: str, port: int) -> None:
     transport = fake_hccs.load_with({engine: ENGINES[engine]()})
     with pytest.raises(TransportUnavailable, match=f"port {port}, wanted for the transport, lies"):
         transport.open(EndpointOptions(device=DEVICE, port=port))
@@ -115,7 +115,7 @@ def test_our_port_is_not_one_of_the_engines(engine: str, port: int) -> None:
         transport.open(EndpointOptions(device=DEVICE, port_range=around))
 
 
-def test_the_engine_is_told_its_deadlines_and_ports() -> None:
+def test_engine_receives_its_deadlines_and_ports() -> None:
     os.environ["HCCL_RDMA_TIMEOUT"] = "14"
     os.environ["ASCEND_CONNECT_TIMEOUT"] = "123"
     fake_hccs.load_mooncake().open(with_options(protocol="roce")).close()
@@ -125,18 +125,18 @@ def test_the_engine_is_told_its_deadlines_and_ports() -> None:
     assert os.environ["HCCL_INTRA_ROCE_ENABLE"] == "1"
 
 
-def test_a_variable_that_makes_no_sense_closes_the_transport() -> None:
+def test_invalid_variable_makes_the_transport_unavailable() -> None:
     os.environ["HCCL_RDMA_RETRY_CNT"] = "many"
     with pytest.raises(TransportUnavailable, match="HCCL_RDMA_RETRY_CNT='many' must be"):
         fake_hccs.load_mooncake().open(OPTIONS)
 
 
-def test_an_engine_that_is_asked_for_and_missing_is_named() -> None:
+def test_missing_requested_engine_is_named() -> None:
     with pytest.raises(TransportUnavailable, match="engine=memfabric: memfabric_hybrid does not"):
         fake_hccs.load_mooncake().open(with_options(engine="memfabric"))
 
 
-def test_engines_of_two_kinds_do_not_reach_each_other() -> None:
+def test_engines_of_two_kinds_are_unreachable() -> None:
     ours, theirs = fake_hccs.load_mooncake(), fake_hccs.load_memfabric()
     here, there = ours.open(OPTIONS), theirs.open(OPTIONS)
     try:
@@ -161,8 +161,8 @@ def test_generations_are_compared_before_connecting() -> None:
         newer.close()
 
 
-def test_memfabric_that_is_dialled_moves_nothing() -> None:
-    """Why an endpoint has two of its engines."""
+def test_memfabric_server_cannot_read_from_its_client() -> None:
+    """This is why an endpoint has two memfabric engines."""
     HostRuntime().bind_thread(0)
     server, client = (vendor_engine("memfabric", serves=serves) for serves in (True, False))
     ours, theirs = NpuBuffer(4096), NpuBuffer(4096)
@@ -182,7 +182,9 @@ def test_memfabric_that_is_dialled_moves_nothing() -> None:
         ("memfabric", "memfabric did not start on 127.0.0.1: -1, .*: device 0 is not this thread"),
     ],
 )
-def test_an_engine_without_an_npu_in_its_thread_does_not_start(engine: str, message: str) -> None:
+def test_engine_without_an_npu_bound_to_its_thread_does_not_start(
+    engine: str, message: str
+) -> None:
     fake_hccs.unbind_thread()
     with pytest.raises(TransportUnavailable, match=message):
         vendor_engine(engine)
@@ -201,10 +203,8 @@ RULES = [
 
 
 @pytest.mark.parametrize(("engine", "broken", "message"), RULES)
-def test_the_engines_rules_on_memory_are_typed_errors(
-    engine: str, broken: str, message: str
-) -> None:
-    """As the wrapper raises them for whom ``SharedEngine`` does not stop before."""
+def test_memory_errors_of_engines_are_typed(engine: str, broken: str, message: str) -> None:
+    """As the wrapper raises them for callers that bypass the checks of ``SharedEngine``."""
     HostRuntime().bind_thread(0)
     running = vendor_engine(engine)
     memory = HostMemory().allocate((MAX_REGIONS + 1) * ALIGNMENT, 0)
@@ -233,7 +233,7 @@ def test_the_engines_rules_on_memory_are_typed_errors(
         ),
     ],
 )
-def test_memory_that_is_not_registered_is_not_moved(engine: str, message: str) -> None:
+def test_unregistered_memory_is_not_moved(engine: str, message: str) -> None:
     HostRuntime().bind_thread(0)
     near, far = vendor_engine(engine), vendor_engine(engine, serves=True)
     ours, theirs = NpuBuffer(4096), NpuBuffer(4096)
@@ -245,7 +245,7 @@ def test_memory_that_is_not_registered_is_not_moved(engine: str, message: str) -
     near.write(far.session(), spans)
 
 
-def test_agents_share_an_engine_and_its_regions() -> None:
+def test_endpoints_share_an_engine_and_its_regions() -> None:
     started = []
     workspaces = WorkspacePool(HostMemory().allocate(WORKSPACE_BYTES, 0), WORKSPACE_BYTES)
     freed = []
@@ -280,7 +280,7 @@ def test_agents_share_an_engine_and_its_regions() -> None:
         shared.register(buffer.region)
 
 
-def test_an_endpoint_closes_whatever_its_engine_says(
+def test_endpoint_closes_despite_engine_errors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     endpoint = fake_hccs.load_mooncake().open(OPTIONS)
@@ -291,7 +291,7 @@ def test_an_endpoint_closes_whatever_its_engine_says(
     assert "the engine did not unregister memory: mooncake did not" in caplog.text
 
 
-def test_the_arena_gives_slots_back() -> None:
+def test_workspace_slots_are_reused() -> None:
     workspaces = WorkspacePool(HostMemory().allocate(1024, 0), 1024)
     held = [workspaces.workspace(32), workspaces.workspace(32)]
     held[0].put(b"a" * 32)
@@ -312,7 +312,7 @@ def test_return_codes_become_errors() -> None:
     )
 
 
-def test_the_plugin_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_probe_reports_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = hccs_plugin.mooncake_hal_transport()
     assert (spec.name, spec.priority) == ("hccs", 60)
     absent = hccs_plugin.probe()
@@ -332,8 +332,8 @@ def test_the_plugin_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert hccs_plugin.probe() == Availability(True, "memfabric-hybrid 9.9; 8 Ascend devices")
 
 
-def test_the_plugin_says_what_its_engines_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those that are installed, or the one that is set; for all NPUs of the host."""
+def test_plugin_reports_the_reserved_ports_of_its_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the installed engines or the configured one, for all NPUs of the host."""
     monkeypatch.setattr(
         hccs_plugin, "_installed", lambda: {"memfabric_hybrid": "memfabric-hybrid 9.9"}
     )

@@ -1,4 +1,4 @@
-"""What the doctor says of a host before hccs is tried."""
+"""The doctor's checks of a host for hccs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def problems(checks: list[Check]) -> list[str]:
     return [check.problem for check in checks if check.problem is not None]
 
 
-def test_a_host_in_order(root: Path) -> None:
+def test_valid_host_has_no_problems(root: Path) -> None:
     found = examine([0, 1], {}, "", root)
     assert problems(found) == []
     assert [check.what for check in found] == [
@@ -45,32 +45,32 @@ def test_a_host_in_order(root: Path) -> None:
     ]
 
 
-def test_addresses_that_are_missing_or_twice(root: Path) -> None:
+def test_missing_and_duplicate_addresses_are_reported(root: Path) -> None:
     assert "NPUs [2] have none" in problems(examine([0, 1, 2], {}, "", root))[0]
     (root / "etc/hccn.conf").write_text("address_0=10.0.0.1\naddress_1=10.0.0.1\n")
     assert "['10.0.0.1'] are given twice" in problems(examine([0, 1], {}, "", root))[0]
 
 
-def test_settings_that_make_no_sense(root: Path) -> None:
+def test_invalid_settings_are_reported(root: Path) -> None:
     (found,) = problems(examine([0, 1], {"HCCL_RDMA_TIMEOUT": "99"}, "", root))
     assert "HCCL_RDMA_TIMEOUT='99' must be" in found
     (found,) = problems(examine([0, 1], {}, "protocol=ib", root))
     assert "MOONCAKE_HAL_HCCS='protocol=ib'" in found
 
 
-def test_ports_that_the_kernel_gives_to_others(root: Path) -> None:
+def test_ports_in_the_kernels_ephemeral_range_are_reported(root: Path) -> None:
     (found,) = problems(examine([0, 1], {"ASCEND_BASE_PORT": "33000"}, "", root))
     assert found.startswith("the kernel gives 32768-60999 to anybody")
     (found,) = problems(examine([0, 1], {"ASCEND_BASE_PORT": "x"}, "", root))
     assert "ASCEND_BASE_PORT='x'" in found
 
 
-def test_tools_that_are_missing(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tools_are_reported(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.which", lambda name: None)
     assert len(problems(examine([0, 1], {}, "", root))) == 2
 
 
-def test_the_doctor_asks_the_plugin() -> None:
+def test_doctor_runs_the_checks_of_the_plugin() -> None:
     first, *rest = examine_transport(Registry.discover(), "hccs")
     assert first.what == "transport hccs"
     assert first.problem is not None

@@ -1,4 +1,4 @@
-"""What hccs derives from HCCL's settings: deadlines, port ranges, and refusals in words."""
+"""What hccs derives from HCCL's settings: deadlines, port ranges, and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mooncake_hal_ascend.hccs.hccs_settings import (
 )
 
 
-def test_options_win_over_the_variable() -> None:
+def test_options_override_the_variable() -> None:
     assert settings_of({}, "") == HccsSettings("auto", "auto")
     assert settings_of({"protocol": "hccs"}, "protocol=roce engine=memfabric") == HccsSettings(
         "memfabric", "hccs"
@@ -31,17 +31,17 @@ def test_options_win_over_the_variable() -> None:
         ("roce", "MOONCAKE_HAL_HCCS='roce'"),
     ],
 )
-def test_the_variable_is_refused_by_its_name(text: str, words: str) -> None:
+def test_invalid_variable_is_rejected_by_name(text: str, words: str) -> None:
     with pytest.raises(HalError, match=words):
         settings_of({}, text)
 
 
-def test_options_are_refused_as_values() -> None:
+def test_invalid_option_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="protocol must be one of"):
         settings_of({"protocol": "ib"}, "")
 
 
-def test_roce_waits_for_all_retransmissions() -> None:
+def test_roce_deadline_covers_all_retransmissions() -> None:
     found = deadlines({}, "auto")
     assert found == EngineDeadlines(
         10_000,
@@ -53,11 +53,11 @@ def test_roce_waits_for_all_retransmissions() -> None:
     assert shorter.transfer_ms == 3201
 
 
-def test_hccs_retransmits_nothing() -> None:
+def test_hccs_deadline_has_no_retransmissions() -> None:
     assert deadlines({"HCCL_RDMA_TIMEOUT": "20"}, "hccs").transfer_ms == 3000
 
 
-def test_the_engines_own_variables_win() -> None:
+def test_variables_of_the_engine_take_precedence() -> None:
     vendor = {
         "HCCL_CONNECT_TIMEOUT": "120",
         "HCCL_RDMA_TIMEOUT": "20",
@@ -72,13 +72,13 @@ def test_the_engines_own_variables_win() -> None:
     "vendor",
     [{"HCCL_RDMA_TIMEOUT": "25"}, {"HCCL_RDMA_RETRY_CNT": "0"}, {"HCCL_RDMA_TIMEOUT": "x"}],
 )
-def test_a_setting_that_makes_no_sense_is_named(vendor: dict[str, str]) -> None:
+def test_invalid_setting_is_named(vendor: dict[str, str]) -> None:
     (name,) = vendor
     with pytest.raises(HalError, match=f"{name}='{vendor[name]}' must be a whole number from"):
         deadlines(vendor, "roce")
 
 
-def test_mooncake_takes_a_thousand_ports_per_npu() -> None:
+def test_mooncake_reserves_a_thousand_ports_per_npu() -> None:
     assert engine_ports("mooncake", {}, [2, 3]) == (
         ReservedPorts("the mooncake engine's links", PortRange(22000, 24000), "ASCEND_BASE_PORT"),
         ReservedPorts(
@@ -91,14 +91,14 @@ def test_mooncake_takes_a_thousand_ports_per_npu() -> None:
     assert moved[0].ports == PortRange(30000, 31000)
 
 
-def test_memfabric_takes_what_it_is_given() -> None:
+def test_memfabric_reserves_its_configured_ports() -> None:
     vendor = {"MF_CONFIG_STORE_PORT_START": "40000", "MF_CONFIG_STORE_PORT_END": "40100"}
     [store] = engine_ports("memfabric", vendor, [0])
     assert (store.what, store.ports) == ("memfabric's store", PortRange(40000, 40100))
     assert store.setting == "MF_CONFIG_STORE_PORT_START and MF_CONFIG_STORE_PORT_END"
 
 
-def test_ranges_that_leave_the_ports_are_refused() -> None:
+def test_invalid_port_ranges_are_rejected() -> None:
     with pytest.raises(HalError, match="leads to port 66000; choose a base of at most 49535"):
         engine_ports("mooncake", {"ASCEND_BASE_PORT": "50000"}, list(range(16)))
     with pytest.raises(HalError, match="ASCEND_BASE_PORT='80' must be a port"):
@@ -107,7 +107,7 @@ def test_ranges_that_leave_the_ports_are_refused() -> None:
         engine_ports("mooncake", {"MC_MIN_RPC_PORT": "17001"}, [0])
 
 
-def test_our_ports_stay_out_of_them() -> None:
+def test_port_in_a_reserved_range_has_a_reason() -> None:
     ranges = engine_ports("mooncake", {}, [0])
     assert reservation_conflict("HTTP", PortRange(19999, 19999), ranges) is None
     assert reservation_conflict("HTTP", PortRange(20000, 20000), ranges) == (

@@ -1,4 +1,4 @@
-"""Stripes that are written cross as whole runs: what is moved, how often, and how it ends."""
+"""Staged transfers over hccs: stripes move as contiguous runs and are scattered by the receiver."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ SECONDS = 60.0
 
 @pytest.fixture(autouse=True)
 def environment() -> Iterator[None]:
-    """What the transport tells the engines does not outlive the test."""
+    """Restore the environment variables that the transport sets for the engines."""
     with patch.dict(os.environ):
         yield
 
 
 @dataclass
 class Counted:
-    """An engine, and how many pieces each of its calls moved."""
+    """A transport, and the number of pieces in each call of its engine."""
 
     transport: AdapterTransport
     calls: list[int]
@@ -72,7 +72,7 @@ def counted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @dataclass
 class Ranks:
-    """A prefill rank's blocks, dense, and a decode rank's, which hold a stripe of it per token."""
+    """A prefill rank with dense blocks, and a decode rank with a stripe of them per token."""
 
     near: Endpoint
     far: Endpoint
@@ -82,7 +82,7 @@ class Ranks:
     key_there: int
 
     def spans(self, num_blocks: int) -> Spans:
-        """The second half of every token, of the first blocks."""
+        """Return spans to the second half of every token of the first ``num_blocks`` blocks."""
         place = np.arange(num_blocks * TOKENS, dtype=np.uint64)
         dense = place * np.uint64(PIECE) + np.uint64(self.here.region.address)
         base = np.uint64(self.there.region.address + PIECE)
@@ -105,12 +105,12 @@ def ranks(transport: AdapterTransport, num_blocks: int) -> Ranks:
 
 
 def halves(there: NpuBuffer) -> NDArray[np.uint8]:
-    """What the decode rank has: [tokens, ranks, bytes]."""
+    """Return the decode rank's memory as [tokens, ranks, bytes]."""
     return there.get().reshape(-1, RANKS, PIECE)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 40, 100])
-def test_a_push_moves_blocks_and_not_tokens(counted: Counted, num_blocks: int) -> None:
+def test_push_moves_at_most_one_piece_per_block(counted: Counted, num_blocks: int) -> None:
     pair = ranks(counted.transport, num_blocks)
     counted.calls.clear()
     try:
@@ -118,12 +118,14 @@ def test_a_push_moves_blocks_and_not_tokens(counted: Counted, num_blocks: int) -
         found = halves(pair.there)
         assert (found[:, 1].reshape(-1) == pair.here.get()).all()
         assert not found[:, 0].any()
-        assert sum(counted.calls) <= num_blocks  # one each, or less: blocks lie behind each other
+        assert (
+            sum(counted.calls) <= num_blocks
+        )  # at most one per block: adjacent blocks are one run
     finally:
         pair.close()
 
 
-def test_a_pull_moves_blocks_and_not_tokens(counted: Counted) -> None:
+def test_pull_moves_at_most_one_piece_per_block(counted: Counted) -> None:
     pair = ranks(counted.transport, 40)
     decode = pair.far.connect(pair.near.address, timeout=SECONDS)
     counted.calls.clear()
@@ -137,10 +139,10 @@ def test_a_pull_moves_blocks_and_not_tokens(counted: Counted) -> None:
 
 
 @pytest.mark.parametrize("num_reads", [1, 2])
-def test_a_pull_from_a_peer_that_does_not_answer_holds_up_no_other(
+def test_hung_pull_does_not_block_another_one(
     monkeypatch: pytest.MonkeyPatch, num_reads: int
 ) -> None:
-    """Nor where it has taken the only buffers: then the other one goes piece by piece."""
+    """Even if the hung pull holds the only buffers: the other one then moves piece by piece."""
     monkeypatch.setattr(hccs_transport, "MAX_READS", num_reads)
     monkeypatch.setattr(hccs_staging, "BUFFERS_SECONDS", 0.02)
     has_begun, answers, move = threading.Event(), threading.Event(), fake_hccs.HixlEngine._move
@@ -168,8 +170,8 @@ def test_a_pull_from_a_peer_that_does_not_answer_holds_up_no_other(
         pair.close()
 
 
-def test_a_closed_endpoint_keeps_no_device_memory(counted: Counted) -> None:
-    """Its 50 MiB are free at once, and not when a collector comes."""
+def test_closed_endpoint_frees_its_device_memory(counted: Counted) -> None:
+    """Its 50 MiB are freed at once, not by the garbage collector."""
     gc.collect()
     gc.disable()
     try:
@@ -185,7 +187,7 @@ def test_a_closed_endpoint_keeps_no_device_memory(counted: Counted) -> None:
         gc.enable()
 
 
-def test_memory_of_somebody_else_is_written_piece_by_piece(
+def test_memory_that_cannot_be_scattered_is_written_piece_by_piece(
     counted: Counted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The receiver publishes for each region whether it can scatter over it."""
@@ -200,10 +202,10 @@ def test_memory_of_somebody_else_is_written_piece_by_piece(
         pair.close()
 
 
-def test_who_finds_all_buffers_lent_writes_piece_by_piece(
+def test_push_without_a_free_buffer_writes_piece_by_piece(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """And says so once; what a peer borrowed is free again when it leaves."""
+    """It is logged once; a peer's buffers become free when it disconnects."""
     monkeypatch.setattr(hccs_transport, "MAX_BORROWERS", 1)
     pair = ranks(fake_hccs.load_mooncake(), 2)
     try:
@@ -229,7 +231,7 @@ def test_who_finds_all_buffers_lent_writes_piece_by_piece(
 
 @dataclass
 class Held:
-    """A stream whose copies wait until they may go on."""
+    """A stream whose copies block until they are resumed."""
 
     begun: threading.Event
     resumed: threading.Event
@@ -245,14 +247,14 @@ class Held:
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Held:
-    """The receiver's copies."""
+    """Hold the receiver's copies."""
     stream = Held(threading.Event(), threading.Event())
     monkeypatch.setattr(HostStream, "run", lambda self, *rest: stream.run(*rest))
     return stream
 
 
-def test_a_cancelled_push_waits_for_what_the_peer_spreads(held: Held) -> None:
-    """Its blocks are not given to another request before that."""
+def test_cancelled_push_waits_for_the_peers_scatter(held: Held) -> None:
+    """Its blocks are not reused by another request before that."""
     pair = ranks(fake_hccs.load_mooncake(), 2)
     try:
         transfer = pair.peer.write(pair.spans(2), timeout=SECONDS)
@@ -270,7 +272,7 @@ def test_a_cancelled_push_waits_for_what_the_peer_spreads(held: Held) -> None:
         pair.close()
 
 
-def test_a_revocation_waits_for_what_is_spread_and_ends_the_rest(
+def test_revocation_waits_for_a_scatter_in_flight_and_fails_the_rest(
     held: Held, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     is_withdrawn, detach = threading.Event(), AdapterDataPath.detach
@@ -301,8 +303,8 @@ def test_a_revocation_waits_for_what_is_spread_and_ends_the_rest(
         pair.close()
 
 
-def test_a_peer_that_does_not_answer_is_lost(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cancelled transfer ends when its peer is given up: not before, and not never."""
+def test_silent_peer_is_lost(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancelled transfer ends when its peer is declared lost, and no earlier."""
     monkeypatch.setattr(hccs_staging, "GRACE_SECONDS", 0.2)
     pair = ranks(fake_hccs.load_mooncake(), 2)
     try:
@@ -318,7 +320,7 @@ def test_a_peer_that_does_not_answer_is_lost(held: Held, monkeypatch: pytest.Mon
 
 
 class Lender:
-    """A pool with one borrower's buffers, a region of 64 KiB, and a guest."""
+    """A pool with the buffers of one borrower, a region of 64 KiB, and a peer's session."""
 
     def __init__(self) -> None:
         self.memory = HostMemory().allocate(LENT_BYTES, 0)
@@ -337,7 +339,7 @@ class Lender:
         self.ask(ScatterBuffer(slot, PackedPieces.of(at, np.array(sizes, np.uint64))))
 
 
-def test_a_buffer_is_spread_where_its_pieces_say() -> None:
+def test_buffer_is_scattered_to_its_pieces() -> None:
     lender = Lender()
     lender.ask(Borrow())
     lender.memory.tensor[BUFFER_BYTES : BUFFER_BYTES + 96] = torch.arange(96, dtype=torch.uint8)
@@ -374,7 +376,7 @@ def test_buffers_must_be_borrowed_and_are_limited() -> None:
         ([0, 48], [32, 32], 0, "pieces in rows of 16 bytes can't be scattered"),
     ],
 )
-def test_what_a_peer_asks_for_is_checked(
+def test_scatter_requests_are_validated(
     targets: list[int], sizes: list[int], slot: int, message: str | None
 ) -> None:
     lender = Lender()
@@ -387,13 +389,13 @@ def test_what_a_peer_asks_for_is_checked(
     assert not lender.target.tensor.any()
 
 
-def test_a_malformed_request_is_refused() -> None:
+def test_malformed_request_is_rejected() -> None:
     session = Session.__new__(Session)
     with pytest.raises(TransferError, match="a call can't be read"):
         Lender().lent.handle_request(session, b"scatter it", AttachedRegions("this"))
 
 
-def test_pieces_of_two_regions_or_of_foreign_memory_are_not_spread() -> None:
+def test_pieces_of_two_regions_or_of_foreign_memory_are_rejected() -> None:
     lender = Lender()
     lender.ask(Borrow())
     other = HostMemory().allocate(64 << 10, 0)
@@ -408,7 +410,7 @@ def test_pieces_of_two_regions_or_of_foreign_memory_are_not_spread() -> None:
         lender.ask(ScatterBuffer(0, there))
 
 
-def test_a_region_that_is_revoked_is_not_spread_over() -> None:
+def test_revoked_region_is_not_scattered_to() -> None:
     lender = Lender()
     lender.ask(Borrow())
     lender.local.revoke(1)

@@ -1,4 +1,4 @@
-"""Pieces of device memory are packed into pinned memory, and unpacked from it."""
+"""Pieces of device memory are gathered into pinned memory, and scattered from it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIZE = 4 << 20
 
 
 class Device:
-    """Two allocations of a device that is the host."""
+    """A device emulated by the host, with two allocations."""
 
     def __init__(self) -> None:
         self.allocations = [torch.randint(0, 256, (SIZE,), dtype=torch.uint8) for _ in range(2)]
@@ -32,7 +32,7 @@ class Device:
 
 
 def pieces(device: Device, sizes: list[int]) -> tuple[Addresses, Addresses]:
-    """Apart from each other, in turns of both allocations' pieces: [n] addresses and lengths."""
+    """Return addresses [n] and lengths [n] of separate pieces in both allocations."""
     addresses, at = [], 0
     for number, size in enumerate(sizes):
         memory = device.allocations[number % 3 == 2]
@@ -44,7 +44,7 @@ def pieces(device: Device, sizes: list[int]) -> tuple[Addresses, Addresses]:
 @pytest.mark.parametrize(
     "sizes", [[64] * 9, [128, 256, 64, 64], [5, 7, 1], [LARGE_BYTES, LARGE_BYTES + 64]], ids=str
 )
-def test_what_is_gathered_is_scattered(sizes: list[int]) -> None:
+def test_gather_and_scatter_round_trip(sizes: list[int]) -> None:
     device = Device()
     copies = device.copies()
     addresses, nbytes = pieces(device, sizes)
@@ -66,7 +66,7 @@ def test_what_is_gathered_is_scattered(sizes: list[int]) -> None:
     pinned.close()
 
 
-def test_memory_that_is_not_the_devices_is_refused() -> None:
+def test_memory_outside_the_allocations_is_rejected() -> None:
     device = Device()
     copies = device.copies()
     pinned, copier = copies.allocate_pinned(SIZE), copies.copier()

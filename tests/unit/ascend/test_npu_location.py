@@ -1,4 +1,4 @@
-"""Where an NPU stands, and whether two of them reach each other."""
+"""The location of an NPU, and whether two NPUs reach each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def apart(ours: NpuLocation, theirs: NpuLocation) -> str | None:
 
 @dataclass
 class Tool:
-    """Answers as npu-smi, and keeps what it was asked."""
+    """A stand-in for npu-smi, which records its command line."""
 
     answer: str
     asked: Sequence[str] = ()
@@ -55,13 +55,13 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_an_a2_server_is_joined_by_hccs() -> None:
+def test_npus_of_an_a2_server_are_connected_by_hccs() -> None:
     other = moved(A2, device=3, device_address="")
     assert apart(A2, other) is None
     assert apart(A2, A2) is None
 
 
-def test_beyond_the_server_it_goes_by_roce() -> None:
+def test_a2_servers_are_connected_by_roce() -> None:
     other = moved(A2, server="boot-b", device_address="10.0.0.2")
     assert apart(A2, other) is None
     strict = apart(moved(A2, protocol="hccs"), moved(other, protocol="hccs"))
@@ -71,7 +71,7 @@ def test_beyond_the_server_it_goes_by_roce() -> None:
     )
 
 
-def test_without_addresses_tcp_is_offered() -> None:
+def test_npus_without_addresses_are_unreachable_and_tcp_is_suggested() -> None:
     other = moved(A2, server="boot-b", device_address="")
     assert apart(A2, other) == (
         "HCCS ends at the server boot-a, the peer is in the server boot-b; RoCE needs the NPUs' "
@@ -82,7 +82,7 @@ def test_without_addresses_tcp_is_offered() -> None:
     assert "this end and the peer has none" in both
 
 
-def test_a_super_node_is_joined_by_hccs_across_servers() -> None:
+def test_servers_of_a_super_node_are_connected_by_hccs() -> None:
     other = moved(A3, server="boot-b", super_device="16777220", device_address="")
     assert apart(A3, other) is None
     elsewhere = moved(other, super_pod="8", protocol="hccs")
@@ -100,46 +100,46 @@ def test_a_super_node_is_joined_by_hccs_across_servers() -> None:
         (moved(A3, device=1, super_device="9"), "both NPUs claim the address 10.0.0.1"),
     ],
 )
-def test_why_ends_are_incompatible(other: NpuLocation, words: str) -> None:
+def test_incompatible_ends_have_a_reason(other: NpuLocation, words: str) -> None:
     reason = apart(A3, other)
     assert reason is not None
     assert words in reason
 
 
-def test_a_malformed_location_is_refused() -> None:
+def test_malformed_location_is_rejected() -> None:
     with pytest.raises(TransferError, match="malformed NPU location"):
         unreachable_reason(A2.encode(), b"somewhere")
 
 
-def test_an_a2_is_located_by_its_files(root: Path) -> None:
+def test_a2_is_located_by_files(root: Path) -> None:
     tool = Tool("")
     found = locate("A2", 1, "auto", {"ASCEND_RT_VISIBLE_DEVICES": "4, 5"}, root=root, ask=tool)
     assert found == NpuLocation("A2", "boot-a", "", "", 5, "10.0.0.6", "auto")
     assert tool.asked == ()
 
 
-def test_an_a3_asks_for_its_super_node(root: Path) -> None:
+def test_a3_queries_its_super_node(root: Path) -> None:
     tool = Tool(SPOD)
     found = locate("A3", 5, "hccs", {}, root=root, ask=tool)
     assert found == NpuLocation("A3", "boot-a", "7", "16777216", 5, "10.0.0.6", "hccs")
     assert tool.asked[-4:] == ["-i", "2", "-c", "1"]
 
 
-def test_a_logical_super_node_divides_a_physical_one(root: Path) -> None:
+def test_logical_super_node_overrides_the_physical_one(root: Path) -> None:
     found = locate("A3", 0, "auto", {"HCCL_LOGIC_SUPERPOD_ID": "left"}, root=root, ask=Tool(SPOD))
     assert (found.super_pod, found.super_device) == ("left", "16777216")
 
 
-def test_an_a3_without_a_known_super_node_is_refused(root: Path) -> None:
+def test_a3_without_a_known_super_node_is_unavailable(root: Path) -> None:
     with pytest.raises(TransportUnavailable, match=r"npu-smi .* set HCCL_LOGIC_SUPERPOD_ID"):
         locate("A3", 0, "auto", {}, root=root, ask=Tool(""))
 
 
-def test_without_hccn_conf_there_are_no_addresses(root: Path) -> None:
+def test_missing_hccn_conf_gives_no_address(root: Path) -> None:
     (root / "etc/hccn.conf").unlink()
     assert locate("A2", 0, "auto", {}, root=root, ask=Tool("")).device_address == ""
 
 
-def test_a_device_that_is_not_visible_is_refused(root: Path) -> None:
+def test_invisible_device_is_unavailable(root: Path) -> None:
     with pytest.raises(TransportUnavailable, match="has no number for npu:2"):
         locate("A2", 2, "auto", {"ASCEND_RT_VISIBLE_DEVICES": "4,5"}, root=root, ask=Tool(""))

@@ -1,4 +1,4 @@
-"""The table of NPUs: what is run on, and how everything else is refused."""
+"""The table of supported NPUs, and the errors for all others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from mooncake_hal_ascend.soc import SOCS, HccsDomain, find_soc
         (255, "Ascend910_9362", "A3", HccsDomain.SUPER_NODE),
     ],
 )
-def test_a2_and_a3_are_known(version: int, name: str, generation: str, domain: HccsDomain) -> None:
+def test_a2_and_a3_are_supported(
+    version: int, name: str, generation: str, domain: HccsDomain
+) -> None:
     found = find_soc(version, name)
     assert (found.generation, found.hccs_domain) == (generation, domain)
 
@@ -32,13 +34,13 @@ def test_a2_and_a3_are_known(version: int, name: str, generation: str, domain: H
         (223, "Ascend910_9391", "A2"),
     ],
 )
-def test_every_other_one_is_refused_with_its_name(version: int, name: str, family: str) -> None:
+def test_unsupported_npus_are_rejected_by_name(version: int, name: str, family: str) -> None:
     with pytest.raises(BackendUnavailable) as caught:
         find_soc(version, name)
     assert f"device {name!r} has SoC version {version} ({family})" in caught.value.reason
     assert "A2 (ascend910b*, 220 to 225), A3 (ascend910_93*, 250 to 255)" in caught.value.reason
 
 
-def test_no_version_is_of_two_families() -> None:
+def test_soc_versions_are_unique() -> None:
     versions = [version for soc in SOCS for version in soc.versions]
     assert len(versions) == len(set(versions))

@@ -1,4 +1,4 @@
-"""KV memory of the CPU backend: alignment, sharing, and nothing left behind."""
+"""KV memory of the CPU backend: alignment, sharing, and freeing without leaks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def mappings() -> int:
         return sum("mooncake-hal" in line for line in lines)
 
 
-def test_allocations_begin_at_a_huge_page() -> None:
+def test_allocations_are_aligned_to_a_huge_page() -> None:
     allocation = CpuMemory().allocate(3 * ALIGNMENT + 5, 0)
     assert allocation.region.address % ALIGNMENT == 0
     allocation.free()
 
 
-def test_another_mapping_of_the_descriptor_sees_the_same_bytes() -> None:
+def test_second_mapping_of_the_descriptor_sees_the_same_bytes() -> None:
     allocation = CpuMemory().allocate(5000, 0)
     region = allocation.region
     assert region.fd is not None
@@ -40,7 +40,7 @@ def test_another_mapping_of_the_descriptor_sees_the_same_bytes() -> None:
     allocation.free()
 
 
-def test_freeing_leaves_no_descriptor_and_no_mapping() -> None:
+def test_free_leaks_no_descriptor_or_mapping() -> None:
     before = open_descriptors(), mappings()
     for _ in range(20):
         allocation = CpuMemory().allocate(ALIGNMENT + 1, 0)
@@ -49,7 +49,7 @@ def test_freeing_leaves_no_descriptor_and_no_mapping() -> None:
     assert (open_descriptors(), mappings()) == before
 
 
-def test_a_refusal_of_the_kernel_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_allocation_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_device, "memory_bytes", lambda: (1 << 62, 1 << 62))
     before = open_descriptors()
     with pytest.raises(OutOfMemory, match=rf"{1 << 50} bytes were asked for"):
@@ -57,6 +57,6 @@ def test_a_refusal_of_the_kernel_is_out_of_memory(monkeypatch: pytest.MonkeyPatc
     assert open_descriptors() == before
 
 
-def test_the_machine_has_memory() -> None:
+def test_machine_reports_available_and_total_memory() -> None:
     available, total = memory_bytes()
     assert 0 < available <= total

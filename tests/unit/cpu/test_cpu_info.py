@@ -17,5 +17,5 @@ from mooncake_hal_cpu import cpu_info
         ("aarch64", "fp asimd bf16", "aarch64+asimd+bf16"),
     ],
 )
-def test_a_cpus_generation(machine: str, flags: str, generation: str) -> None:
+def test_generation_follows_from_the_cpu_flags(machine: str, flags: str, generation: str) -> None:
     assert cpu_info.generation(machine, flags) == generation

@@ -1,4 +1,4 @@
-"""What the CPU's kernels promise beyond the suite: a result depends on its own sequence alone."""
+"""A guarantee of the CPU's kernels beyond the suite: batch invariance, bit for bit."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def threads() -> Iterator[None]:
 
 
 def rows_of(batch: AttentionBatch, first: int, stop: int, decodes: int) -> AttentionBatch:
-    """Sequences [first, stop) of a batch as a batch of their own."""
+    """Return sequences [first, stop) of a batch as a batch of their own."""
     return replace(
         batch,
         num_decodes=decodes,
@@ -61,7 +61,7 @@ def test_this_machine_compiles_the_kernels() -> None:
     assert isinstance(OPS, NativeOps)
 
 
-def test_without_kernels_torch_runs_and_says_so(
+def test_torch_is_used_with_a_warning_without_kernels(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("MOONCAKE_HAL_CPU_NATIVE", "0")

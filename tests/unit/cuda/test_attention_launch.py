@@ -1,4 +1,4 @@
-"""The counts by which a decode's programs find out which of them is the last."""
+"""The arrival counters by which a decode's programs determine which of them is the last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GPU = torch.device("cuda", 0)
 
 
 class Streams:
-    """What torch says of a GPU's streams."""
+    """A stand-in for torch's stream functions of a GPU."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current = 1
@@ -40,7 +40,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> Iterator[Streams]:
     attention_launch._zeros.cache_clear()
 
 
-def test_each_stream_has_its_own(streams: Streams) -> None:
+def test_each_stream_has_its_own_counters(streams: Streams) -> None:
     first = attention_launch._arrivals(5000, GPU)
     assert first.shape == (8192,)
     assert attention_launch._arrivals(8000, GPU) is first
@@ -48,8 +48,8 @@ def test_each_stream_has_its_own(streams: Streams) -> None:
     assert attention_launch._arrivals(5000, GPU) is not first
 
 
-def test_a_capture_finds_those_of_the_run_before_it(streams: Streams) -> None:
-    """And makes none: a graph would set them back at each replay, and others before that never."""
+def test_capture_reuses_the_counters_of_the_previous_run(streams: Streams) -> None:
+    """It allocates none: zeros that are allocated during a capture are filled only by replays."""
     made = attention_launch._arrivals(64, GPU)
     streams.is_capturing = True
     assert attention_launch._arrivals(4096, GPU) is made

@@ -1,4 +1,4 @@
-"""Calls of libraries' attention: results where the CPU has it, signatures where it has not."""
+"""Calls of attention libraries: their results if the CPU supports them, else their signatures."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def test_sdpa_over_gathered_kv(heads: tuple[int, int], dtype: str) -> None:
     ("least_tokens", "parts"),
     [(1, [(1, False), (1, True), (2, False), (1, True)]), (33, [(5, False)]), (5, [(1, False)])],
 )
-def test_prompts_are_cut_where_long_whole_ones_begin_and_end(
+def test_prompts_are_split_at_long_whole_ones(
     least_tokens: int, parts: list[tuple[int, bool]]
 ) -> None:
-    """Together they compute what the call does."""
+    """The parts together compute the same as the whole call."""
     backend = Registry.discover().select_backend("cpu")
     lengths = ((1, 20), (2, 4), (5, 5), (3, 40), (33, 130), (1, 1))
     case = make_case(backend, Shape("float32"), lengths)
@@ -78,7 +78,7 @@ def test_prompts_are_cut_where_long_whole_ones_begin_and_end(
 
 
 @pytest.mark.parametrize("is_decode", [True, False])
-def test_a_trial_is_a_busy_step_over_caches_of_the_same_strides(is_decode: bool) -> None:
+def test_trial_is_a_large_step_over_caches_of_the_same_strides(is_decode: bool) -> None:
     backend = Registry.discover().select_backend("cpu")
     case = make_case(backend, Shape(layout="BHLPT"), ((1, 20), (7, 7)))
     try:
@@ -96,8 +96,8 @@ def test_a_trial_is_a_busy_step_over_caches_of_the_same_strides(is_decode: bool)
         case.kv.free()
 
 
-def test_sdpa_is_not_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For chunks and whole prompts alike; what others have set stays as it was."""
+def test_sdpa_disables_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For chunks and for whole prompts; the caller's setting is restored."""
     enabled: list[bool] = []
 
     def attend(query: torch.Tensor, *others: object, **options: object) -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_sdpa_is_not_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def trial() -> Iterator[AttentionCall]:
-    """Of a long prompt."""
+    """The trial call of a long prompt."""
     backend = Registry.discover().select_backend("cpu")
     case = make_case(backend, Shape("bfloat16"), ((7, 7),))
     caches = (case.kv.key, case.kv.value)
@@ -129,7 +129,7 @@ def trial() -> Iterator[AttentionCall]:
     case.kv.free()
 
 
-def test_a_shorter_trial_is_a_call_like_any_other(trial: AttentionCall) -> None:
+def test_shortened_trial_is_a_valid_call(trial: AttentionCall) -> None:
     shorter = shortened(trial, 33)
     assert shorter.batch.host_query_lens == shorter.batch.host_context_lens == (2015,)
     wanted = ReferenceOps().prefill_attention(shorter.query, *shorter.caches, shorter.batch, 0.125)
@@ -137,7 +137,7 @@ def test_a_shorter_trial_is_a_call_like_any_other(trial: AttentionCall) -> None:
 
 
 class _Clock:
-    """In place of CUDA's events; what runs moves it on."""
+    """A stand-in for CUDA events; the timed calls advance its clock."""
 
     now = 0.0
 
@@ -148,38 +148,38 @@ class _Clock:
         self._at = _Clock.now
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """Do nothing: all work is synchronous."""
 
     def elapsed_time(self, end: _Clock) -> float:
         return end._at - self._at
 
 
-def _taking(each: float, a_new_length: float) -> Attend:
+def _taking(each: float, planning_ms: float) -> Attend:
     seen: set[int] = set()
 
     def attend(call: AttentionCall) -> torch.Tensor:
         tokens = call.new_tokens
-        _Clock.now += each if tokens in seen else each + a_new_length
+        _Clock.now += each if tokens in seen else each + planning_ms
         seen.add(tokens)
         return call.query
 
     return attend
 
 
-@pytest.mark.parametrize(("a_new_length", "chosen"), [(0.0, "sdpa"), (400.0, OURS)])
-def test_a_library_that_plans_each_length_loses(
-    trial: AttentionCall, a_new_length: float, chosen: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("planning_ms", "chosen"), [(0.0, "sdpa"), (400.0, OURS)])
+def test_library_that_plans_for_each_length_is_not_chosen(
+    trial: AttentionCall, planning_ms: float, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "Event", _Clock)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     ours = LibraryTrial(OURS, mean_milliseconds(_taking(1.0, 0.0), trial))
-    other = try_library("sdpa", _taking(0.5, a_new_length), trial, trial.query)
+    other = try_library("sdpa", _taking(0.5, planning_ms), trial, trial.query)
     assert ours.milliseconds == pytest.approx(1.0)
     assert choose_library(AUTO, [ours, other]).name == chosen
 
 
-def test_varlen_takes_the_call_as_it_is() -> None:
-    """On tensors without memory: torch checks names, shapes and types, and computes nothing."""
+def test_varlen_accepts_the_call() -> None:
+    """On meta tensors: torch checks names, shapes and types, and computes nothing."""
     varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has none")
     if "block_table" not in signature(varlen.varlen_attn).parameters:
         pytest.skip("varlen_attn of this torch reads no paged KV; the backend says so, too")

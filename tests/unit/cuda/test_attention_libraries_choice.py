@@ -1,4 +1,4 @@
-"""What attention runs on, from made-up times."""
+"""The choice of an attention library, from synthetic timings."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ TRIALS = [
 ]
 
 
-def test_the_fastest_is_chosen_and_the_reason_names_all() -> None:
+def test_fastest_library_is_chosen_and_the_reason_names_all() -> None:
     assert choose_library(AUTO, TRIALS) == LibraryChoice(
         "sdpa", "triton: 1.000 ms; sdpa: 0.800 ms; varlen: no pages of 16 tokens"
     )
 
 
 @pytest.mark.parametrize("milliseconds", [1.0, 0.95])
-def test_ours_wins_unless_another_is_clearly_faster(milliseconds: float) -> None:
+def test_our_kernel_is_chosen_unless_another_is_clearly_faster(milliseconds: float) -> None:
     assert (
         choose_library(AUTO, [LibraryTrial("sdpa", milliseconds), LibraryTrial(OURS, 1.0)]).name
         == OURS
     )
 
 
-def test_a_requested_library_is_chosen_even_if_it_is_slower() -> None:
+def test_requested_library_is_chosen_even_if_slower() -> None:
     assert (
         choose_library("sdpa", [LibraryTrial(OURS, 0.1), LibraryTrial("sdpa", 5.0)]).name == "sdpa"
     )
 
 
-def test_a_requested_library_that_is_unusable_is_refused() -> None:
+def test_unusable_requested_library_is_rejected() -> None:
     with pytest.raises(CapabilityError, match=r"ATTENTION=varlen .* no pages of 16 tokens"):
         choose_library("varlen", TRIALS)
 
 
-def test_trials_are_made_once_per_shape_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_trials_run_once_per_shape_and_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     made: list[str] = []
 
     def tries() -> list[LibraryTrial]:
@@ -67,7 +67,7 @@ def test_trials_are_made_once_per_shape_and_logged(caplog: pytest.LogCaptureFixt
     assert chooser.pick("prefill", 1, None) == "sdpa"
 
 
-def test_the_setting_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_setting_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MOONCAKE_HAL_CUDA_ATTENTION", raising=False)
     assert cuda_env.attention(NAMES) == AUTO
     monkeypatch.setenv("MOONCAKE_HAL_CUDA_ATTENTION", "cudnn")

@@ -1,4 +1,4 @@
-"""Capturing, as far as it shows without a device: which streams are made, and which are used."""
+"""Graph capture without a device: which streams are created, and which are used."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 from mooncake_hal_cuda.cuda_backend import CudaRuntime
 
 
-def test_everything_is_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each stream that runs a product keeps a workspace of cuBLAS, that no budget counts."""
+def test_all_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stream that runs a matrix product keeps a cuBLAS workspace, which no budget counts."""
     made: list[Any] = []
     captured_on: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""Where Triton keeps what it compiled."""
+"""The directory of Triton's kernel cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ print(kernels[0].name)
 """
 
 
-def test_kernels_are_kept_beside_our_own_helpers(
+def test_kernels_are_cached_beside_our_own_helpers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -34,14 +34,14 @@ def test_kernels_are_kept_beside_our_own_helpers(
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "mooncake-hal" / "native" / "triton")
 
 
-def test_a_folder_that_the_operator_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cache_directory_set_by_the_operator_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
     keep_kernels_in_project_cache()
     assert os.environ["TRITON_CACHE_DIR"] == "/elsewhere"
 
 
-def test_a_kernel_is_compiled_without_a_home(tmp_path: Path) -> None:
-    """As in a container whose user has none, and whose root can't be written."""
+def test_kernel_compiles_without_a_home_directory(tmp_path: Path) -> None:
+    """As in a container whose user has no home, and whose root is read-only."""
     pytest.importorskip("triton", reason="needs triton: ci/install dev installs it on Linux")
     environment = os.environ | {"HOME": "/proc/nowhere", "XDG_CACHE_HOME": str(tmp_path)}
     environment |= {"PYTHONPATH": "tests", "TRITON_INTERPRET": "0"}
@@ -64,12 +64,12 @@ mount -o remount,bind,ro / && mount -t tmpfs tmpfs "$1" && mkdir "$TMPDIR" || ex
 shift
 exec unshare --user --map-user="$1" --map-group="$1" "${@:2}"
 """
-"""What compose and Kubernetes make of the image: all is read-only but its cache and a folder for
-temporary files, which is not /tmp here, as the checkout may lie there."""
+"""The image's file system under compose and Kubernetes: read-only except for its cache and a
+directory for temporary files, which is not /tmp here because the checkout may lie there."""
 
 
-def test_a_kernel_is_compiled_as_the_images_user_on_a_read_only_root() -> None:
-    """The steps of ``Dockerfile.cuda``, whose user and cache folder these are."""
+def test_kernel_compiles_as_the_images_user_on_a_read_only_root() -> None:
+    """With the user and the cache directory of ``Dockerfile.cuda``."""
     pytest.importorskip("triton", reason="needs triton: ci/install dev installs it on Linux")
     dockerfile = (ROOT / "deploy" / "docker" / "Dockerfile.cuda").read_text()
     [cache] = re.findall(r"XDG_CACHE_HOME=(\S+)", dockerfile)

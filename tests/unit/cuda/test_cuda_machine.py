@@ -1,4 +1,4 @@
-"""What the CUDA plugin says about machines that we describe to it."""
+"""The availability check of the CUDA plugin, on described machines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ GPU = cuda_machine.CudaMachine(
         ),
     ],
 )
-def test_cuda_says_what_is_missing(machine: cuda_machine.CudaMachine, reason: str) -> None:
+def test_probe_reports_what_is_missing(machine: cuda_machine.CudaMachine, reason: str) -> None:
     answer = cuda_machine.check_availability(machine)
     assert not answer.ok
     assert reason in answer.reason
@@ -56,7 +56,7 @@ def test_cuda_says_what_is_missing(machine: cuda_machine.CudaMachine, reason: st
         (replace(GPU, denied_files=("nvidia1",)), "found 2 NVIDIA devices (NVIDIA H100)"),
     ],
 )
-def test_cuda_is_available(machine: cuda_machine.CudaMachine, found: str) -> None:
+def test_probe_reports_available_devices(machine: cuda_machine.CudaMachine, found: str) -> None:
     answer = cuda_machine.check_availability(machine)
     assert answer.ok
     assert answer.reason == found
@@ -76,7 +76,7 @@ def test_cuda_is_available(machine: cuda_machine.CudaMachine, found: str) -> Non
         ("", None),
     ],
 )
-def test_the_drivers_version_is_read(text: str, version: tuple[int, int] | None) -> None:
+def test_driver_version_is_parsed(text: str, version: tuple[int, int] | None) -> None:
     assert cuda_machine.parse_driver_version(text) == version
 
 
@@ -93,14 +93,16 @@ def test_the_drivers_version_is_read(text: str, version: tuple[int, int] | None)
         ("MIG-2e9ac5a3-1f5e-5c7f-9d70-2b3f4f3c6a11", False),
     ],
 )
-def test_hidden_devices(monkeypatch: pytest.MonkeyPatch, value: str | None, hides: bool) -> None:
+def test_hidden_devices_are_detected(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, hides: bool
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if value is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert cuda_env.hides_all_devices() is hides
 
 
-def test_cuda_reads_the_machine(tmp_path: Path) -> None:
+def test_machine_is_read_from_files(tmp_path: Path) -> None:
     report = tmp_path / "proc/driver/nvidia/gpus/0000:01:00.0/information"
     report.parent.mkdir(parents=True)
     report.write_text("Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 42\n")
@@ -126,12 +128,12 @@ def test_cuda_reads_the_machine(tmp_path: Path) -> None:
         ("", None),
     ],
 )
-def test_torchs_cuda_version_is_read_without_importing_it(text: str, version: str | None) -> None:
+def test_cuda_version_of_torch_is_read_without_importing_it(text: str, version: str | None) -> None:
     assert cuda_machine.parse_torch_cuda(text) == version
 
 
 @pytest.mark.skipif(cuda_plugin.probe().ok, reason="this machine has a CUDA device")
-def test_cuda_does_not_load_without_a_device() -> None:
+def test_load_without_a_device_is_unavailable() -> None:
     with pytest.raises(BackendUnavailable, match="torch sees no device"):
         cuda_plugin.mooncake_hal_backend().load()
     with pytest.raises(TransportUnavailable, match=r"libcuda.so.1 can't be loaded"):

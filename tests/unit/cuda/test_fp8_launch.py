@@ -1,5 +1,5 @@
-"""What torch is given for linear layers on fp8 weights: what its CUDA kernels ask for, checked on a
-host, whose kernel takes the same call."""
+"""The arguments passed to torch for linear layers on fp8 weights. They meet the requirements of its
+CUDA kernels, which is checked on a host, whose kernel accepts the same call."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def make(rows: int, fan_in: int, fan_out: int) -> tuple[Tensor, Tensor, Fp8Weigh
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("rows", [1, 5, 64])
-def test_the_call_is_one_that_cuda_takes(
+def test_call_meets_the_requirements_of_cuda(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rows: int
 ) -> None:
     x, scales, weight = make(rows, 64, 48)
@@ -58,10 +58,10 @@ def test_the_call_is_one_that_cuda_takes(
     torch.testing.assert_close(found.float(), wanted, rtol=tolerance, atol=tolerance * 4)
 
 
-def test_float32_is_multiplied_without_what_matrix_units_leave_out(
+def test_float32_output_avoids_the_reduced_precision_of_tensor_cores(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Hopper's keep some 14 bits of a sum of e4m3: seen on an H200."""
+    """Hopper's keep about 14 bits of a sum of e4m3 products: measured on an H200."""
     x, scales, weight = make(5, 64, 48)
     monkeypatch.delattr(torch, "_scaled_mm")
     bias = torch.arange(48.0)
@@ -70,7 +70,7 @@ def test_float32_is_multiplied_without_what_matrix_units_leave_out(
     torch.testing.assert_close(found.double(), wanted, rtol=1e-6, atol=1e-5)
 
 
-def test_packed_weights_are_dense_and_their_scales_float32() -> None:
+def test_packed_weights_are_dense_with_float32_scales() -> None:
     values = torch.zeros(64, 32).to(torch.float8_e4m3fn).t()
     packed = fp8_launch.pack(Fp8Weight(values, torch.ones(32, 2)[:, 0].bfloat16()))
     assert packed.values.is_contiguous()

@@ -1,4 +1,4 @@
-"""Which linear layers are our kernel's: lone rows, of what fits together."""
+"""Which linear layers run on our kernel: single rows with matching types and layouts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 @pytest.fixture
 def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[int]]:
-    """Shapes of the weights that our kernel was given."""
+    """Record the shapes of the weights that our kernel receives."""
     given: list[Sequence[int]] = []
 
     def record(x: Tensor, weight: Tensor, _: Tensor | None) -> Tensor:
@@ -34,7 +34,9 @@ def chosen(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[int]]:
 
 @pytest.mark.parametrize("bias", [None, zeros(8)])
 @pytest.mark.parametrize("rows", [zeros(1, 64), zeros(1, 128)[:, :64]])
-def test_lone_rows_are_ours(chosen: list[Sequence[int]], rows: Tensor, bias: Tensor | None) -> None:
+def test_single_rows_run_on_our_kernel(
+    chosen: list[Sequence[int]], rows: Tensor, bias: Tensor | None
+) -> None:
     CudaOps(HOPPER).linear(rows, zeros(8, 64), bias)
     assert chosen == [(8, 64)]
 
@@ -48,16 +50,18 @@ def test_lone_rows_are_ours(chosen: list[Sequence[int]], rows: Tensor, bias: Ten
         (zeros(1, 64), zeros(8, 64), zeros(7)),
     ],
 )
-def test_what_does_not_fit_together_is_refused(
+def test_mismatched_arguments_are_rejected(
     chosen: list[Sequence[int]], x: Tensor, weight: Tensor, bias: Tensor | None
 ) -> None:
-    """As with every other number of rows: a kernel would read what lies behind them."""
+    """As with any number of rows: a kernel would read beyond the arguments' memory."""
     with pytest.raises(RuntimeError):
         CudaOps(HOPPER).linear(x, weight, bias)
     assert not chosen
 
 
-def test_others_are_cublas(chosen: list[Sequence[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_layers_run_on_cublas(
+    chosen: list[Sequence[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     ops = CudaOps(HOPPER)
     ops.linear(zeros(2, 64), zeros(8, 64), None)
     ops.linear(zeros(1, 64), zeros(64, 8).t(), None)

@@ -1,4 +1,4 @@
-"""Launch parameters: known generations, and splits that a sequence's own length decides."""
+"""Launch tuning: tile sizes per GPU generation, and split counts per sequence length."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mooncake_hal.errors import CapabilityError
 from mooncake_hal_cuda.launch_tuning import SHARED_BYTES, Splitting, Tuning, power_of_two
 
 
-def test_an_unknown_generation_is_refused() -> None:
+def test_unknown_generation_is_rejected() -> None:
     with pytest.raises(CapabilityError, match="this device is sm_75; bfloat16 needs sm_80"):
         Tuning("sm_75", 40)
 
@@ -29,8 +29,8 @@ def test_tiles_are_powers_of_two(generation: str, element_bytes: int) -> None:
     ("generation", "kv_bytes", "tokens"),
     [("sm_80", 2, 64), ("sm_90", 2, 32), ("sm_90", 1, 64), ("sm_100", 2, 32), ("sm_100", 1, 32)],
 )
-def test_tokens_of_a_decodes_tile(generation: str, kv_bytes: int, tokens: int) -> None:
-    """Fewer where that was measured to be faster, or more spill."""
+def test_decode_tile_tokens_per_generation(generation: str, kv_bytes: int, tokens: int) -> None:
+    """Fewer tokens where that was measured to be faster, or where more would spill registers."""
     assert Tuning(generation, 132).decode(4, 128, 2, kv_bytes).tokens == tokens
 
 
@@ -43,32 +43,32 @@ def test_tokens_of_a_decodes_tile(generation: str, kv_bytes: int, tokens: int) -
         ("sm_90", 64, 1, None),
     ],
 )
-def test_registers_of_a_prompts_tile(
+def test_prefill_tile_register_limit(
     generation: str, dim: int, kv_bytes: int, registers: int | None
 ) -> None:
-    """Left to the assembler, except where Triton 3.5's would spill."""
+    """Left to the assembler, except where the one of Triton 3.5 would spill."""
     assert Tuning(generation, 148).prefill(dim, 2, kv_bytes).registers == registers
 
 
 @pytest.mark.parametrize(
     ("capacity", "splits"), [(1, 1), (256, 1), (257, 2), (4096, 16), (10**6, 64)]
 )
-def test_splits_that_a_launch_needs(capacity: int, splits: int) -> None:
+def test_split_count_follows_from_the_capacity(capacity: int, splits: int) -> None:
     assert Splitting(256, 64).count(capacity) == splits
 
 
-def test_one_sequence_alone_fills_the_device() -> None:
+def test_single_sequence_fills_the_device() -> None:
     assert Tuning("sm_90", 132).splitting(8, 256).most >= 2 * 132 // 8
     assert Tuning("sm_90", 132).splitting(1000, 256).most == 1
 
 
 @pytest.mark.parametrize("generation", SHARED_BYTES)
-def test_kv_is_kept_in_e4m3_where_it_can_be_converted(generation: str) -> None:
+def test_e4m3_kv_needs_a_generation_that_converts_it(generation: str) -> None:
     has_it = Tuning(generation, 100).kv_dtypes == ("float8_e4m3fn",)
     assert has_it == (generation not in ("sm_80", "sm_86"))
 
 
-def test_many_heads_of_latents_take_the_widest_products() -> None:
+def test_latent_tiles_grow_with_the_number_of_heads() -> None:
     hopper, ampere = Tuning("sm_90", 132), Tuning("sm_80", 108)
     assert hopper.latent(128, 2, 2).rows == hopper.latent(64, 2, 2).rows == 64
     assert hopper.latent(16, 2, 2).rows == 16
@@ -81,7 +81,7 @@ def test_many_heads_of_latents_take_the_widest_products() -> None:
 def test_large_batches_have_few_programs_per_sequence(
     splits: int, others: int, programs: int
 ) -> None:
-    """Most of which would be idle where contexts are short."""
+    """With short contexts, most of any further programs would be idle."""
     tuning = Tuning("sm_90", 132)
     assert tuning.programs(splits, others) == programs
     assert tuning.min_splits(others) == (8 if programs == 2 else 1)

@@ -1,4 +1,4 @@
-"""How memory is shared: what is decided, who reaches it, and which way is taken."""
+"""Memory kinds of cuda_ipc: the choice, which peers are reachable, and how a region is mapped."""
 
 from __future__ import annotations
 
@@ -31,16 +31,18 @@ NAME = bytes(64)
     ("facts", "kind"),
     [(ALL, MemoryKind.FABRIC), (ONE_HOST, MemoryKind.DESCRIPTOR), (OLD, MemoryKind.IPC)],
 )
-def test_auto_takes_the_longest_reach(facts: SharingCapabilities, kind: MemoryKind) -> None:
+def test_auto_selects_the_kind_with_the_longest_reach(
+    facts: SharingCapabilities, kind: MemoryKind
+) -> None:
     found = decide_sharing("auto", facts)
     assert found.kind is kind
     assert found.is_rdma == (kind is not MemoryKind.IPC)
     assert facts.no_fabric in found.reason
 
 
-def test_a_requested_kind_is_chosen_or_refused() -> None:
+def test_requested_kind_is_selected_or_rejected() -> None:
     assert decide_sharing("ipc", ALL).kind is MemoryKind.IPC
-    assert decide_sharing("fd", ALL).domain is None  # which other hosts would look for
+    assert decide_sharing("fd", ALL).domain is None  # other hosts would look for a domain
     with pytest.raises(CapabilityError, match=r"MEMORY=fabric requests .*, but no IMEX channel"):
         decide_sharing("fabric", ONE_HOST)
 
@@ -64,7 +66,9 @@ def facts(host: str, domain: NvlinkDomain | None) -> IpcEndpointInfo:
         ),
     ],
 )
-def test_reach(ours: IpcEndpointInfo, theirs: IpcEndpointInfo, reason: str | None) -> None:
+def test_endpoints_reach_each_other_on_one_host_or_nvlink_domain(
+    ours: IpcEndpointInfo, theirs: IpcEndpointInfo, reason: str | None
+) -> None:
     found = unreachable_reason(ours, decode_endpoint(encode(theirs)))
     assert (found is None) == (reason is None)
     assert (reason or "") in (found or "")
@@ -79,11 +83,13 @@ def test_reach(ours: IpcEndpointInfo, theirs: IpcEndpointInfo, reason: str | Non
         (IpcRegionInfo(0, 1, ipc=NAME), True, MemoryKind.IPC),
     ],
 )
-def test_the_way_that_needs_least(name: IpcRegionInfo, is_same_host: bool, way: MemoryKind) -> None:
+def test_region_is_mapped_by_the_simplest_kind(
+    name: IpcRegionInfo, is_same_host: bool, way: MemoryKind
+) -> None:
     assert mapping_kind(decode_region(encode(name)), is_same_host=is_same_host) is way
 
 
-def test_a_region_that_does_not_reach() -> None:
+def test_unreachable_region_is_rejected() -> None:
     with pytest.raises(TransportUnavailable, match="not memory that NVLink reaches"):
         mapping_kind(IpcRegionInfo(0, 1, ipc=NAME, has_descriptor=True), is_same_host=False)
 
@@ -97,12 +103,12 @@ def test_a_region_that_does_not_reach() -> None:
         {"offset": 0, "nbytes": 1, "ipc": b"short"},
     ],
 )
-def test_a_name_that_makes_no_sense_is_refused(nonsense: dict[str, object]) -> None:
+def test_invalid_region_info_is_rejected(nonsense: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"region|name"):
         IpcRegionInfo(**nonsense)
 
 
-def test_bytes_that_are_no_message_are_refused() -> None:
+def test_malformed_messages_are_rejected() -> None:
     with pytest.raises(PeerLost):
         decode_region(encode(facts("a", None)))
     with pytest.raises(TransferError, match="a call can't be read"):

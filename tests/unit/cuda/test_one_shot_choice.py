@@ -1,4 +1,4 @@
-"""Which all-reduces run as one kernel over shared memory, and between which ranks."""
+"""Which all-reduces run as a one-shot kernel over shared memory, and between which ranks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def reason_of(driver: FakeDriver, *devices: RankDevice) -> str:
         (torch.float64, 8, MAX_BYTES, False),
     ],
 )
-def test_supported_tensors(dtype: torch.dtype, elements: int, limit: int, expected: bool) -> None:
+def test_tensors_of_supported_types_and_sizes_are_supported(
+    dtype: torch.dtype, elements: int, limit: int, expected: bool
+) -> None:
     assert supports(torch.empty(elements, dtype=dtype, device="meta"), limit) is expected
 
 
@@ -91,11 +93,13 @@ def test_ranks_with_nvlink_are_supported() -> None:
         (FakeDriver(atomics=False), [RankDevice("here", SECOND)], "no NVLink connects cuda:0 and"),
     ],
 )
-def test_reasons_to_use_nccl(driver: FakeDriver, others: list[RankDevice], expected: str) -> None:
+def test_unsupported_groups_have_a_reason(
+    driver: FakeDriver, others: list[RankDevice], expected: str
+) -> None:
     assert reason_of(driver, RankDevice("here", FIRST), *others).startswith(expected)
 
 
-def test_the_implementation_is_one_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_implementation_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_HAL_CUDA_ALL_REDUCE", "ring")
     with pytest.raises(HalError, match=r"ALL_REDUCE='ring' must be one of \['auto', 'nccl'\]"):
         cuda_env.all_reduce(IMPLEMENTATIONS)

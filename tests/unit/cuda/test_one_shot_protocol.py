@@ -1,7 +1,7 @@
-"""The protocol of small all-reduces, over every interleaving of small groups.
+"""Model checking of the one-shot all-reduce protocol, over every interleaving of small groups.
 
-A step of the model is one access to memory that others see: a word of a chunk, a count. Steps of a
-rank are in its program's order, as release and acquire keep those that matter.
+A step of the model is one access to shared memory: a word of a chunk, or a counter. Steps of a rank
+are in program order, because release and acquire preserve the relevant ones.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 import pytest
 
 WORDS = 2
-"""Of a chunk: ranks may meet half of one."""
+"""Words of a chunk: two, so that a rank may see half of a chunk written."""
 
 
 @dataclass(frozen=True)
 class State:
-    """All memory, and where the ranks are.
+    """The shared memory, and the progress of the ranks.
 
     Args:
-        at: by rank, steps behind it.
-        halves: by rank and half, who wrote each word of it in which call.
-        arrivals: by rank.
+        at: by rank, the number of steps taken.
+        halves: by rank and half, the call that wrote each word.
+        arrivals: by rank, the arrivals counted.
     """
 
     at: tuple[int, ...]
@@ -32,13 +32,13 @@ class State:
 
 @dataclass(frozen=True)
 class Protocol:
-    """What ranks do.
+    """The program of the ranks.
 
     Args:
-        ranks: how many.
-        calls: after which they end.
-        halves: for data.
-        early: how many arrivals too few a rank is content with.
+        ranks: the number of ranks.
+        calls: the number of all-reduces of each rank.
+        halves: the number of data buffers used in turn.
+        early: by how many arrivals a rank stops waiting too early.
     """
 
     ranks: int
@@ -48,19 +48,19 @@ class Protocol:
 
     @property
     def steps_per_call(self) -> int:
-        """Words written, arrivals told, one wait, words read."""
+        """Words written, arrivals signalled, one wait, words read."""
         return WORDS + self.ranks + 1 + WORDS * self.ranks
 
     def start(self) -> State:
-        """Zeroed memory."""
+        """Return the initial state, with zeroed memory."""
         chunk = (0,) * WORDS
         return State((0,) * self.ranks, (((chunk,) * self.halves),) * self.ranks, (0,) * self.ranks)
 
     def advance(self, state: State, rank: int) -> State | None:
-        """The state after a rank's next step; None if it waits or is through.
+        """Return the state after a rank's next step; None if the rank waits or has finished.
 
         Raises:
-            AssertionError: it reads what is not the word of its call.
+            AssertionError: The rank reads a word of another call.
         """
         number, step = divmod(state.at[rank], self.steps_per_call)
         number, half = number + 1, (number + 1) % self.halves
@@ -89,7 +89,7 @@ def _with(values: tuple, index: int, value: object) -> tuple:  # type: ignore[ty
 
 
 def reachable(protocol: Protocol) -> Iterator[State]:
-    """Every state, once."""
+    """Yield every reachable state once."""
     start = protocol.start()
     seen, left = {start}, [start]
     while left:
@@ -103,7 +103,7 @@ def reachable(protocol: Protocol) -> Iterator[State]:
 
 
 @pytest.mark.parametrize(("ranks", "calls"), [(2, 5), (3, 3), (4, 2)])
-def test_every_rank_reads_what_its_call_wrote_and_none_is_stuck(ranks: int, calls: int) -> None:
+def test_every_rank_reads_its_calls_words_and_none_deadlocks(ranks: int, calls: int) -> None:
     protocol = Protocol(ranks, calls)
     last = protocol.steps_per_call * calls
     ends = [
@@ -114,7 +114,7 @@ def test_every_rank_reads_what_its_call_wrote_and_none_is_stuck(ranks: int, call
     assert [state.at for state in ends] == [(last,) * ranks]
 
 
-@pytest.mark.parametrize("broken", [{"halves": 1}, {"early": 1}], ids=["one half", "not all wait"])
-def test_less_would_not_do(broken: dict[str, int]) -> None:
+@pytest.mark.parametrize("broken", [{"halves": 1}, {"early": 1}], ids=["one half", "early wait"])
+def test_weaker_protocols_read_words_of_another_call(broken: dict[str, int]) -> None:
     with pytest.raises(AssertionError, match="a word of another call is read"):
         list(reachable(Protocol(2, 3, **broken)))
