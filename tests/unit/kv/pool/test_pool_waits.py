@@ -96,8 +96,8 @@ def test_a_load_that_all_steps_waited_for_is_none_that_was_missed(load):
     assert not load.is_missed
 
 
-def _arriving(patience_s=TIMEOUT_S):
-    order = LoadRuns("load", "request", (), (), patience_s, are_arriving=True)
+def _arriving(timeout_s=TIMEOUT_S):
+    order = LoadRuns("load", "request", (), (), timeout_s, are_arriving=True)
     return _RunningLoad(order, first_layer=4)
 
 
