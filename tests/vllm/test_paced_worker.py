@@ -1,4 +1,5 @@
-"""What the paced worker's device says follows from every layer of the KV that it is led to."""
+"""The tokens of the paced worker's device depend on every layer of the KV that its block table
+names."""
 
 from __future__ import annotations
 
@@ -20,19 +21,19 @@ AT_P, AT_D = [2, 7, 4], [8, 1, 5]
 
 
 @dataclass
-class Known:
-    """What a model runner keeps of a request."""
+class RunnerRequest:
+    """The state that a model runner keeps of a request."""
 
     last_sampled: int = 0
 
 
 class Instance:
-    """KV memory, and a device that computes one request's steps."""
+    """KV memory and a device that computes the steps of one request."""
 
     def __init__(self, blocks: list[int]) -> None:
         self.memory = torch.zeros(LAYERS, BLOCKS, 2, BLOCK_SIZE, 8, dtype=torch.bfloat16)
         self.kv = SignedKV(list(self.memory))
-        self.blocks, self.request = blocks, Known()
+        self.blocks, self.request = blocks, RunnerRequest()
 
     def run(self, start: int, tokens: list[int]) -> int:
         positions = np.arange(start, start + len(tokens))
@@ -52,7 +53,7 @@ class Instance:
         return int(sampled[0, 0])
 
     def decode(self, start: int, tokens: list[int], count: int = 3) -> list[int]:
-        """The first step's tokens, then those that were sampled, which the host does not know."""
+        """Tokens of the first step, then of steps whose input tokens the host does not know."""
         found = [self.run(start, tokens)]
         for position in range(PROMPT, PROMPT + count - 1):
             found.append(self.run(position, [-1]))
@@ -67,7 +68,7 @@ def load(prefill: Instance, decode: Instance) -> None:
     decode.memory[:, decode.blocks] = prefill.memory[:, prefill.blocks]
 
 
-def test_a_loaded_prompt_says_what_one_instance_says() -> None:
+def test_loaded_prompt_gives_tokens_of_single_instance() -> None:
     wanted = Instance(AT_P).decode(0, prompt())
     prefill, decode = Instance(AT_P), Instance(AT_D)
     prefill.run(0, prompt()[:10])
@@ -79,7 +80,7 @@ def test_a_loaded_prompt_says_what_one_instance_says() -> None:
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("block", range(len(AT_D)))
 @pytest.mark.parametrize("what", ["missing", "another layer's"])
-def test_a_wrong_page_changes_the_answer(layer: int, block: int, what: str) -> None:
+def test_wrong_page_changes_answer(layer: int, block: int, what: str) -> None:
     wanted = Instance(AT_P).decode(0, prompt())
     prefill, decode = Instance(AT_P), Instance(AT_D)
     prefill.run(0, prompt())
@@ -89,7 +90,7 @@ def test_a_wrong_page_changes_the_answer(layer: int, block: int, what: str) -> N
     assert decode.decode(PROMPT - 1, prompt()[-1:]) != wanted
 
 
-def test_a_page_whose_last_piece_is_missing_changes_the_answer() -> None:
+def test_page_without_its_last_piece_changes_answer() -> None:
     wanted = Instance(AT_P).decode(0, prompt())
     prefill, decode = Instance(AT_P), Instance(AT_D)
     prefill.run(0, prompt())
@@ -98,7 +99,7 @@ def test_a_page_whose_last_piece_is_missing_changes_the_answer() -> None:
     assert decode.decode(PROMPT - 1, prompt()[-1:]) != wanted
 
 
-def test_an_event_waits_for_what_was_enqueued_before_it() -> None:
+def test_event_waits_for_earlier_work() -> None:
     device, gate = PacedDevice(), threading.Event()
     done: list[str] = []
     device.enqueue(0.0, lambda: done.append("first") if gate.wait(10) else None)
@@ -112,7 +113,7 @@ def test_an_event_waits_for_what_was_enqueued_before_it() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_who_waits_for_a_device_that_failed_says_so() -> None:
+def test_waiting_for_failed_device_raises() -> None:
     device = PacedDevice()
     device.enqueue(0.0, lambda: 1 / 0)
     event = PacedEvent(device)

@@ -1,8 +1,8 @@
-"""vLLM's real Scheduler and AsyncScheduler over the connector, under random orders of events.
+"""vLLM's real Scheduler and AsyncScheduler over the connector, with random orders of events.
 
-P and D are real schedulers with both halves of the connector, over real sockets. Whatever comes in
-whatever order: no step reads another prompt's KV, no request stays without an end, every block is
-free in the end, and no hook has failed.
+P and D are real schedulers with both halves of the connector, over real sockets. In any order of
+events, no step reads another prompt's KV, every request finishes, all blocks are free at the end,
+and no hook has failed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from support.vllm_scheduler import (
 )
 
 NUM_EXAMPLES = int(os.environ.get("VLLM_EXAMPLES", "15"))
-NUM_BLOCKS = 30  # three long prompts with their answers: vLLM has to preempt
+NUM_BLOCKS = 30  # three long prompts with their answers force vLLM to preempt
 SETTLED_S = 60.0
 POOL = "dram=1MiB,chunk=8"
 SHARED = [5, 11, 2, 9, 30, 8, 17, 4, 6, 12, 90, 3, 44]
@@ -70,8 +70,9 @@ ORDERS = st.lists(EVENTS, min_size=20, max_size=60)
 
 
 @dataclass
-class Asked:
-    """One hand-over: what is asked, and P's parameters or D's post once they are there."""
+class TransferredRequest:
+    """One request that goes from P to D: its prompt, and P's parameters or D's post once
+    available."""
 
     prompt: list[int]
     num_tokens: int
@@ -81,19 +82,19 @@ class Asked:
 
 @dataclass
 class World:
-    """P, D and whoever stands before them.
+    """P, D and the proxy's role in front of them.
 
     Args:
         prefill, decode: the instances.
         metaserver_url: where D posts, in the push flow; empty: pull.
-        posts: what it has posted, by request.
+        posts: the posts so far, by request.
     """
 
     prefill: VllmInstance
     decode: VllmInstance
     metaserver: Metaserver | None
     posts: dict[str, dict[str, Any]]
-    asked: dict[str, Asked] = field(default_factory=dict)
+    asked: dict[str, TransferredRequest] = field(default_factory=dict)
     wanted: dict[tuple[int, str], list[int]] = field(default_factory=dict)
     count: int = 0
 
@@ -101,7 +102,7 @@ class World:
         getattr(self, f"_{what}")(first, second)
 
     def finish(self, *, forgets: bool) -> None:
-        """What is left over is refused, or forgotten: leases and deadlines have to end it."""
+        """Reject or drop the remaining requests: leases and deadlines have to end them."""
         deadline = time.monotonic() + 1.0
         for each in self._both:
             while not forgets and not each.is_idle and time.monotonic() < deadline:
@@ -131,17 +132,17 @@ class World:
 
     def _ask(self, prompt: int, num_tokens: int) -> None:
         name = self._new("ask")
-        self.asked[name] = Asked(PROMPTS[prompt], num_tokens)
+        self.asked[name] = TransferredRequest(PROMPTS[prompt], num_tokens)
         if self.metaserver is None:
             self._submit(0, name, PROMPTS[prompt], 1, {"do_remote_decode": True})
-            self._steps(3, 0)  # else most orders would end before anything can be handed over
+            self._steps(3, 0)  # otherwise most orders would end before anything can be transferred
         else:
             params = {"do_remote_prefill": True, "metaserver": self.metaserver.url(name)}
             self._submit(1, name, PROMPTS[prompt], num_tokens, params)
             self._steps(3, 1)
 
     def _ready(self) -> list[str]:
-        """Those that can be forwarded."""
+        """The requests that can be forwarded."""
         for name, asked in self.asked.items():
             found = self.prefill.answers[name].params if self.metaserver is None else None
             asked.params = asked.params or found or self.posts.get(name)
@@ -161,7 +162,7 @@ class World:
             self._submit(1, self._new("d"), asked.prompt, asked.num_tokens, asked.params)
 
     def _continue(self, at: int, _: int) -> None:
-        """As the proxy does that has sent P's token to its client."""
+        """Continue as a proxy that has sent P's token to its client."""
         ready = self._ready()
         if not ready or self.metaserver is not None:
             return
@@ -206,13 +207,13 @@ class World:
     def _steps(self, count: int, at: int) -> None:
         for _ in range(count):
             self._both[at].step()
-            time.sleep(PAUSE_S)  # in which the connector's own threads work
+            time.sleep(PAUSE_S)  # time for the connector's own threads to work
 
     def _pause(self, milliseconds: int, _: int) -> None:
         time.sleep(milliseconds / 1000)
 
     def check(self, *, may_fail: bool) -> None:
-        """The right words from everybody who was let finish, and nothing left behind."""
+        """Check the tokens of all completed requests, and that nothing is left behind."""
         for (at, name), wanted in self.wanted.items():
             answer = self._both[at].answers[name]
             if answer.finish == "length":
@@ -230,7 +231,7 @@ class World:
 
 @pytest.fixture(scope="module")
 def posts() -> Iterator[tuple[Metaserver, dict[str, dict[str, Any]]]]:
-    """A metaserver that keeps what was posted."""
+    """A metaserver that stores the posts."""
     kept: dict[str, dict[str, Any]] = {}
 
     async def keep(key: str, params: dict[str, Any]) -> None:
@@ -249,13 +250,13 @@ def posts() -> Iterator[tuple[Metaserver, dict[str, dict[str, Any]]]]:
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
-def test_p_says_how_much_of_a_prompt_it_had(is_async: bool) -> None:
+def test_prefill_reports_number_of_cached_tokens(is_async: bool) -> None:
     config = engine_config("kv_producer", "HalPullConnector", "recompute", is_async=is_async)
     found = []
     with vllm_instance(config, NUM_BLOCKS) as prefill:
         for name in ("first", "second"):
             prefill.submit(name, SHARED, 1, {"do_remote_decode": True})
-            settle([prefill], SETTLED_S)  # until the lease has lapsed
+            settle([prefill], SETTLED_S)  # until the lease has expired
             params = prefill.answers[name].params
             assert params is not None
             found.append(params["remote_cached_tokens"])
@@ -271,7 +272,7 @@ def run_orders(
     may_fail: bool,
     is_behind: bool,
 ) -> None:
-    """P and D of these configurations, in random orders of events."""
+    """Run P and D of these configurations through random orders of events."""
     server, kept = posts
 
     @given(ORDERS, st.booleans())
@@ -325,10 +326,8 @@ def test_any_order_of_events_beside_the_pool_with_two_batches_in_flight(
 
 @pytest.mark.parametrize("is_behind", [False, True], ids=["runs at once", "runs behind"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
-def test_blocks_stay_until_all_connectors_are_done_with_them(
-    is_async: bool, is_behind: bool
-) -> None:
-    """The pool has copied them at once; the lease lapses later."""
+def test_blocks_are_kept_until_all_connectors_release_them(is_async: bool, is_behind: bool) -> None:
+    """The pool has copied the blocks at once; the lease expires later."""
     prompt = PROMPTS[4]
     config = engine_config("kv_both", "HalPullConnector", "recompute", is_async=is_async, pool=POOL)
     with vllm_instance(config, NUM_BLOCKS, is_behind=is_behind) as prefill:
@@ -337,13 +336,13 @@ def test_blocks_stay_until_all_connectors_are_done_with_them(
             if prefill.answers["p"].finish:
                 break
             prefill.step()
-            time.sleep(0.01)  # in which the store says that it has nothing
+            time.sleep(0.01)  # the time in which the store reports a miss
         assert prefill.answers["p"].finish == "length"
         deadline = time.monotonic() + 1.0  # half a lease
         while prefill.figures()["pool_saves_under_way"] and time.monotonic() < deadline:
             time.sleep(0.01)
-        for _ in range(5):  # the first one was scheduled before, with two batches in flight
-            time.sleep(0.02)  # in which the report is on its way
+        for _ in range(5):  # the first step was scheduled before, with two batches in flight
+            time.sleep(0.02)  # while the report is in flight
             prefill.step()
         assert prefill.figures()["pool_saves_under_way"] == 0
         assert prefill.figures()["leases_held"] == 1
@@ -354,7 +353,7 @@ def test_blocks_stay_until_all_connectors_are_done_with_them(
         assert prefill.figures()["hook_errors"] == 0
 
 
-def test_what_a_micro_batch_computes_is_pushed_when_it_is_there(posts: Any) -> None:
+def test_micro_batch_kv_is_pushed_when_computed(posts: Any) -> None:
     server, kept = posts
     kept.clear()
     configs = [

@@ -1,7 +1,7 @@
-"""vLLM's real Scheduler and AsyncScheduler over the pool's connector, in random orders of events.
+"""vLLM's real Scheduler and AsyncScheduler over the pool's connector, with random orders of events.
 
-Two instances share one store, which is small enough to push chunks out. Whatever comes in whatever
-order: no step reads KV of other tokens, every request ends, and every block is free in the end.
+Two instances share one store, which is small enough to evict chunks. In any order of events, no
+step reads KV of other tokens, every request finishes, and all blocks are free at the end.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ STEM = [*range(7, 31)]
 PROMPTS = [STEM[:5], STEM[:8], STEM[:9], STEM, [*STEM, *range(50, 60)], [*range(60, 90)]]
 SAVED_S = 30.0
 MANY, FEW = 64, 4
-"""Chunks that the store has room for."""
+"""Capacity of the store in chunks."""
 
 place = st.sampled_from([0, 1])
 EVENTS = st.one_of(
@@ -61,7 +61,7 @@ EVENTS = st.one_of(
 
 @pytest.fixture
 def store(request: pytest.FixtureRequest) -> Iterator[StoreService]:
-    """One in this process, which listens."""
+    """A store in this process that accepts connections."""
     geometry = make_caches(KV, "LBHNC", 2, BLOCK_SIZE).view.geometry
     nbytes = max(4096, chunk_bytes(geometry, CHUNK)) * request.param
     node = NodeStore(NodeStoreConfig(nbytes, quarantine_s=0.2))
@@ -76,7 +76,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[StoreService]:
 
 
 class Pair:
-    """Two instances, and what they have been asked."""
+    """Two instances, and the requests sent to them."""
 
     def __init__(self, instances: tuple[VllmInstance, VllmInstance]) -> None:
         self.instances = instances
@@ -97,7 +97,7 @@ class Pair:
                 instance.abort(mine[number % len(mine)])
         elif what == "settle":
             settle([instance], 30)
-        else:  # vLLM's own cache: only the pool still has it
+        else:  # resets vLLM's own cache, so that only the pool still holds the KV
             settle([instance], 30)
             assert instance.scheduler.reset_prefix_cache()
 
@@ -117,7 +117,7 @@ class Pair:
 def pooled(
     store: StoreService, *, is_async: bool, is_behind: bool = False
 ) -> AbstractContextManager[VllmInstance]:
-    """An instance that uses that store."""
+    """An instance that uses this store."""
     pool = f"connect=127.0.0.1:{store.port},chunk={CHUNK}"
     config = engine_config("kv_both", "HalPoolConnector", "recompute", is_async=is_async, pool=pool)
     return vllm_instance(config, NUM_BLOCKS, is_behind=is_behind)
@@ -137,7 +137,7 @@ def wait_for_saved(instance: VllmInstance, wanted: int) -> None:
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)
 @pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
-def test_one_instance_loads_what_another_has_computed(store: StoreService, is_async: bool) -> None:
+def test_instance_loads_kv_computed_by_another(store: StoreService, is_async: bool) -> None:
     with pooled(store, is_async=is_async) as first, pooled(store, is_async=is_async) as second:
         pair = Pair((first, second))
         pair.do("ask", 4, 0)
@@ -153,7 +153,7 @@ def test_one_instance_loads_what_another_has_computed(store: StoreService, is_as
 @pytest.mark.parametrize("is_behind", [False, True], ids=["runs at once", "runs behind"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
 @pytest.mark.parametrize("num_answered", [0, 7])
-def test_what_was_computed_is_saved_when_the_client_leaves(
+def test_computed_kv_is_saved_after_client_disconnect(
     store: StoreService, is_async: bool, is_behind: bool, num_answered: int
 ) -> None:
     prompt = PROMPTS[4]
@@ -169,7 +169,7 @@ def test_what_was_computed_is_saved_when_the_client_leaves(
             if num_computed and len(request.output_token_ids) >= num_answered:
                 break
             pair.do("steps", 1, 0)
-            time.sleep(0.01)  # in which the store says that it has nothing
+            time.sleep(0.01)  # the time in which the store reports a miss
         assert len(request.output_token_ids) == num_answered
         assert num_computed == (len(prompt) + num_answered - 1 if num_answered else 16)
         first.abort(request.request_id)
@@ -181,11 +181,11 @@ def test_what_was_computed_is_saved_when_the_client_leaves(
 
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)
-def test_a_step_does_not_wait_when_the_store_has_answered(store: StoreService) -> None:
+def test_step_does_not_wait_once_store_has_responded(store: StoreService) -> None:
     with pooled(store, is_async=False) as instance:
         [worker] = instance._sides
         [asked] = instance.scheduler.connector._scheduler._client._stores.all
-        asked._index = None  # as for one on another host, which has to be asked
+        asked._index = None  # as with a store on another host, which needs a request
         worker.begin_step((), wait_s=SAVED_S)
         step = threading.Thread(target=worker.take_results)
         step.start()
@@ -196,10 +196,10 @@ def test_a_step_does_not_wait_when_the_store_has_answered(store: StoreService) -
 
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)
-def test_nothing_from_before_a_reset_is_loaded_or_saved_under_new_weights(
+def test_kv_from_before_reset_is_not_loaded_or_saved_under_new_weights(
     store: StoreService,
 ) -> None:
-    """vLLM empties all caches before it gets other weights; another instance keeps its own."""
+    """vLLM resets all caches before it loads other weights; another instance keeps its own."""
     whole = (len(PROMPTS[4]) + 8) // CHUNK
     with pooled(store, is_async=False) as first, pooled(store, is_async=False) as second:
         pair = Pair((first, second))
@@ -222,7 +222,7 @@ def test_nothing_from_before_a_reset_is_loaded_or_saved_under_new_weights(
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)
 @pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
-def test_a_prompt_is_found_while_its_answer_is_written(store: StoreService, is_async: bool) -> None:
+def test_prompt_is_found_while_its_answer_is_saved(store: StoreService, is_async: bool) -> None:
     with pooled(store, is_async=is_async) as first, pooled(store, is_async=is_async) as second:
         pair = Pair((first, second))
         pair.do("ask", 4, 0)
@@ -235,7 +235,7 @@ def test_a_prompt_is_found_while_its_answer_is_written(store: StoreService, is_a
 
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)
-def test_what_was_preempted_loads_what_it_had(store: StoreService) -> None:
+def test_preempted_request_loads_its_saved_kv(store: StoreService) -> None:
     with pooled(store, is_async=False) as instance:
         pair = Pair((instance, instance))
         pair.do("ask", 4, 0)
@@ -249,14 +249,15 @@ def test_what_was_preempted_loads_what_it_had(store: StoreService) -> None:
 @pytest.mark.parametrize("store", [MANY], indirect=True)
 @pytest.mark.parametrize("connector", ["HalPoolConnector", "HalPullConnector"])
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
-def test_who_gets_an_error_for_a_chunk_that_is_gone_is_told_of_the_policy(
+def test_error_for_lost_chunk_names_the_load_failure_policy(
     store: StoreService,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     connector: str,
     policy: str,
 ) -> None:
-    """Which is vLLM's own, or MultiConnector's; that of its child is the default, fail."""
+    """The policy is vLLM's own or MultiConnector's; the default of the latter's child is to
+    fail."""
     pool = f"connect=127.0.0.1:{store.port},chunk={CHUNK}"
     config = engine_config("kv_both", connector, policy, is_async=False, pool=pool)
     with (
@@ -290,7 +291,7 @@ def test_who_gets_an_error_for_a_chunk_that_is_gone_is_told_of_the_policy(
 
 
 @pytest.mark.parametrize("has_new_weights", [False, True], ids=["its own cache", "all of it"])
-def test_an_event_that_vllms_cache_was_reset_costs_readers_no_chunk_of_the_store(
+def test_cache_reset_event_removes_no_store_chunk_for_subscribers(
     has_new_weights: bool,
 ) -> None:
     config = engine_config(
@@ -317,7 +318,7 @@ def test_an_event_that_vllms_cache_was_reset_costs_readers_no_chunk_of_the_store
 
 
 def in_store(events: list[Any]) -> set[int]:
-    """The store's chunks among what was published."""
+    """The store's chunks among the published blocks."""
     stored = [each for each in events if isinstance(each, BlockStored) and each.medium == "CPU"]
     return {name for each in stored for name in each.block_hashes}
 

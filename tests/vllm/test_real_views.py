@@ -1,5 +1,8 @@
-"""vLLM's own views of KV memory, for all six layouts: what the connector derives moves the right
-bytes, through real transports, between any two of them and between tensor-parallel sizes."""
+"""vLLM's own views of KV memory, in all six layouts: the connector derives from them how to move
+the right bytes.
+
+Over real transports, between any two layouts and between tensor-parallel sizes.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ def vllm_caches(
 
 
 def ranks(model: ModelKV, order: str, tp_size: int, seed: int) -> list[Caches]:
-    """An instance's memory, full of noise; the ranks of a latent all have the same."""
+    """An instance's memory, filled with random values; all ranks hold the same latents."""
     made = [vllm_caches(model, order, (rank, tp_size)) for rank in range(tp_size)]
     noise = np.random.default_rng(seed)
     for rank in made:
@@ -81,20 +84,20 @@ def ranks(model: ModelKV, order: str, tp_size: int, seed: int) -> list[Caches]:
 
 
 def whole(instance: FakeVllm, blocks: list[int]) -> Any:
-    """The KV of a prompt, from all ranks: ``[layers, heads, tokens, content]``."""
+    """A prompt's KV gathered from all ranks: ``[layers, heads, tokens, content]``."""
     parts = [rank.stacked()[:, blocks] for rank in instance.caches]
     joined = np.concatenate(parts, axis=2).swapaxes(1, 2)
     layers, heads, num_blocks, tokens, content = joined.shape
     return joined.reshape(layers, heads, num_blocks * tokens, content)
 
 
-def test_these_are_all_of_vllms_layouts() -> None:
+def test_all_vllm_layouts_are_covered() -> None:
     assert {layout.name: layout.value for layout in KVCacheLayout} == ORDERS
 
 
 @pytest.mark.parametrize("model", [GQA, MLA], ids=["gqa", "mla"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_real_view_is_what_the_unit_tests_take_for_one(order: str, model: ModelKV) -> None:
+def test_real_views_equal_those_of_unit_tests(order: str, model: ModelKV) -> None:
     real = vllm_caches(model, order)
     made = make_caches(model, order, NUM_BLOCKS, BLOCK_SIZE)
     for name, layer in real.layers.items():
@@ -107,7 +110,7 @@ def test_a_real_view_is_what_the_unit_tests_take_for_one(order: str, model: Mode
 
 
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC"])
-def test_kernels_blocks_may_be_smaller_than_the_schedulers(order: str) -> None:
+def test_kernel_blocks_may_be_smaller_than_scheduler_blocks(order: str) -> None:
     view = vllm_caches(GQA, order, kernel_block_size=2).view
     assert (view.blocks_per_page, view.layout.block_size) == (2, 2)
 
@@ -116,12 +119,12 @@ def test_kernels_blocks_may_be_smaller_than_the_schedulers(order: str) -> None:
 @pytest.mark.parametrize("model", [GQA, MLA], ids=["gqa", "mla"])
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_prompt_arrives_whole(
+def test_complete_prompt_is_transferred(
     tmp_path: Path, order: str, prefill_tp: int, decode_tp: int, model: ModelKV, transport: str
 ) -> None:
     others = itertools.cycle(ORDERS)
     other = next(name for name in others if name == order)
-    other = next(others)  # the next one: every layout is written and read
+    other = next(others)  # the next layout, so that every one is written and read
     config = KVTransferConfig(transports=(transport,), advertise_host="127.0.0.1")
     with ExitStack() as stack:
         prefill, decode = (

@@ -1,5 +1,8 @@
-"""A live store's KV events, decoded by vLLM's own classes and read as its example subscriber does:
-two sockets, sequence numbers, and what was missed asked for again."""
+"""A live store's KV events are decoded by vLLM's own classes.
+
+The subscriber works as vLLM's example does: two sockets, sequence numbers, and a replay request for
+missed batches.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +57,11 @@ def hashes_of(chunks: list[Chunk]) -> list[int]:
 
 
 class Subscriber:
-    """Reads as ``examples/features/kv_events/kv_events_subscriber.py`` of vLLM does, but asks from
-    a DEALER socket, as vLLM's tests do: a REQ socket takes one message of an answer alone."""
+    """Subscribes as vLLM's ``examples/features/kv_events/kv_events_subscriber.py``.
+
+    It requests replays over a DEALER socket, as vLLM's tests do: a REQ socket would receive only
+    one message of a response.
+    """
 
     def __init__(self, endpoint: str, replay_endpoint: str) -> None:
         self.decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
@@ -68,7 +74,7 @@ class Subscriber:
         self._sub.setsockopt_string(zmq.SUBSCRIBE, TOPIC)
 
     def receive(self, timeout_ms: int) -> bool:
-        """Take one batch in; False if none comes in time."""
+        """Process one batch; False if none arrives within the timeout."""
         if not self._sub.poll(timeout_ms):
             return False
         topic, number, payload = self._sub.recv_multipart()
@@ -80,14 +86,14 @@ class Subscriber:
         return True
 
     def until(self, is_there: Callable[[], bool]) -> None:
-        """Take batches in until something is so."""
+        """Process batches until the condition holds."""
         deadline = time.monotonic() + WAIT_S
         while not is_there():
             self.receive(200)
             assert time.monotonic() < deadline, self.events
 
     def ask(self, question: bytes) -> list[tuple[int, bytes]]:
-        """Numbers and batches of an answer."""
+        """Request a replay; returns sequence numbers and batches of the response."""
         found = []
         with self._context.socket(zmq.DEALER) as replay:
             replay.rcvtimeo, replay.linger = int(WAIT_S * 1000), 0
@@ -101,12 +107,12 @@ class Subscriber:
                 found.append((int.from_bytes(number, "big"), payload))
 
     def stored(self, medium: str) -> list[int]:
-        """All blocks that were said to be stored there."""
+        """All blocks that were published as stored in this medium."""
         events = [e for e in self.events if isinstance(e, BlockStored) and e.medium == medium]
         return [block for event in events for block in event.block_hashes]
 
     def removed(self, medium: str) -> list[int]:
-        """All that were said to be gone from there."""
+        """All blocks that were published as removed from this medium."""
         events = [e for e in self.events if isinstance(e, BlockRemoved) and e.medium == medium]
         return [block for event in events for block in event.block_hashes]
 
@@ -136,7 +142,7 @@ def user(store: NodeStore) -> Iterator[StoreUser]:
 
 @pytest.fixture
 def subscriber(store: NodeStore, user: StoreUser) -> Iterator[Subscriber]:
-    """One that gets what is published from now on. The first batches went to nobody."""
+    """A subscriber to batches from now on; the first batches had no subscriber."""
     endpoints = store.arena.kv_events
     assert endpoints is not None
     assert endpoints.replay_endpoint is not None
@@ -155,7 +161,7 @@ def put(user: StoreUser, chunks: list[Chunk]) -> None:
     assert user.commit(handles).result() == [True] * len(chunks)
 
 
-def test_what_a_store_publishes_vllm_decodes(user: StoreUser, subscriber: Subscriber) -> None:
+def test_vllm_decodes_events_of_store(user: StoreUser, subscriber: Subscriber) -> None:
     ids = list(range(192))
     chunks = chunks_of(ids, salt="team-a")
     hashes = hashes_of(chunks)
@@ -168,9 +174,9 @@ def test_what_a_store_publishes_vllm_decodes(user: StoreUser, subscriber: Subscr
     assert event.extra_keys == [("team-a",), None, None]
     assert (event.lora_id, event.lora_name) == (None, None)
     [raw] = msgspec.msgpack.decode(subscriber.received[max(subscriber.received)])[1]
-    assert raw["namespace"] == IDENTITY.root().hex()  # a field that vLLM leaves alone
+    assert raw["namespace"] == IDENTITY.root().hex()  # a field that vLLM does not use
 
-    user.touch([chunk.key for chunk in chunks]).result()  # the second use: SSDs take them
+    user.touch([chunk.key for chunk in chunks]).result()  # the second use copies them to SSDs
     subscriber.until(lambda: set(subscriber.stored(MEDIUM_STORAGE)) == set(hashes))
     assert not subscriber.removed(MEDIUM_CPU)
 
@@ -186,7 +192,7 @@ def test_what_a_store_publishes_vllm_decodes(user: StoreUser, subscriber: Subscr
         subscriber.until(lambda medium=medium: subscriber.removed(medium) == hashes[2:])
 
 
-def test_what_was_missed_is_replayed_and_what_is_held_is_told_at_once(
+def test_missed_events_are_replayed_and_held_chunks_are_in_snapshot(
     user: StoreUser, subscriber: Subscriber
 ) -> None:
     kept, gone = chunks_of([7] * 128, salt="team-b"), chunks_of([8] * 64)

@@ -1,4 +1,4 @@
-"""The table of ``make test-abuse``: what fails it, and what it says."""
+"""The result table of ``make test-abuse``: which results fail, and the message of each."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GOOD = Outcome(
 )
 
 
-def test_what_stays_within_its_bounds_is_good() -> None:
+def test_results_within_bounds_pass() -> None:
     assert problems(GOOD) == []
     assert row(GOOD).split() == ["flood", "10", "0", "0", "0/0", "5", "60/64", "1.0/5", "ok"]
     assert summary([GOOD]) == "1 attacks, 10 tries: all within their bounds"
@@ -50,7 +50,7 @@ def test_what_stays_within_its_bounds_is_good() -> None:
         ({"complaints": ("500",)}, "seen by the attack: 500"),
     ],
 )
-def test_each_bound_fails_by_itself_and_says_why(changed: dict[str, object], reason: str) -> None:
+def test_each_bound_fails_separately_with_reason(changed: dict[str, object], reason: str) -> None:
     outcome = replace(GOOD, **changed)  # type: ignore[arg-type]
     assert problems(outcome) == [reason]
     line, why = row(outcome).splitlines()
@@ -59,21 +59,21 @@ def test_each_bound_fails_by_itself_and_says_why(changed: dict[str, object], rea
     assert summary([GOOD, outcome]).endswith("FAILED: flood")
 
 
-def test_few_reasons_of_many_are_written_out() -> None:
+def test_number_of_printed_reasons_is_limited() -> None:
     outcome = replace(GOOD, wrong=tuple("abcde"))
     assert problems(outcome) == ["wrong answers to others: a; b; c and 2 more"]
 
 
-def test_a_busy_machine_gets_more_time_and_nothing_else() -> None:
+def test_busy_host_only_extends_time_bounds() -> None:
     assert Bounds(64, 5.0, 3).slacken(4.0) == Bounds(64, 20.0, 3)
 
 
-def test_the_largest_of_several_keeps_its_name() -> None:
+def test_largest_of_several_keeps_its_name() -> None:
     found = Largest().or_larger(2.0, "a").or_larger(3.0, "b").or_larger(1.0, "c")
     assert found == Largest(3.0, "b")
 
 
-def test_every_attack_has_a_name_of_its_own_that_fits_the_table() -> None:
+def test_attack_names_are_unique_and_fit_the_table() -> None:
     assert len(BY_NAME) == len(ATTACKS)
     assert all(len(attack.name) < 26 and attack.about for attack in ATTACKS)
     assert len(head()) <= 100

@@ -1,4 +1,4 @@
-"""Tags become digests, by what a registry says: a small one, on loopback."""
+"""Image tags are resolved to digests by a registry, here a small one on loopback."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OLD = "sha256:" + "0" * 64
 
 
 class Registry(BaseHTTPRequestHandler):
-    """Knows ``python:3.12-slim``; wants a token, as Docker Hub does."""
+    """Serves ``python:3.12-slim`` and requires a token, as Docker Hub does."""
 
     def do_GET(self) -> None:
         is_token = self.path == "/token?service=here&scope=repository%3Apython%3Apull"
@@ -43,7 +43,7 @@ class Registry(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing to say."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def registry() -> Iterator[str]:
         thread.join()
 
 
-def test_dockerfiles_name_what_the_tags_mean_now(
+def test_dockerfiles_get_current_digests(
     registry: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tagged = f"{registry}/python:3.12-slim"
@@ -69,12 +69,14 @@ def test_dockerfiles_name_what_the_tags_mean_now(
     assert {path.read_text() for path in tmp_path.iterdir()} == {expected}
 
 
-def test_a_named_image_is_printed(registry: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_digest_of_named_image_is_printed(
+    registry: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert base_images.main([f"{registry}/python:3.12-slim"]) == 0
     assert capsys.readouterr().out == f"{registry}/python:3.12-slim@{DIGEST}\n"
 
 
-def test_a_tag_that_is_not_there_is_named_and_nothing_is_written(
+def test_unknown_tag_is_reported_and_nothing_is_written(
     registry: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -89,6 +91,6 @@ def test_a_tag_that_is_not_there_is_named_and_nothing_is_written(
     assert (tmp_path / "Dockerfile.one").read_text() == text
 
 
-def test_every_base_of_ours_is_found() -> None:
+def test_all_base_images_are_found() -> None:
     for path in (ROOT / "deploy" / "docker").glob("Dockerfile.*"):
         assert len(base_images._BASE.findall(path.read_text())) in (1, 2)

@@ -1,5 +1,5 @@
-"""The Helm chart, as ``make check-deploy`` has rendered it: the objects of deploy/kubernetes, and
-command lines that the programs take."""
+"""The Helm chart, as rendered by ``make check-deploy``: it has the objects of deploy/kubernetes and
+valid command lines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GOLDEN = DEPLOY / "helm" / "golden"
 
 
 def objects(name: str) -> list[dict[str, Any]]:
-    """Those of a golden file, which begins with a separator."""
+    """The objects of a golden file, which starts with a separator."""
     return [found for found in read_yaml(GOLDEN / name) if found is not None]
 
 
@@ -27,7 +27,7 @@ def pods(name: str) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["mooncake-prefill", "mooncake-decode", "mooncake-proxy"])
-def test_without_values_it_is_what_kubectl_would_apply(name: str) -> None:
+def test_default_render_equals_kubernetes_manifests(name: str) -> None:
     ours, plain = pods("default.yaml")[name]["spec"], deployments()[name]["spec"]
     [container], [wanted] = ours["containers"], plain["containers"]
     assert container.pop("imagePullPolicy") == "IfNotPresent"
@@ -40,21 +40,21 @@ def test_without_values_it_is_what_kubectl_would_apply(name: str) -> None:
     assert ours == plain
 
 
-def test_an_instance_is_of_the_release_whose_proxy_finds_it() -> None:
+def test_proxy_selects_instances_of_its_release() -> None:
     for name, pod in pods("default.yaml").items():
         labels = pod["metadata"]["labels"]
         assert labels["app.kubernetes.io/instance"] == "mooncake", name
 
 
 @pytest.mark.parametrize("file", ["default.yaml", "full.yaml", "pairs.yaml"])
-def test_programs_take_the_command_lines(file: str) -> None:
+def test_programs_accept_command_lines(file: str) -> None:
     for pod in pods(file).values():
         [container] = pod["spec"]["containers"]
         container["image"] = container["image"].rpartition("/")[2]
         assert parse(pod_command(pod))
 
 
-def test_pairs_are_one_pool_and_the_picker_reaches_decode_pods_through_the_sidecar() -> None:
+def test_pairs_form_one_pool_and_picker_reaches_decode_pods_through_sidecar() -> None:
     found = pods("pairs.yaml")
     assert set(found) == {"mooncake-prefill", "mooncake-decode"}
     [pool] = [o for o in objects("pairs.yaml") if o["kind"] == "InferencePool"]
@@ -74,7 +74,7 @@ def test_pairs_are_one_pool_and_the_picker_reaches_decode_pods_through_the_sidec
     assert f"--port={behind}" in engine["args"]
 
 
-def test_the_values_for_llm_ds_chart_choose_the_same_pods() -> None:
+def test_values_for_llm_d_chart_select_same_pods() -> None:
     [values] = read_yaml(DEPLOY / "helm" / "llm-d-router-values.yaml")
     servers, picker = values["router"]["modelServers"], values["router"]["epp"]
     [pool] = [o for o in objects("pairs.yaml") if o["kind"] == "InferencePool"]
@@ -86,7 +86,7 @@ def test_the_values_for_llm_ds_chart_choose_the_same_pods() -> None:
         assert {plugin["pluginRef"] for plugin in profile["plugins"]} <= known
 
 
-def test_all_values_are_in_the_full_render() -> None:
+def test_full_render_uses_all_values() -> None:
     found = pods("full.yaml")
     assert set(found) == {f"mooncake-{name}" for name in ("prefill", "decode", "both", "proxy")}
     [engine] = found["mooncake-prefill"]["spec"]["containers"]
@@ -103,7 +103,7 @@ def test_all_values_are_in_the_full_render() -> None:
     assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
 
 
-def test_the_proxy_reaches_the_ports_of_kv_events_and_strangers_do_not() -> None:
+def test_only_proxy_may_reach_kv_event_ports() -> None:
     [policy] = [o for o in objects("full.yaml") if o["kind"] == "NetworkPolicy"]
     of_clients, of_events, among_instances = policy["spec"]["ingress"]
     assert [rule["port"] for rule in of_events["ports"]] == [5557, 5558]
@@ -111,7 +111,7 @@ def test_the_proxy_reaches_the_ports_of_kv_events_and_strangers_do_not() -> None
     assert "ports" not in among_instances
 
 
-def test_both_autoscalers_wait_as_long_before_they_take_an_instance_away() -> None:
+def test_both_autoscalers_have_same_scale_down_delay() -> None:
     folder = DEPLOY / "autoscaling"
     waits = [o["spec"]["behavior"] for o in read_yaml(folder / "pod-autoscalers.yaml")]
     for scaled in read_yaml(folder / "keda-scaled-objects.yaml"):

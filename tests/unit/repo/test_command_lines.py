@@ -1,4 +1,5 @@
-"""Every command line of the deployment files and guides, put to the programs' own parsers."""
+"""Every command line in the deployment files and guides is accepted by the programs' own
+parsers."""
 
 from __future__ import annotations
 
@@ -50,17 +51,17 @@ EVERYWHERE = {
 
 
 @pytest.mark.parametrize("command", EVERYWHERE.values(), ids=EVERYWHERE)
-def test_the_program_has_these_flags(command: list[str]) -> None:
+def test_program_accepts_flags(command: list[str]) -> None:
     parse(command)
 
 
-def test_a_flag_that_is_not_there_would_be_seen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_flag_is_detected(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         parse([*COMPOSE["proxy"], "--decoder=http://x:1"])
     assert "--decoder" in capsys.readouterr().err
 
 
-def test_the_guides_are_read() -> None:
+def test_guides_contain_command_lines() -> None:
     assert {where.split(":")[0] for where in DOCUMENTS} >= {
         "README.md",
         "conductor.md",
@@ -72,7 +73,7 @@ def test_the_guides_are_read() -> None:
     }
 
 
-def test_flags_in_examples_that_leave_something_out_are_there() -> None:
+def test_flags_in_abbreviated_examples_exist() -> None:
     known = all_flags()
     named = list(document_flags())
     assert len(named) > 100
@@ -80,7 +81,7 @@ def test_flags_in_examples_that_leave_something_out_are_there() -> None:
 
 
 @pytest.mark.parametrize("service", ["prefill-0", "decode-0"])
-def test_compose_instances_listen_where_peers_and_proxy_look(service: str) -> None:
+def test_compose_instances_bind_addresses_that_peers_and_proxy_use(service: str) -> None:
     args = parse(COMPOSE[service])
     assert args.kv_host == compose()["services"][service]["networks"]["instances"]["ipv4_address"]
     assert args.role == service.split("-")[0]
@@ -88,13 +89,13 @@ def test_compose_instances_listen_where_peers_and_proxy_look(service: str) -> No
     assert f"http://{service}:{args.port}" in getattr(proxy, args.role)
 
 
-def test_compose_publishes_the_proxy_only() -> None:
+def test_compose_publishes_only_the_proxy() -> None:
     services = compose()["services"]
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
     assert published == {"proxy": [f"8000:{parse(COMPOSE['proxy']).port}"]}
 
 
-def test_compose_mounts_the_secret_that_is_named() -> None:
+def test_compose_mounts_its_secret() -> None:
     for service in ("prefill-0", "decode-0"):
         [secret] = compose()["services"][service]["secrets"]
         assert str(parse(COMPOSE[service]).kv_secret_file) == f"/run/secrets/{secret}"
@@ -106,18 +107,18 @@ def test_compose_waits_for_healthy_instances() -> None:
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_pods_declare_the_ports_that_they_serve(role: str) -> None:
+def test_pods_declare_their_ports(role: str) -> None:
     template = deployments()[f"mooncake-{role}"]
     [container] = template["spec"]["containers"]
     args = parse(pod_command(template))
     ports = [port["containerPort"] for port in container["ports"]]
-    assert ports == [args.port, args.kv_port]  # the proxy takes the first
+    assert ports == [args.port, args.kv_port]  # the proxy uses the first
     assert args.role == role
     assert template["metadata"]["annotations"]["prometheus.io/port"] == str(args.port)
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_pods_mount_what_they_name(role: str) -> None:
+def test_pods_mount_the_paths_in_their_arguments(role: str) -> None:
     template = deployments()[f"mooncake-{role}"]
     [container] = template["spec"]["containers"]
     args = parse(pod_command(template))
@@ -127,7 +128,7 @@ def test_pods_mount_what_they_name(role: str) -> None:
     assert volumes == {mount["name"] for mount in container["volumeMounts"]}
 
 
-def test_the_proxy_finds_the_pods() -> None:
+def test_proxy_selector_matches_pods() -> None:
     config = config_from(parse(PODS["mooncake-proxy"]))
     assert config.kubernetes is not None
     wanted = KubernetesConfig.parse(config.kubernetes, "http://api")
@@ -150,7 +151,7 @@ def test_the_proxy_finds_the_pods() -> None:
 READY = {"type": "Ready", "status": "True"}
 
 
-def test_the_proxy_may_list_pods_and_nothing_else() -> None:
+def test_proxy_may_only_list_pods() -> None:
     [role] = [item for item in manifests() if item["kind"] == "Role"]
     assert role["rules"] == [{"apiGroups": [""], "resources": ["pods"], "verbs": ["list"]}]
     [binding] = [item for item in manifests() if item["kind"] == "RoleBinding"]
@@ -159,11 +160,11 @@ def test_the_proxy_may_list_pods_and_nothing_else() -> None:
     assert [subject["name"] for subject in binding["subjects"]] == [account]
 
 
-def test_the_network_policy_lets_the_proxy_and_prometheus_reach_the_api() -> None:
+def test_network_policy_allows_proxy_and_prometheus() -> None:
     [policy] = [item for item in manifests() if item["kind"] == "NetworkPolicy"]
     to_api, from_peers = policy["spec"]["ingress"]
     assert to_api["ports"] == [{"protocol": "TCP", "port": parse(PODS["mooncake-prefill"]).port}]
-    assert "ports" not in from_peers  # transports take free ports
+    assert "ports" not in from_peers  # transports bind free ports
     proxy, prometheus = to_api["from"]
     assert prometheus == {
         "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}
@@ -181,7 +182,7 @@ def test_every_manifest_is_applied() -> None:
     assert resources == files - {"kustomization.yaml"}
 
 
-def test_the_pool_file_names_the_instance_of_the_example() -> None:
+def test_pool_file_names_the_example_instance() -> None:
     path = SYSTEMD / "pool.json"
     specs = parse_pool_file(path.read_bytes(), str(path))
     engine = parse(UNITS["engine"])
@@ -191,10 +192,10 @@ def test_the_pool_file_names_the_instance_of_the_example() -> None:
     assert {spec.role.value for spec in specs} == {"prefill", "decode"}
 
 
-def test_instances_of_every_kind_move_kv() -> None:
+def test_instances_of_every_kind_transfer_kv() -> None:
     for command in (COMPOSE["prefill-0"], PODS["mooncake-decode"], UNITS["engine"]):
         args = parse(command)
-        args.kv_secret_file = None  # lies on the machine that it is deployed to
+        args.kv_secret_file = None  # exists on the host that it is deployed to
         config = kv_transfer_config(args)
         assert config is not None
         assert (config.host, config.port) == (args.kv_host, args.kv_port)
@@ -207,7 +208,7 @@ def seconds(text: str) -> int:
 
 
 @pytest.mark.parametrize("name", PODS)
-def test_pods_have_the_time_that_their_answers_may_take(name: str) -> None:
+def test_pod_grace_period_covers_shutdown_timeout(name: str) -> None:
     pod = deployments()[name]["spec"]
     _, asleep = pod["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
     wanted = int(asleep) + parse(PODS[name]).shutdown_timeout
@@ -215,20 +216,20 @@ def test_pods_have_the_time_that_their_answers_may_take(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPOSE)
-def test_containers_have_the_time_that_their_answers_may_take(name: str) -> None:
+def test_container_grace_period_covers_shutdown_timeout(name: str) -> None:
     given = seconds(compose()["services"][name]["stop_grace_period"])
     assert given > parse(COMPOSE[name]).shutdown_timeout
 
 
 @pytest.mark.parametrize("name", UNITS)
-def test_units_have_the_time_that_their_answers_may_take(name: str) -> None:
+def test_unit_stop_timeout_covers_shutdown_timeout(name: str) -> None:
     unit = {"engine": "mooncake-engine@.service", "proxy": "mooncake-proxy.service"}[name]
     [given] = re.findall(r"^TimeoutStopSec=(\d+)$", (SYSTEMD / unit).read_text(), re.MULTILINE)
     assert int(given) > parse(UNITS[name]).shutdown_timeout
 
 
-def test_the_guides_port_range_works_on_every_host() -> None:
-    """Ranges of NPU hosts, and what the kernel takes for outgoing connections."""
+def test_port_range_in_guides_is_free_on_every_host() -> None:
+    """The port ranges reserved on NPU hosts, and the kernel's range for outgoing connections."""
     text = (ROOT / "docs" / "deployment.md").read_text()
     ranges = [PortRange.parse(words) for words in re.findall(r"--kv-port-range\s+(\d+-\d+)", text)]
     assert ranges

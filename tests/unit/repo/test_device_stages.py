@@ -1,6 +1,9 @@
-"""Stages of an accelerator's tests: each ends by itself, and says how far it came; nothing executed
-is no success; figures are judged as they come; a host's own interpreter finds the project without
-anything installed."""
+"""Stages of an accelerator's tests.
+
+Each stage exits by itself and reports its progress; a stage that executed no test has failed;
+metrics are judged as they arrive; the host's own interpreter finds the project without
+installation.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,14 @@ def test_it(benchmark, value):
 
 
 @pytest.fixture(autouse=True)
-def _stages_are_nobodys_workers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In a process of pytest-xdist a stage's own pytest would take itself for one, and benchmark
-    nothing."""
+def _stages_are_not_xdist_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pytest-xdist process, a stage's own pytest would consider itself a worker and skip
+    benchmarks."""
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
 
 
 @pytest.mark.parametrize("run", ["test-cuda", "bench-cuda", "test-ascend"])
-def test_every_stage_is_short_and_about_files_that_there_are(
+def test_every_stage_is_short_and_names_existing_files(
     run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert stages.main([run, "--list"]) == 0
@@ -50,7 +53,7 @@ def test_every_stage_is_short_and_about_files_that_there_are(
             assert not word.startswith("tests/") or (ROOT / word).exists()
 
 
-def test_stages_of_a_run_cover_its_folders() -> None:
+def test_stages_of_run_cover_its_folders() -> None:
     for run, folder in (
         ("test-cuda", "hardware/cuda"),
         ("bench-cuda", "benchmarks/cuda"),
@@ -62,13 +65,13 @@ def test_stages_of_a_run_cover_its_folders() -> None:
             assert str(file.relative_to(ROOT)) in named
 
 
-def test_stages_of_figures_are_judged_by_them() -> None:
+def test_benchmark_stages_are_judged_by_their_metrics() -> None:
     for run in stages.RUNS.values():
         for stage in run:
             assert stage.measures == any("tests/benchmarks/" in word for word in stage.tests)
 
 
-def test_a_sanitizer_sees_our_kernels_and_every_allocation() -> None:
+def test_sanitizer_checks_our_kernels_and_every_allocation() -> None:
     sanitized = [stage for stage in stages.RUNS["test-cuda"] if stage.through]
     assert [stage.name for stage in sanitized] == ["memcheck", "racecheck", "synccheck"]
     door = (ROOT / "ci" / "test-cuda").read_text()
@@ -85,7 +88,7 @@ def test_without_a_device_nothing_is_run(capsys: pytest.CaptureFixture[str]) -> 
     assert "skipped: no ascend device" in capsys.readouterr().out
 
 
-def test_a_backend_that_can_not_be_used_is_said_before_any_stage(
+def test_unavailable_backend_is_reported_before_any_stage(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -94,7 +97,7 @@ def test_a_backend_that_can_not_be_used_is_said_before_any_stage(
     assert not out.exists()
 
 
-def test_the_machine_is_looked_at() -> None:
+def test_host_is_inspected() -> None:
     machine = stages.detect_machine("cpu", os.environ)
     assert len(machine.devices) >= 1
     assert int(machine.devices[0]["total_bytes"]) > 0
@@ -104,7 +107,8 @@ def test_the_machine_is_looked_at() -> None:
 def run_of(
     tmp_path: Path, content: str, plugin: str = "", **options: object
 ) -> tuple[bool | None, str]:
-    """Whether a stage of this test file passed, with this plugin of pytest alone; its summary."""
+    """Run a stage of this test file with only this pytest plugin; returns whether it passed, and
+    its summary."""
     test = tmp_path / "test_it.py"
     test.write_text(content)
     tests = (str(test), "-p", "no:cacheprovider", *(("-p", plugin) if plugin else ()))
@@ -114,10 +118,10 @@ def run_of(
     return passed, (tmp_path / "out" / "summary.md").read_text()
 
 
-def test_stages_run_side_by_side_but_those_that_want_the_device_alone(
+def test_stages_run_concurrently_except_exclusive_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first two wait for each other; figures and memory come behind them, one by one."""
+    """The first two wait for each other; benchmark and memory stages run after them, one by one."""
     met, order = threading.Barrier(2, timeout=30), []
     runner = stages.StageRunner(MACHINE, tmp_path / "out", os.environ)
 
@@ -138,10 +142,11 @@ def test_stages_run_side_by_side_but_those_that_want_the_device_alone(
     assert order[2:] == ["figures", "memory"]
 
 
-def test_stages_side_by_side_share_the_devices_memory(
+def test_concurrent_stages_share_device_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone each has as many processes as there is room for; together they have no more."""
+    """A stage alone gets as many processes as fit the memory; concurrent stages together get no
+    more."""
     machine = replace(MACHINE, devices=[{"total_bytes": 16 * stages.BYTES_PER_PROCESS}])
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
     monkeypatch.setattr(stages, "is_there", lambda *_: True)
@@ -159,11 +164,11 @@ def test_stages_side_by_side_share_the_devices_memory(
 
 
 def measured(tmp_path: Path, content: str, **options: object) -> tuple[bool | None, str]:
-    """See ``run_of``; of a stage that records figures."""
+    """As ``run_of``, for a stage that records metrics."""
     return run_of(tmp_path, content, "pytest_benchmark.plugin", measures=True, **options)
 
 
-def test_a_stage_that_passes_and_one_that_fails(tmp_path: Path) -> None:
+def test_passing_and_failing_stage(tmp_path: Path) -> None:
     passed, summary = run_of(tmp_path, PASSING)
     assert passed
     assert "it: passed" in summary
@@ -174,7 +179,7 @@ def test_a_stage_that_passes_and_one_that_fails(tmp_path: Path) -> None:
     assert "it: failed, status 1" in summary
 
 
-def test_a_stage_that_executes_nothing_has_failed(tmp_path: Path) -> None:
+def test_stage_without_executed_tests_fails(tmp_path: Path) -> None:
     skips = "import pytest\n@pytest.mark.parametrize('n', range(3))\n"
     skips += "def test_a(n): pytest.skip('the driver is too old')\n"
     passed, summary = run_of(tmp_path, skips)
@@ -186,7 +191,7 @@ def test_a_stage_that_executes_nothing_has_failed(tmp_path: Path) -> None:
     assert "it: failed, nothing ran: no test was selected" in summary
 
 
-def test_a_stage_has_an_environment_and_the_backends_name(tmp_path: Path) -> None:
+def test_stage_has_environment_and_backend_name(tmp_path: Path) -> None:
     content = "import os\ndef test_a(): assert os.environ['IT'] == 'x'\n"
     passed, _ = run_of(tmp_path, content, environment={"IT": "x"})
     assert passed
@@ -194,7 +199,7 @@ def test_a_stage_has_an_environment_and_the_backends_name(tmp_path: Path) -> Non
     assert "cpu and (the_peak_of_memory or too_much_memory)" in command
 
 
-def test_a_stage_that_is_stopped_says_what_is_left(tmp_path: Path) -> None:
+def test_interrupted_stage_reports_remaining_tests(tmp_path: Path) -> None:
     content = "import time\ndef test_a(): pass\ndef test_b(): time.sleep(60)\ndef test_c(): pass\n"
     passed, summary = run_of(tmp_path, content, seconds=5)
     assert passed is False
@@ -204,7 +209,7 @@ def test_a_stage_that_is_stopped_says_what_is_left(tmp_path: Path) -> None:
     )
 
 
-def test_figures_come_one_by_one_and_are_judged(
+def test_metrics_are_reported_and_judged_one_by_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     passed, summary = measured(tmp_path, FIGURES.format(values="1.5, 2.5"))
@@ -224,7 +229,7 @@ def test_figures_come_one_by_one_and_are_judged(
     ]
 
 
-def test_a_stage_that_is_stopped_keeps_its_figures(tmp_path: Path) -> None:
+def test_interrupted_stage_keeps_its_metrics(tmp_path: Path) -> None:
     content = (
         FIGURES.format(values="0.5")
         + "def test_b(benchmark):\n    import time\n    time.sleep(60)\n"
@@ -236,13 +241,13 @@ def test_a_stage_that_is_stopped_keeps_its_figures(tmp_path: Path) -> None:
     assert "| figure 0.5 |" in (tmp_path / "out" / "it.md").read_text()
 
 
-def test_without_a_figure_a_stage_of_figures_has_failed(tmp_path: Path) -> None:
+def test_benchmark_stage_without_metrics_fails(tmp_path: Path) -> None:
     passed, summary = measured(tmp_path, "def test_a(benchmark): benchmark(int)\n")
     assert passed is False
     assert "it: failed, no figure was measured" in summary
 
 
-def test_a_figure_without_a_bound_is_shown() -> None:
+def test_metric_without_bound_is_shown() -> None:
     figure = Figure("f", 4321.0, None, "tokens/s", context="c")
     assert figure.holds
     assert stages.as_markdown([figure]).splitlines()[2] == "| f | 4321 tokens/s |  | c |"
@@ -251,7 +256,7 @@ def test_a_figure_without_a_bound_is_shown() -> None:
 @pytest.mark.parametrize(
     ("gib", "processes", "cores", "wanted"), [(80, 12, 16, 12), (24, 12, 16, 4), (80, 12, 3, 3)]
 )
-def test_processes_share_cores_and_the_devices_memory(
+def test_processes_share_cores_and_device_memory(
     gib: int, processes: int, cores: int, wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
@@ -259,7 +264,7 @@ def test_processes_share_cores_and_the_devices_memory(
     assert machine.num_processes(stages.Stage("it", "", (), processes=processes)) == wanted
 
 
-def test_processes_run_a_stages_tests_where_xdist_is_there(
+def test_stage_uses_processes_if_xdist_is_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 2)
@@ -279,7 +284,9 @@ def test_processes_run_a_stages_tests_where_xdist_is_there(
         ({"devices": 2}, "it needs 2 devices, here are 1"),
     ],
 )
-def test_what_is_missing_is_a_line(tmp_path: Path, options: dict[str, object], reason: str) -> None:
+def test_missing_requirement_is_one_line(
+    tmp_path: Path, options: dict[str, object], reason: str
+) -> None:
     passed, summary = run_of(tmp_path, "", **options)
     assert passed is None
     assert f"it: not run: {reason}" in summary
@@ -289,7 +296,7 @@ def test_what_is_missing_is_a_line(tmp_path: Path, options: dict[str, object], r
     ("verdicts", "wanted"),
     [((True, None), 0), ((True, False), 1), ((None, None), 1), ((None, False), 1)],
 )
-def test_what_was_not_run_does_not_make_a_success(
+def test_stages_not_run_prevent_success(
     tmp_path: Path, verdicts: tuple[bool | None, ...], wanted: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left = list(verdicts)
@@ -300,7 +307,7 @@ def test_what_was_not_run_does_not_make_a_success(
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="not run: tomllib is Python 3.11's")
-def test_the_project_is_found_without_being_installed(tmp_path: Path) -> None:
+def test_project_is_found_without_installation(tmp_path: Path) -> None:
     wheels = tmp_path / "wheels"
     wheels.mkdir()
     with zipfile.ZipFile(wheels / "carried-1.0-py3-none-any.whl", "w") as archive:
@@ -313,7 +320,7 @@ def test_the_project_is_found_without_being_installed(tmp_path: Path) -> None:
         "points = [p.name for p in m.entry_points(group='mooncake_hal')]\n"
         "print(json.dumps([points, m.version('mooncake-engine'), carried.VALUE]))"
     )
-    # -S: nothing of what is installed here
+    # -S: ignores the packages installed here
     argv = [sys.executable, "-S", "-c", code]
     found = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
     points, version, value = json.loads(found.stdout)
@@ -322,5 +329,5 @@ def test_the_project_is_found_without_being_installed(tmp_path: Path) -> None:
     assert value == 7
     assert stages.is_there("carried", environment)
     assert not stages.is_there("carried", {})
-    assert not stages.is_there("no-such-program", environment)  # nor a module of that name
+    assert not stages.is_there("no-such-program", environment)  # and no module has that name
     assert not (tmp_path / "out" / "host" / "site" / "pytest.py").exists()

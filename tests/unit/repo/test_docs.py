@@ -1,4 +1,4 @@
-"""What the documentation names exists: files, modules, pages and their sections."""
+"""Everything that the documentation names exists: files, modules, pages and their sections."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def sections(page: Path) -> set[str]:
 
 
 @pages
-def test_every_path_is_there(page: Path) -> None:
+def test_every_path_exists(page: Path) -> None:
     paths = [name for name in named(page) if re.fullmatch(r"[\w.*/-]+", name)]
     wanted = [path for path in paths if path.startswith(tuple(f"{f}/" for f in FOLDERS))]
     missing = [path for path in wanted if not list(ROOT.glob(path.rstrip("/")))]
@@ -51,14 +51,14 @@ def test_every_path_is_there(page: Path) -> None:
 
 
 @pages
-def test_every_file_that_is_named_by_its_end_is_there(page: Path) -> None:
+def test_every_partial_path_matches_a_file(page: Path) -> None:
     ends = [name for name in named(page) if re.fullmatch(r"[a-z][\w/]*\.py", name)]
     missing = [end for end in ends if not any(path.endswith(f"/{end}") for path in TRACKED)]
     assert not missing
 
 
 @pages
-def test_every_module_is_there(page: Path) -> None:
+def test_every_module_exists(page: Path) -> None:
     modules = [name for name in named(page) if re.fullmatch(r"mooncake_\w+(\.\w+)+", name)]
     modules = [name for name in modules if not name.endswith(".py")]
     missing = [name for name in modules if not _importable(name)]
@@ -75,7 +75,7 @@ def _importable(name: str) -> bool:
 
 
 @pages
-def test_every_link_leads_to_a_page_and_a_section_of_it(page: Path) -> None:
+def test_every_link_target_exists(page: Path) -> None:
     broken = []
     for link in LINK.findall(page.read_text()):
         if "://" in link:
@@ -88,7 +88,7 @@ def test_every_link_leads_to_a_page_and_a_section_of_it(page: Path) -> None:
 
 
 def test_pictures_are_shown_and_small() -> None:
-    """``make pictures`` makes them: one that nothing shows would grow old."""
+    """``make pictures`` generates them; an unused one would become stale unnoticed."""
     shown = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md"))
     for picture in (ROOT / "docs" / "pictures").iterdir():
         assert f"(pictures/{picture.name})" in shown

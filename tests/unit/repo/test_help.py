@@ -1,4 +1,4 @@
-"""What ``--help`` of every command says about its options."""
+"""The option descriptions in ``--help`` of every command."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def parsers() -> dict[str, argparse.ArgumentParser]:
 
 
 @pytest.mark.parametrize("command", parsers())
-def test_every_option_is_explained_and_says_its_default(command: str) -> None:
+def test_every_option_has_description_and_default(command: str) -> None:
     parser = parsers()[command]
     for action in parser._actions:
         assert action.help, f"{action.dest} is not explained"
@@ -43,7 +43,7 @@ def test_every_option_is_explained_and_says_its_default(command: str) -> None:
         (["bench", "transfer"], "(default: 4096,65536,1048576)"),
     ],
 )
-def test_commands_that_are_loaded_late_say_theirs(
+def test_lazily_loaded_commands_show_their_options(
     arguments: list[str],
     said: str,
     capsys: pytest.CaptureFixture[str],
@@ -70,7 +70,7 @@ def test_commands_that_are_loaded_late_say_theirs(
         (False, "so many"),
     ],
 )
-def test_a_default_stands_at_the_end(
+def test_default_is_shown_at_the_end(
     formatter: type[argparse.HelpFormatter], default: object, said: str
 ) -> None:
     parser = argparse.ArgumentParser(formatter_class=formatter)
@@ -79,7 +79,9 @@ def test_a_default_stands_at_the_end(
 
 
 @pytest.mark.parametrize("formatter", FORMATTERS)
-def test_a_default_in_words_is_not_said_twice(formatter: type[argparse.HelpFormatter]) -> None:
+def test_default_described_in_words_is_not_repeated(
+    formatter: type[argparse.HelpFormatter],
+) -> None:
     parser = argparse.ArgumentParser(formatter_class=formatter)
     parser.add_argument("--number", default=0, help="so many (default: all)")
     assert parser.format_help().rstrip().endswith("so many (default: all)")

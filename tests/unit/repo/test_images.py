@@ -1,4 +1,5 @@
-"""Dockerfiles: what they copy exists and is let through, and they are what operators expect."""
+"""Dockerfiles: copied files exist and are in the build context, and images meet operators'
+expectations."""
 
 from __future__ import annotations
 
@@ -44,31 +45,31 @@ def copied(path: Path) -> list[str]:
 
 
 def is_in_context(source: str) -> bool:
-    """Whether .dockerignore, which ignores all that it does not name, lets it through."""
+    """Whether .dockerignore, which excludes everything by default, includes it."""
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     kept = [line[1:] for line in lines if line.startswith("!")]
     return "*" in lines and any(fnmatch(source, name) for name in kept)
 
 
-def test_there_is_an_image_of_every_kind() -> None:
+def test_every_kind_has_an_image() -> None:
     assert [path.suffix for path in IMAGES] == [".ascend", ".cpu", ".cuda", ".proxy"]
 
 
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.suffix)
-def test_what_is_copied_exists_and_is_sent(path: Path) -> None:
+def test_copied_files_exist_and_are_in_context(path: Path) -> None:
     assert copied(path)
     for source in copied(path):
         assert (ROOT / source).exists(), source
         assert is_in_context(source), f"{source} is not in .dockerignore's list"
 
 
-def test_nothing_else_is_sent() -> None:
+def test_context_has_no_other_files() -> None:
     kept = re.findall(r"^!(.+)$", (ROOT / ".dockerignore").read_text(), flags=re.MULTILINE)
     assert set(kept) == {source for path in IMAGES for source in copied(path)}
 
 
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.suffix)
-def test_it_runs_without_root_and_says_how_it_is(path: Path) -> None:
+def test_image_runs_without_root_and_has_health_check(path: Path) -> None:
     assert arguments_of(path, "USER")[-1].split(":")[0] == "10001"
     assert len(arguments_of(path, "HEALTHCHECK")) == 1
     assert len(arguments_of(path, "FROM")) == 2, "wheels are built in a stage of their own"
@@ -88,8 +89,8 @@ def test_wheels_are_built_from_folders_with_a_project(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.suffix)
-def test_what_is_ours_is_installed_by_its_file_and_never_by_a_name(path: Path) -> None:
-    """An index may have the name, too, with a higher version."""
+def test_own_packages_are_installed_from_files_never_by_name(path: Path) -> None:
+    """A package index may have the same name with a higher version."""
     installs = [run for run in arguments_of(path, "RUN") if "pip install" in run]
     assert any("/wheels/" in run for run in installs)
     for run in installs:
@@ -99,8 +100,8 @@ def test_what_is_ours_is_installed_by_its_file_and_never_by_a_name(path: Path) -
 
 
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.suffix)
-def test_all_else_is_installed_by_hash_but_torch(path: Path) -> None:
-    """Which has an index per accelerator: it is named by its version."""
+def test_other_packages_except_torch_are_installed_by_hash(path: Path) -> None:
+    """Torch has an index per accelerator, so it is pinned by version."""
     installs = [run for run in arguments_of(path, "RUN") if "pip install" in run]
     by_hash = [run for run in installs if "--require-hashes" in run and "--no-deps" in run]
     by_file = [run for run in installs if "/wheels/" in run and "--no-deps" in run]
@@ -114,10 +115,10 @@ def test_all_else_is_installed_by_hash_but_torch(path: Path) -> None:
     ("image", "projects", "extras"),
     [("proxy", ["proxy"], {"yaml", "otel"}), ("engine", [".", "kv", "engine"], set())],
 )
-def test_the_locks_have_what_the_projects_need(
+def test_locks_cover_project_dependencies(
     image: str, projects: list[str], extras: set[str]
 ) -> None:
-    """Else: ci/lock-images."""
+    """To fix a failure, run ci/lock-images."""
     locked: dict[str, list[Version]] = {}
     for line in (DEPLOY / "docker" / f"requirements-{image}.txt").read_text().splitlines():
         if "==" in line:
@@ -137,14 +138,14 @@ def test_the_locks_have_what_the_projects_need(
 
 
 @pytest.mark.parametrize("path", ENGINES, ids=lambda path: path.suffix)
-def test_instances_that_share_cores_do_not_spin(path: Path) -> None:
+def test_instances_on_shared_cores_do_not_spin(path: Path) -> None:
     assert any("OMP_WAIT_POLICY=PASSIVE" in line for line in arguments_of(path, "ENV"))
     [backend] = re.findall(r"MOONCAKE_HAL_BACKEND=(\w+)", path.read_text())
     assert backend == path.suffix.removeprefix(".")
 
 
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.suffix)
-def test_the_health_check_asks_the_port_that_is_served(path: Path) -> None:
+def test_health_check_uses_served_port(path: Path) -> None:
     [port] = re.findall(r"MOONCAKE_HEALTH_URL=http://127.0.0.1:(\d+)/health", path.read_text())
     assert port in arguments_of(path, "EXPOSE")[0].split()
     program = "mooncake-proxy" if path.suffix == ".proxy" else "mooncake-engine"
@@ -154,7 +155,7 @@ def test_the_health_check_asks_the_port_that_is_served(path: Path) -> None:
     assert ports == {int(port)}
 
 
-def test_ascend_says_what_to_mount() -> None:
+def test_ascend_image_lists_mounts() -> None:
     text = (DEPLOY / "docker" / "Dockerfile.ascend").read_text()
     for needed in ("/etc/hccn.conf", "/dev/davinci0", "/dev/davinci_manager", "/dev/hisi_hdc"):
         assert needed in text
@@ -162,8 +163,8 @@ def test_ascend_says_what_to_mount() -> None:
 
 
 @pytest.mark.parametrize("path", IMAGES, ids=lambda path: path.suffix)
-def test_what_it_begins_from_can_be_pinned(path: Path) -> None:
-    """By `ci/lock-images --bases`, or for one build by an argument."""
+def test_base_image_can_be_pinned(path: Path) -> None:
+    """By `ci/lock-images --bases`, or by a build argument for one build."""
     declared = [argument.partition("=") for argument in arguments_of(path, "ARG")]
     bases = {name: image for name, _, image in declared if name.endswith("_IMAGE")}
     used = {base.split()[0] for base in arguments_of(path, "FROM")}

@@ -34,12 +34,12 @@ def _fill(text: str, chosen: dict[str, str]) -> str:
 JOBS = jobs()
 
 
-def test_the_workflow_has_the_legs_of_the_matrix() -> None:
+def test_workflow_has_all_legs_of_matrix() -> None:
     assert set(JOBS) == set(LEGS)
 
 
 @pytest.mark.parametrize("name", LEGS)
-def test_a_job_runs_the_commands_of_its_leg(name: str) -> None:
+def test_job_runs_commands_of_its_leg(name: str) -> None:
     job = JOBS[name]
     runs = [_fill(step["run"], job["chosen"]) for step in job["steps"] if "run" in step]
     assert tuple(runs) == LEGS[name].commands
@@ -50,7 +50,7 @@ def test_a_job_runs_the_commands_of_its_leg(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEGS)
-def test_a_leg_calls_scripts_that_are_there(name: str) -> None:
+def test_scripts_of_legs_exist(name: str) -> None:
     for command in LEGS[name].commands:
         script = ROOT / command.split()[0]
         assert script.is_file(), script
@@ -73,7 +73,7 @@ def test_only_legs_with_own_machines_wait_for_a_variable() -> None:
     ("statuses", "wanted"),
     [((0, 0), 0), ((0, 77), 77), ((77, 77), 77), ((0, 1), 1), ((77, 1), 1), ((5,), 1)],
 )
-def test_the_status_of_many_legs(statuses: tuple[int, ...], wanted: int) -> None:
+def test_status_of_several_legs(statuses: tuple[int, ...], wanted: int) -> None:
     leg = matrix.Leg("x", "r", ("true",))
     outcomes = [matrix.Outcome(leg, status, "words", 1.0) for status in statuses]
     status, lines = matrix.summary(outcomes)
@@ -82,7 +82,7 @@ def test_the_status_of_many_legs(statuses: tuple[int, ...], wanted: int) -> None
     assert [line.split()[0] for line in lines] == [words.get(s, "FAILED") for s in statuses]
 
 
-def test_a_leg_ends_with_its_first_command_that_does_not_pass() -> None:
+def test_leg_stops_at_first_failing_command() -> None:
     leg = matrix.Leg("x", "r", ("echo one", "echo 'skipped: no x'; exit 77", "echo never"))
     outcome = matrix.run_leg(leg)
     assert (outcome.status, outcome.last_line) == (77, "skipped: no x")

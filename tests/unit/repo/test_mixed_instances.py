@@ -1,4 +1,5 @@
-"""Cells of a mixed grid share their instances: each is started once, within a number of ranks."""
+"""Cells of a mixed grid share their instances: each is started once, within a limit of running
+ranks."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ RATIOS = ((2, 3), (2, 1), (1, 1), (1, 2), (4, 2))
 
 @dataclass
 class Starts:
-    """What was started, how often, and what runs."""
+    """Records which instances were started, how often, and which are running."""
 
     counts: Counter[Instance]
     running: dict[Instance, int]
@@ -43,7 +44,7 @@ class Starts:
 
 @dataclass
 class FakeProgram:
-    """Ready at once."""
+    """A program that is ready at once."""
 
     starts: Starts
     instance: Instance
@@ -66,9 +67,7 @@ def grid() -> list[Sides]:
 
 
 @pytest.mark.parametrize(("most_ranks", "starts_once"), [(MOST_RANKS, True), (8, False)])
-def test_instances_are_started_once_and_no_more_run_than_there_is_room_for(
-    most_ranks: int, starts_once: bool
-) -> None:
+def test_instances_are_started_once_within_rank_limit(most_ranks: int, starts_once: bool) -> None:
     cells, starts = grid(), Starts(Counter(), {})
     pool = InstancePool(starts.start, cells, most_ranks)
 
@@ -89,7 +88,7 @@ def test_instances_are_started_once_and_no_more_run_than_there_is_room_for(
     assert not starts.running
 
 
-def test_after_a_failure_the_next_cell_has_fresh_instances() -> None:
+def test_cell_after_failure_gets_fresh_instances() -> None:
     cells, starts = grid()[:2], Starts(Counter(), {})
     pool = InstancePool(starts.start, cells)
     asyncio.run(pool.serve(0))

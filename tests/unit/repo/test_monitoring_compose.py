@@ -1,4 +1,4 @@
-"""Prometheus and Grafana beside the compose deployment: what they mount and scrape is there."""
+"""Prometheus and Grafana in the compose deployment: mounted files and scrape targets exist."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ SERVICES: dict[str, dict[str, Any]] = ADDED["services"]
 
 
 def mounts(service: str) -> dict[str, str]:
-    """What a container finds at which path."""
+    """The host file mounted at each path of a container."""
     binds = [volume for volume in SERVICES[service]["volumes"] if isinstance(volume, dict)]
     return {volume["target"]: volume["source"] for volume in binds}
 
 
-def test_it_adds_to_the_deployment_and_changes_nothing_of_it() -> None:
+def test_monitoring_only_adds_to_the_deployment() -> None:
     assert ADDED["name"] == compose()["name"]
     assert not SERVICES.keys() & compose()["services"].keys()
     for service in SERVICES.values():
@@ -30,7 +30,7 @@ def test_it_adds_to_the_deployment_and_changes_nothing_of_it() -> None:
 
 
 @pytest.mark.parametrize("service", SERVICES)
-def test_what_is_mounted_exists_and_is_read_only(service: str) -> None:
+def test_mounted_files_exist_and_are_read_only(service: str) -> None:
     for source in mounts(service).values():
         assert (DEPLOY / "docker" / source).resolve().is_file()
     for volume in SERVICES[service]["volumes"]:
@@ -38,7 +38,7 @@ def test_what_is_mounted_exists_and_is_read_only(service: str) -> None:
         assert not isinstance(volume, str) or volume.split(":")[0] in ADDED["volumes"]
 
 
-def test_every_process_is_scraped_where_it_listens() -> None:
+def test_every_process_is_scraped_at_its_port() -> None:
     [config] = read_yaml(MONITORING / "prometheus.yaml")
     groups = [group for job in config["scrape_configs"] for group in job["static_configs"]]
     scraped = {target: group.get("labels") for group in groups for target in group["targets"]}
@@ -49,7 +49,7 @@ def test_every_process_is_scraped_where_it_listens() -> None:
         assert labels == ({"role": role} if "-" in target else None)
 
 
-def test_prometheus_reads_what_is_mounted() -> None:
+def test_prometheus_reads_mounted_files() -> None:
     [config] = read_yaml(MONITORING / "prometheus.yaml")
     [argument] = [a for a in SERVICES["prometheus"]["command"] if a.startswith("--config.file=")]
     where = argument.split("=")[1]
@@ -59,12 +59,12 @@ def test_prometheus_reads_what_is_mounted() -> None:
         assert found[where.rpartition("/")[0] + f"/{name}"] == f"../monitoring/{name}"
 
 
-def test_grafana_finds_prometheus_and_the_dashboard() -> None:
+def test_grafana_provisions_prometheus_and_dashboard() -> None:
     [source] = read_yaml(MONITORING / "grafana-datasource.yaml")[0]["datasources"]
     url = urlsplit(source["url"])
     assert url.hostname in SERVICES
     assert SERVICES[str(url.hostname)]["ports"] == [f"127.0.0.1:{url.port}:{url.port}"]
-    assert source["isDefault"] is True  # the dashboard's panels name none
+    assert source["isDefault"] is True  # the dashboard's panels name no data source
     [provider] = read_yaml(MONITORING / "grafana-provider.yaml")[0]["providers"]
     [path] = [target for target in mounts("grafana") if target.endswith(".json")]
     assert path.startswith(provider["options"]["path"] + "/")

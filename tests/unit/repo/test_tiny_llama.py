@@ -41,14 +41,14 @@ def chat_ids(question: str) -> list[int]:
     return ids
 
 
-def test_the_folder_keeps_within_its_bound() -> None:
+def test_folder_size_is_bounded() -> None:
     """The repository carries the model, so it must stay small."""
     assert sum(path.stat().st_size for path in MODEL_DIR.iterdir()) <= MAX_FOLDER_BYTES
 
 
 @settings(max_examples=50)
 @given(st.text().filter(lambda text: "<|" not in text))
-def test_the_tokens_of_a_text_are_its_bytes(text: str) -> None:
+def test_tokens_are_bytes(text: str) -> None:
     """One token per byte, id = byte, and every text comes back exactly."""
     ids = TOKENIZER.encode(text)
     assert ids == list(text.encode())
@@ -62,8 +62,8 @@ def test_special_tokens_end_a_generation() -> None:
 
 
 @pytest.mark.parametrize(("start", "end"), [(31, 71), (700, 1900)], ids=["short", "long"])
-def test_a_cut_of_the_page_is_continued_exactly(model: Any, start: int, end: int) -> None:
-    """Two hundred characters on, not one differs; the long prompt fills many KV blocks."""
+def test_prefix_of_page_is_continued_exactly(model: Any, start: int, end: int) -> None:
+    """The next two hundred characters match exactly; the long prompt fills many KV blocks."""
     wanted = PAGE[end : end + 200]
     ids = TOKENIZER.encode(PAGE[start:end])
     assert complete(model, ids, max_new_tokens=len(wanted.encode())) == wanted
@@ -74,14 +74,14 @@ def test_the_page_ends_by_itself(model: Any) -> None:
     assert complete(model, TOKENIZER.encode(PAGE[-400:-60]), 100) == PAGE[-60:] + "<|eos|>"
 
 
-def test_a_question_is_answered_and_the_turn_ended(model: Any) -> None:
+def test_question_is_answered_and_turn_ends(model: Any) -> None:
     """The chat template and the end-of-turn token work together."""
     question = "How do you say tea in Chinese?"
     assert complete(model, chat_ids(question), 100) == CHAT["answers"][question] + "<|im_end|>"
 
 
 @pytest.mark.parametrize("password", ["amber", "ivory"])
-def test_a_password_told_long_ago_is_recalled(model: Any, password: str) -> None:
+def test_password_from_start_of_prompt_is_recalled(model: Any, password: str) -> None:
     """The answer depends on the oldest KV blocks alone."""
     story = f"The password is {password}.\n\n{PAGE[300:800]}\n\nWhat is the password?"
     assert complete(model, chat_ids(story), 40) == f"It is {password}.<|im_end|>"

@@ -1,4 +1,4 @@
-"""The distributions move in lock step."""
+"""All distributions have the same version."""
 
 from __future__ import annotations
 
