@@ -28,7 +28,7 @@ def configured(mode: str) -> dict[str, object]:
     return settings("cost", role_changes=mode, default_class=slo) | {"slo_ttft_s": 0.1}
 
 
-def hurry(s: Stand, mode: str) -> None:
+def watch_roles_often(s: Stand, mode: str) -> None:
     conductor = conductor_of(s)
     conductor.roles = RoleWatch(conductor.pairs, mode, 0.1, SOON)
 
@@ -51,7 +51,7 @@ async def gauges(s: Stand) -> dict[str, float]:
 def test_an_idle_decode_instance_becomes_a_prefill_instance() -> None:
     async def main() -> None:
         async with stand(1, 3, **configured("allow")) as s:
-            hurry(s, "allow")
+            watch_roles_often(s, "allow")
             assert (await post(s, BODY)).status_code == 200
             check_nothing_is_reserved(s)
             overload_prefill(s)
@@ -72,7 +72,7 @@ def test_an_idle_decode_instance_becomes_a_prefill_instance() -> None:
 def test_proposed_role_changes_are_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with stand(1, 3, **configured("propose")) as s:
-            hurry(s, "propose")
+            watch_roles_often(s, "propose")
             overload_prefill(s)
             with caplog.at_level(logging.WARNING):
                 for _ in range(100):
