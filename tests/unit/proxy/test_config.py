@@ -1,4 +1,4 @@
-"""Errors in the configuration are named."""
+"""Configuration errors are reported."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ def spec(port: int, source: str, role: Role = Role.DECODE) -> InstanceSpec:
         ({"instances": (spec(1, "a"), spec(1, "b", Role.PREFILL))}, "http://h:1 given twice"),
     ],
 )
-def test_bad_configurations_are_named(settings: dict[str, object], message: str) -> None:
+def test_configuration_errors_are_reported(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ProxyConfig(**settings)  # type: ignore[arg-type]  # wrong on purpose
 
 
 @pytest.mark.parametrize("flag", ["--tls-cert", "--upstream-ca"])
 @pytest.mark.parametrize("content", [None, "no certificate"])
-def test_certificates_that_are_none_are_named(
+def test_invalid_certificates_are_reported(
     flag: str, content: str | None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "certificate.pem"

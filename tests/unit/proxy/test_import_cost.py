@@ -1,4 +1,4 @@
-"""Flags are read, and refused, before most of the proxy is brought in."""
+"""Flags are parsed and rejected before most of the proxy is imported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from support.programs import imported_by
 ONLY_TO_SERVE = {"uvloop", "mooncake_api", "mooncake_conductor", "mooncake_proxy.api.application"}
 
 
-def test_help_brings_in_nothing_that_serves() -> None:
+def test_help_imports_no_server_modules() -> None:
     modules = imported_by("-m", "mooncake_proxy", "--help")
     assert "mooncake_proxy.proxy_options" in modules
     assert modules.isdisjoint(ONLY_TO_SERVE), modules & ONLY_TO_SERVE

@@ -1,4 +1,4 @@
-"""Keys that wait for their turn get shares by weight, whoever sends the most."""
+"""Weighted fair queueing of API keys, whichever sends the most."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEAVY, LIGHT = ApiKey("a", "heavy"), ApiKey("b", "light")
 async def served(
     queue: AdmissionQueue, waiting: list[tuple[ApiKey, float]], turns: int
 ) -> list[str]:
-    """Who gets the next turns, one at a time, of requests that all wait already."""
+    """The order in which queued requests are served, one at a time."""
     order: list[str] = []
     assert queue.enter(ApiKey("x", "first"))
 
@@ -37,7 +37,7 @@ async def served(
     return order
 
 
-def test_a_key_that_sends_more_gets_no_more() -> None:
+def test_key_with_more_requests_gets_no_larger_share() -> None:
     async def main() -> None:
         queue = AdmissionQueue(AdmissionConfig(1))
         waiting = [(HEAVY, 100.0)] * 50 + [(LIGHT, 100.0)] * 10
@@ -48,7 +48,7 @@ def test_a_key_that_sends_more_gets_no_more() -> None:
     asyncio.run(main())
 
 
-def test_shares_are_by_weight_and_by_what_requests_cost() -> None:
+def test_shares_follow_weights_and_request_costs() -> None:
     async def main() -> None:
         double = ApiKey("c", "double", weight=2.0)
         dear = ApiKey("d", "dear")
@@ -60,7 +60,7 @@ def test_shares_are_by_weight_and_by_what_requests_cost() -> None:
     asyncio.run(main())
 
 
-def test_without_keys_it_is_first_come_first_served() -> None:
+def test_queue_without_keys_is_fifo() -> None:
     async def main() -> None:
         queue, order = AdmissionQueue(AdmissionConfig(1)), []
         assert queue.enter()
@@ -80,7 +80,7 @@ def test_without_keys_it_is_first_come_first_served() -> None:
     asyncio.run(main())
 
 
-def test_who_fills_the_queue_makes_room_for_others() -> None:
+def test_key_that_fills_queue_is_displaced_by_others() -> None:
     async def main() -> None:
         queue = AdmissionQueue(AdmissionConfig(1, max_waiting=4))
         assert queue.enter(HEAVY)
@@ -104,7 +104,7 @@ def test_who_fills_the_queue_makes_room_for_others() -> None:
     asyncio.run(main())
 
 
-def test_a_key_that_was_idle_has_saved_nothing_up() -> None:
+def test_idle_key_accumulates_no_credit() -> None:
     async def main() -> None:
         queue = AdmissionQueue(AdmissionConfig(1))
         await served(queue, [(HEAVY, 100.0)] * 20, 20)

@@ -1,4 +1,4 @@
-"""What instances are asked: the client's own bytes, with the KV parameters and no more."""
+"""Requests to instances: the client's own bytes plus the KV parameters, and nothing else."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_fields_pass_through_byte_for_byte() -> None:
         assert piece in sent
 
 
-def test_the_prefill_asks_for_one_token_and_no_stream() -> None:
+def test_prefill_request_has_one_token_and_no_stream() -> None:
     body = {"prompt": "x", "max_tokens": 9, "stream": True, "stream_options": {}, "min_tokens": 0}
     sent = json.loads(prefill_body(context_of(body)))
     assert sent["max_tokens"] == 1
@@ -47,13 +47,13 @@ def test_the_prefill_asks_for_one_token_and_no_stream() -> None:
     assert sent.keys() == {"prompt", "max_tokens", "stream", "min_tokens", "kv_transfer_params"}
 
 
-def test_max_completion_tokens_only_when_the_client_sent_it() -> None:
+def test_max_completion_tokens_is_sent_only_if_client_sent_it() -> None:
     sent = json.loads(prefill_body(context_of({"messages": [], "max_completion_tokens": 5})))
     assert sent["max_completion_tokens"] == 1
 
 
 @pytest.mark.parametrize("params", ['{"a":[[1]]}', '{ "a" : [[1]] }', "{}"])
-def test_the_prefillers_parameters_reach_the_decoder(params: str) -> None:
+def test_params_of_prefiller_reach_decoder(params: str) -> None:
     sent = json.loads(
         pull_decode_body(context_of({"prompt": "x"}), Raw(params.encode()), delivered=True)
     )
@@ -71,7 +71,7 @@ def test_the_prefillers_parameters_reach_the_decoder(params: str) -> None:
         (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion", None),
     ],
 )
-def test_bad_bodies_are_named(body: bytes, message: str, param: str | None) -> None:
+def test_invalid_bodies_are_reported(body: bytes, message: str, param: str | None) -> None:
     with pytest.raises(BadRequest, match=message) as refusal:
         openai_bodies.parse_request(body)
     assert refusal.value.param == param
@@ -91,7 +91,7 @@ def test_bad_bodies_are_named(body: bytes, message: str, param: str | None) -> N
         ({"prompt": "x", "prompt_logprobs": 0}, "prompt_logprobs"),
     ],
 )
-def test_what_keeps_prefill_and_decode_together(body: dict[str, Any], obstacle: str | None) -> None:
+def test_requests_that_prevent_disaggregation(body: dict[str, Any], obstacle: str | None) -> None:
     assert context_of(body).disaggregation_obstacle() == obstacle
 
 
@@ -110,7 +110,7 @@ def test_request_ids() -> None:
         assert len(request_id_of({b"x-request-id": bad})) == 32
 
 
-def test_only_headers_that_are_there_are_forwarded() -> None:
+def test_only_present_headers_are_forwarded() -> None:
     assert forwarded_headers({b"cookie": b"x"}) == b""
     assert forwarded_headers({b"traceparent": b"t"}) == b"traceparent: t\r\n"
 
@@ -127,7 +127,7 @@ def test_only_headers_that_are_there_are_forwarded() -> None:
     ],
     ids=["model", "prompt", "stop", "surrogate", "too deep", "no JSON"],
 )
-def test_what_can_not_be_read_is_the_clients_fault(body: bytes) -> None:
+def test_unreadable_body_is_a_client_error(body: bytes) -> None:
     with pytest.raises(BadRequest) as failed:
         openai_bodies.parse_request(body)
     assert (failed.value.status, failed.value.code) == (400, "invalid_json")

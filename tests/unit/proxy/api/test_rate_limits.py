@@ -1,4 +1,4 @@
-"""Buckets of requests and tokens per minute, and what a keys file may say."""
+"""Token buckets for requests and tokens per minute, and the format of keys files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mooncake_proxy.errors import ConfigError, RateLimited
 KEY = ApiKey("secret", "team", requests_per_minute=60, tokens_per_minute=6000)
 
 
-def test_a_minute_may_be_used_at_once_and_comes_back_by_the_second() -> None:
+def test_minute_budget_may_be_used_at_once_and_refills_per_second() -> None:
     limits = RateLimits([KEY], now=0.0)
     for _ in range(60):
         limits.take("team", 10, now=0.0)
@@ -28,7 +28,7 @@ def test_a_minute_may_be_used_at_once_and_comes_back_by_the_second() -> None:
         limits.take("team", 10, now=1.5)
 
 
-def test_tokens_that_were_not_used_are_given_back() -> None:
+def test_unused_tokens_are_returned() -> None:
     limits = RateLimits([KEY], now=0.0)
     limits.take("team", 6000, now=0.0)
     with pytest.raises(RateLimited, match="tokens per min") as caught:
@@ -38,7 +38,7 @@ def test_tokens_that_were_not_used_are_given_back() -> None:
     limits.take("team", 600, now=0.0)
 
 
-def test_more_than_a_minute_holds_is_served_once_all_of_it_is_there() -> None:
+def test_request_larger_than_bucket_runs_when_bucket_is_full() -> None:
     limits = RateLimits([KEY], now=0.0)
     limits.take("team", 9000, now=0.0)
     with pytest.raises(RateLimited) as caught:
@@ -48,7 +48,7 @@ def test_more_than_a_minute_holds_is_served_once_all_of_it_is_there() -> None:
 
 
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 4000)), max_size=60))
-def test_never_more_than_the_limit_and_a_minute(requests: list[tuple[float, int]]) -> None:
+def test_usage_never_exceeds_limit_plus_one_minute(requests: list[tuple[float, int]]) -> None:
     limits, now, taken = RateLimits([KEY], now=0.0), 0.0, 0
     for gap, tokens in requests:
         now += gap
@@ -60,7 +60,7 @@ def test_never_more_than_the_limit_and_a_minute(requests: list[tuple[float, int]
     assert taken <= 6000 + now * 100 + 1e-6
 
 
-def test_workers_tell_each_other_what_they_let_through() -> None:
+def test_workers_share_admitted_amounts() -> None:
     first, second = RateLimits([KEY], now=0.0), RateLimits([KEY], now=0.0)
     for _ in range(60):
         first.take("team", 1, now=0.0)
@@ -70,7 +70,7 @@ def test_workers_tell_each_other_what_they_let_through() -> None:
     assert first.spent() == {}
 
 
-def test_durations_are_written_as_openai_does() -> None:
+def test_durations_have_openai_format() -> None:
     assert [duration(s) for s in (0.0, 0.02, 1.0, 12.5, 360.0)] == [
         "0ms", "20ms", "1s", "12.5s", "6m0s",
     ]  # fmt: skip
@@ -82,7 +82,7 @@ def write(tmp_path: Path, content: object) -> str:
     return str(path)
 
 
-def test_a_keys_file_says_what_keys_may(tmp_path: Path) -> None:
+def test_keys_file_sets_permissions(tmp_path: Path) -> None:
     entry = {"key": "k", "name": "team", "classes": ["strict"], "weight": 2.5, "models": ["qwen"]}
     found = read_key_file(
         write(tmp_path, {"keys": [entry], "classes": {"strict": {"ttft": 500, "tbt": "5x"}}})
@@ -106,6 +106,6 @@ def test_a_keys_file_says_what_keys_may(tmp_path: Path) -> None:
         ({"keys": [{"key": "k", "name": "a"}, {"key": "k", "name": "b"}]}, "key is given twice"),
     ],
 )
-def test_bad_keys_files_are_named(tmp_path: Path, content: object, said: str) -> None:
+def test_invalid_keys_files_are_reported(tmp_path: Path, content: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read_key_file(write(tmp_path, content))

@@ -1,4 +1,4 @@
-"""Which requests a D may go on with from P's token."""
+"""Which requests a D may continue from P's token."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from mooncake_proxy.flows.continued_prompt import can_continue
 
 
 @pytest.mark.parametrize("name", ["bad_words", "truncate_prompt_tokens", "temperature"])
-def test_what_is_nested_too_deeply_to_be_looked_into_is_for_the_instances_to_refuse(
+def test_too_deeply_nested_field_is_left_to_instances(
     name: str,
 ) -> None:
-    """The body is read higher up in the stack than a field of it is."""
+    """The body is parsed with less stack in use than a field of it."""
     parsed, fields = parse_request(b'{"prompt": "a", "stream": true, "seed": 7}')
     depth = sys.getrecursionlimit()
     fields[name] = Raw(b"[" * depth + b"]" * depth)

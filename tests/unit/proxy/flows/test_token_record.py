@@ -1,4 +1,4 @@
-"""What a request has said so far, and what of it the next pass makes again."""
+"""The tokens that a request has sent so far, and those that the next pass generates again."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def record(**more: Any) -> TokenRecord:
     ],
     ids=["all shown", "half a character", "a whole one", "a torn one", "nothing yet"],
 )
-def test_tokens_whose_text_is_not_out_are_made_again(
+def test_tokens_without_sent_text_are_regenerated(
     pieces: list[tuple[str, list[int]]], kept: list[int]
 ) -> None:
     found = record()
@@ -54,7 +54,7 @@ def test_tokens_whose_text_is_not_out_are_made_again(
     assert (found.prompt, found.generated) == ([1, 2], kept)
 
 
-def test_a_client_that_sees_ids_keeps_them_all() -> None:
+def test_client_with_token_ids_keeps_all_tokens() -> None:
     found = record(shows_ids=True)
     found.record_event(chunk("", [10]))
     found.begin_next_pass()
@@ -65,10 +65,10 @@ def test_a_client_that_sees_ids_keeps_them_all() -> None:
 @pytest.mark.parametrize(
     ("piece", "kept", "last"), [("a", [10], "b"), ("a\ufffd", [], "aé"), ("", [], "a")]
 )
-def test_a_whole_answer_says_nothing_twice(
+def test_non_streamed_answer_repeats_nothing(
     piece: str, kept: list[int], last: str, shows_ids: bool
 ) -> None:
-    """Nothing of it is out before it is whole: its text goes with its tokens."""
+    """Nothing is sent before the answer is complete: its text is kept with its tokens."""
     found = record(shows_ids=shows_ids)
     with pytest.raises(Recomputed):
         found.record_answer(chunk(piece, [10], stop_reason="recomputed"), "d")
@@ -92,10 +92,10 @@ def logprobs_of(*tokens: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_torn", [False, True])
-def test_logprobs_of_a_whole_answer_are_those_of_all_passes(is_torn: bool) -> None:
+def test_logprobs_of_non_streamed_answer_join_all_passes(is_torn: bool) -> None:
     found = record()
     passes = [("ab", ["a", "b"], 2), ("cd", ["cd"], 1)]
-    if is_torn:  # made again, so what it said of them is forgotten
+    if is_torn:  # regenerated, so its log probabilities are dropped
         passes.insert(1, ("x\ufffd", ["x", "\ufffd"], 2))
     for text, tokens, num in passes:
         more = {"stop_reason": "recomputed", "logprobs": logprobs_of(*tokens)}
@@ -108,7 +108,7 @@ def test_logprobs_of_a_whole_answer_are_those_of_all_passes(is_torn: bool) -> No
     assert choice["logprobs"] == logprobs_of("a", "b", "cd", "e", "f")
 
 
-def test_logprobs_of_a_whole_answer_stay_where_the_last_pass_says_nothing() -> None:
+def test_logprobs_are_kept_if_last_pass_has_none() -> None:
     found = record()
     more = {"stop_reason": "recomputed", "logprobs": logprobs_of("a")}
     with pytest.raises(Recomputed):
@@ -122,8 +122,8 @@ def test_logprobs_of_a_whole_answer_stay_where_the_last_pass_says_nothing() -> N
 @pytest.mark.parametrize(
     "logprobs", ["x", logprobs_of("b") | {"top_logprobs": None}, {"text_offset": [None]}]
 )
-def test_logprobs_that_can_t_be_joined_are_malformed(logprobs: object) -> None:
-    """Of an instance that says others than the one before."""
+def test_incompatible_logprobs_are_malformed(logprobs: object) -> None:
+    """From an instance that returns another format than the previous one."""
     found = record()
     more = {"stop_reason": "recomputed", "logprobs": logprobs_of("a")}
     with pytest.raises(Recomputed):
@@ -135,7 +135,7 @@ def test_logprobs_that_can_t_be_joined_are_malformed(logprobs: object) -> None:
 
 
 class Client:
-    """What a forwarder sees of the request, and what the client is sent."""
+    """The request as a forwarder sees it, and the events that the client receives."""
 
     def __init__(self) -> None:
         self.is_committed, self.tenant, self.answer_id = False, None, None
@@ -155,7 +155,7 @@ class Client:
 
 
 def feed_pass(client: Any, found: TokenRecord, *chunks: bytes) -> None:
-    """One instance's stream, all of it in one piece behind its first event."""
+    """Feed one instance's stream, all events after the first in one packet."""
     client.is_committed = False
     forwarder = RecordingForwarder(client, "d", lambda: None, found)
     first, *rest = [b"data: %b\n\n" % each for each in chunks]
@@ -165,10 +165,8 @@ def feed_pass(client: Any, found: TokenRecord, *chunks: bytes) -> None:
 
 @pytest.mark.parametrize("shows_ids", [False, True])
 @pytest.mark.parametrize("last", ["", "b", "\ufffd"])
-def test_a_stream_that_is_given_back_within_a_character_says_each_token_once(
-    last: str, shows_ids: bool
-) -> None:
-    """The event that gives it back may have text, as what a stop string might have begun with."""
+def test_recompute_within_a_character_sends_each_token_once(last: str, shows_ids: bool) -> None:
+    """The recompute event may carry text, such as the held-back start of a stop string."""
     found, client = record(shows_ids=shows_ids), Client()
     kept = [10, 11, 12] if last == "b" else [10]
     with pytest.raises(Recomputed):
@@ -205,7 +203,7 @@ def test_a_stream_that_is_given_back_within_a_character_says_each_token_once(
     assert first["logprobs"]["text_offset"] == [2 if last == "b" else 1]
 
 
-def test_what_is_kept_goes_out_before_an_error_that_ends_the_answer(
+def test_held_back_text_is_sent_before_final_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found, client = record(), Client()
@@ -222,8 +220,8 @@ def test_what_is_kept_goes_out_before_an_error_that_ends_the_answer(
     assert "".join(each["text"] for each in client.choices()) == "ab\ufffd"
 
 
-def test_what_is_kept_goes_out_with_the_end_of_the_stream() -> None:
-    """Of an instance that says no finish reason."""
+def test_held_back_text_is_sent_at_end_of_stream() -> None:
+    """From an instance that sends no finish reason."""
     found, client = record(), Client()
     feed_pass(client, found, chunk("a", [10]), chunk("b\ufffd", [11]), b"[DONE]")
     client.sent, end = client.sent.removesuffix(b"data: [DONE]\n\n"), client.sent[-14:]
@@ -232,8 +230,8 @@ def test_what_is_kept_goes_out_with_the_end_of_the_stream() -> None:
 
 
 @pytest.mark.parametrize("shows_ids", [False, True])
-def test_tokens_without_text_are_not_kept_for_ever(shows_ids: bool) -> None:
-    """Ten thousand special ones; a character takes four at most."""
+def test_number_of_held_back_tokens_is_bounded(shows_ids: bool) -> None:
+    """Ten thousand special tokens; a character needs at most four."""
     found, client = record(shows_ids=shows_ids), Client()
     tokens = [chunk("", [token]) for token in range(10_000)]
     feed_pass(client, found, chunk("a", [10]), *tokens)
@@ -246,13 +244,13 @@ def test_tokens_without_text_are_not_kept_for_ever(shows_ids: bool) -> None:
 
 
 @pytest.mark.parametrize("stop_reason", [None, "recomputed"])
-def test_what_is_given_back_has_not_finished(stop_reason: str | None) -> None:
+def test_recomputed_answer_has_no_finish_reason(stop_reason: str | None) -> None:
     found = record()
     found.record_event(chunk("a", [10], finish_reason="stop", stop_reason=stop_reason))
     assert found.has_finished == (stop_reason is None)
 
 
-def test_what_a_parser_has_made_of_the_text_stays_where_it_is() -> None:
+def test_parsed_fields_disable_migration() -> None:
     found = record(may_migrate=True)
     found.record_event(chunk("a", [10]))
     assert found.may_migrate
@@ -263,7 +261,7 @@ def test_what_a_parser_has_made_of_the_text_stays_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("includes_usage", [True, False])
-def test_a_stream_that_lacks_only_its_end_gets_one(includes_usage: bool) -> None:
+def test_stream_that_lacks_only_its_end_is_completed(includes_usage: bool) -> None:
     found = record()
     found.record_event(chunk("a", [10], finish_reason="length"))
     *usage, done = found.closing_events(includes_usage=includes_usage).strip().split(b"\n\n")
@@ -275,7 +273,7 @@ def test_a_stream_that_lacks_only_its_end_gets_one(includes_usage: bool) -> None
         assert said["usage"] == {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
 
 
-def test_a_token_that_a_lost_decoder_never_repeated_is_not_expected_of_the_next_pass() -> None:
+def test_first_token_not_repeated_by_lost_decoder_is_not_expected_again() -> None:
     answer = answer_decoder.decode(chunk("a", [10]))
     found = record()
     found.record_first_token(answer, b"data: %b\n\n" % chunk("a", []), is_prompt=False)
@@ -301,7 +299,7 @@ NO_DELTA = b'{"choices": [{"delta": "recomputed", "stop_reason": "recomputed"}]}
 @pytest.mark.parametrize(
     "data", [NO_UTF_8, NO_LIST, b"[]", b'{"choices": [5]}', b'{"choices": []}']
 )
-def test_a_whole_answer_that_is_none_is_malformed(data: bytes) -> None:
+def test_invalid_answer_is_malformed(data: bytes) -> None:
     with pytest.raises(MalformedResponse, match="d: no answer with one choice"):
         record().record_answer(data, "d")
 
@@ -310,8 +308,8 @@ def test_a_whole_answer_that_is_none_is_malformed(data: bytes) -> None:
     ("data", "is_recorded"),
     [(NO_UTF_8, True), (NO_LIST, True), (NO_DELTA, True), (NO_UTF_8, False), (NO_LIST, False)],
 )
-def test_a_chunk_that_is_none_is_malformed(data: bytes, is_recorded: bool) -> None:
-    """Anything else would leave the connection's callback, and look like a lost instance."""
+def test_invalid_chunk_is_malformed(data: bytes, is_recorded: bool) -> None:
+    """Any other exception would escape the connection's callback and look like a lost instance."""
     context: Any = SimpleNamespace(is_committed=False)
     if is_recorded:
         found = record()
@@ -332,7 +330,7 @@ def test_a_chunk_that_is_none_is_malformed(data: bytes, is_recorded: bool) -> No
         ({"content": ""}, False),
     ],
 )
-def test_a_chunk_that_says_more_than_who_speaks_is_no_beginning(
+def test_chunk_with_more_than_a_role_is_not_the_opening_chunk(
     delta: dict[str, str], begins: bool
 ) -> None:
     assert is_role_only({"delta": delta}) is begins

@@ -1,4 +1,5 @@
-"""The client side of the proxy: handlers run in tasks, and their failures are answered."""
+"""The client side of the proxy: handlers run in tasks, and their failures produce error
+responses."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ REQUEST = b"GET /v1/models HTTP/1.1\r\nhost: proxy\r\n\r\n"
 
 
 def answer_of(handler: Handler) -> bytes:
-    """All that the server says to one request, until it closes the connection."""
+    """The complete response to one request, until the server closes the connection."""
 
     async def talk() -> bytes:
         ours, theirs = socket.socketpair()
@@ -37,7 +38,7 @@ def answer_of(handler: Handler) -> bytes:
     return asyncio.run(talk())
 
 
-def test_a_handler_that_fails_is_answered_for(caplog: pytest.LogCaptureFixture) -> None:
+def test_failing_handler_returns_error_response(caplog: pytest.LogCaptureFixture) -> None:
     async def fail(request: HttpRequest) -> None:
         raise ZeroDivisionError("mine")
 
@@ -54,14 +55,15 @@ def test_a_handler_that_fails_is_answered_for(caplog: pytest.LogCaptureFixture) 
     assert "Traceback" in caplog.text
 
 
-def test_a_stream_whose_handler_fails_is_broken_off(caplog: pytest.LogCaptureFixture) -> None:
+def test_stream_of_failing_handler_is_truncated(caplog: pytest.LogCaptureFixture) -> None:
     async def fail(request: HttpRequest) -> None:
         request.start_stream("text/event-stream", b"", b"data: 1\n\n")
         raise ZeroDivisionError("mine")
 
     said = answer_of(fail)
     assert said.startswith(b"HTTP/1.1 200 ")
-    assert said.endswith(b"data: 1\n\n\r\n")  # no last chunk: this is not the whole answer
+    # no last chunk, so that the client sees an incomplete response
+    assert said.endswith(b"data: 1\n\n\r\n")
     assert "ZeroDivisionError: mine" in caplog.text
 
 
@@ -77,7 +79,7 @@ def test_a_handler_runs_in_a_task_with_time_limits() -> None:
     assert answer_of(wait).endswith(b"late")
 
 
-def test_a_handler_is_cancelled_when_its_client_leaves() -> None:
+def test_handler_is_cancelled_on_client_disconnect() -> None:
     async def main() -> None:
         started, cancelled = asyncio.Event(), asyncio.Event()
 

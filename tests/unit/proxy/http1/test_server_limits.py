@@ -1,4 +1,4 @@
-"""What one client connection can cost: its requests, heads, trailers, bodies, reads."""
+"""Resource limits of one client connection: requests, headers, trailers, bodies, reads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGE = b"x" * 50_000
 
 
 class Line:
-    """A raw client of a server with a handler that the test gives."""
+    """A raw client of a server with a handler from the test."""
 
     def __init__(self, context: ServerContext, ours: socket.socket) -> None:
         self.context = context
@@ -33,7 +33,7 @@ class Line:
         await asyncio.get_running_loop().sock_sendall(self.socket, data)
 
     async def read(self, end: bytes | None = None) -> bytes:
-        """Up to `end`, or all until the server closes."""
+        """Read up to `end`, or everything until the server closes."""
         said = b""
         with suppress(ConnectionError):
             while end is None or end not in said:
@@ -81,7 +81,7 @@ def talk(
     asyncio.run(main())
 
 
-def test_pipelined_requests_wait_while_nobody_reads_the_answers() -> None:
+def test_pipelined_requests_wait_while_responses_are_unread() -> None:
     async def test(line: Line) -> None:
         sender = asyncio.ensure_future(line.send(GET * 200))
         await asyncio.sleep(0.2)
@@ -113,7 +113,7 @@ def test_a_client_that_never_reads_is_dropped() -> None:
     talk(test, answer=LARGE)
 
 
-def test_a_closing_connection_is_not_flushed_for_ever() -> None:
+def test_flush_of_closing_connection_times_out() -> None:
     async def test(line: Line) -> None:
         await line.send(b"GET /x HTTP/1.1\r\nhost: proxy\r\nconnection: close\r\n\r\n")
         while not line.seen or not line.seen[0].ended:  # noqa: ASYNC110
@@ -128,7 +128,7 @@ def test_a_closing_connection_is_not_flushed_for_ever() -> None:
     talk(test, answer=LARGE * 20)
 
 
-def test_a_slow_reader_gets_all_of_a_closing_answer() -> None:
+def test_slow_reader_receives_complete_last_response() -> None:
     async def test(line: Line) -> None:
         await line.send(b"GET /x HTTP/1.1\r\nhost: proxy\r\nconnection: close\r\n\r\n")
         while not line.seen or not line.seen[0].ended:  # noqa: ASYNC110
@@ -148,7 +148,7 @@ def test_a_slow_reader_gets_all_of_a_closing_answer() -> None:
     talk(test, answer=LARGE * 20)
 
 
-def test_a_body_in_tiny_pieces_costs_what_it_says() -> None:
+def test_body_in_tiny_chunks_costs_its_size() -> None:
     num_pieces = 100_000
 
     async def check(line: Line) -> None:
@@ -174,7 +174,7 @@ def posted(num_bytes: int, num_sent: int) -> bytes:
 HELD = ServerLimits(max_body_bytes=1000, max_held_bytes=2500)
 
 
-def test_bodies_that_are_not_whole_are_bounded_over_all_connections() -> None:
+def test_incomplete_bodies_are_bounded_over_all_connections() -> None:
     async def check(line: Line) -> None:
         loop, context = asyncio.get_running_loop(), line.context
         others = []
@@ -200,7 +200,7 @@ def test_bodies_that_are_not_whole_are_bounded_over_all_connections() -> None:
     talk(check, HELD)
 
 
-def test_bodies_that_wait_behind_a_running_request_are_bounded() -> None:
+def test_bodies_queued_behind_running_request_are_bounded() -> None:
     async def check(line: Line) -> None:
         await line.send(GET + posted(1000, 1000) * 3)
         said = await line.read()
@@ -212,7 +212,7 @@ def test_bodies_that_wait_behind_a_running_request_are_bounded() -> None:
 
 
 @pytest.mark.parametrize("num_sent", [3, 0])
-def test_what_has_run_is_not_counted_any_more(num_sent: int) -> None:
+def test_completed_requests_are_not_counted(num_sent: int) -> None:
     async def check(line: Line) -> None:
         for _ in range(5):
             await line.send(posted(num_sent, num_sent))
@@ -256,7 +256,7 @@ def test_trailers_are_bounded(trailers: bytes) -> None:
     [b"".join(b"x-%d: 1\r\n" % n for n in range(201)), b"x-h: " + b"1" * 70_000 + b"\r\n"],
     ids=["many", "long"],
 )
-def test_heads_are_bounded(head: bytes) -> None:
+def test_headers_are_bounded(head: bytes) -> None:
     async def test(line: Line) -> None:
         await line.send(b"GET /x HTTP/1.1\r\nhost: proxy\r\n" + head + b"\r\n")
         assert (await line.read()).startswith(b"HTTP/1.1 431 ")
@@ -265,7 +265,7 @@ def test_heads_are_bounded(head: bytes) -> None:
     talk(test)
 
 
-def test_a_head_cut_behind_a_large_body_is_no_large_head() -> None:
+def test_split_headers_after_large_body_are_not_too_large() -> None:
     async def test(line: Line) -> None:
         body = b"b" * 200_000
         first = b"POST /x HTTP/1.1\r\nhost: proxy\r\ncontent-length: %d\r\n\r\n" % len(body)
@@ -278,7 +278,7 @@ def test_a_head_cut_behind_a_large_body_is_no_large_head() -> None:
 
 
 @pytest.mark.parametrize("hosts", [b"", b"host: a\r\nhost: b\r\n"])
-def test_a_request_has_one_host(hosts: bytes) -> None:
+def test_request_must_have_one_host(hosts: bytes) -> None:
     async def test(line: Line) -> None:
         await line.send(b"GET /x HTTP/1.1\r\n" + hosts + b"\r\n")
         assert (await line.read()).startswith(b"HTTP/1.1 400 ")
@@ -304,7 +304,7 @@ def test_an_offer_to_upgrade_is_ignored() -> None:
     talk(test)
 
 
-def test_100_continue_waits_for_its_turn() -> None:
+def test_100_continue_is_sent_in_request_order() -> None:
     async def test(line: Line) -> None:
         second = (
             b"POST /x HTTP/1.1\r\nhost: proxy\r\nexpect: 100-continue\r\ncontent-length: 4\r\n\r\n"
@@ -318,7 +318,7 @@ def test_100_continue_waits_for_its_turn() -> None:
     talk(test)
 
 
-def test_a_request_that_may_have_no_body_is_answered_at_its_head() -> None:
+def test_request_without_body_is_answered_after_headers() -> None:
     async def test(line: Line) -> None:
         await line.send(b"POST /x HTTP/1.1\r\nhost: proxy\r\ncontent-length: 9999999\r\n\r\n")
         said = await line.read(b"ok")

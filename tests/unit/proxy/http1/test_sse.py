@@ -1,4 +1,4 @@
-"""Events come out whole and unchanged, wherever the network cuts them."""
+"""SSE events are parsed complete and unchanged, wherever packets split them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ EVENTS = st.lists(
 
 
 @given(EVENTS, st.lists(st.integers(0, 300), max_size=12))
-def test_any_cut_gives_the_same_events(events: list[bytes], cuts: list[int]) -> None:
+def test_any_split_gives_same_events(events: list[bytes], cuts: list[int]) -> None:
     whole = b"".join(events)
     edges = [0, *sorted(min(cut, len(whole)) for cut in cuts), len(whole)]
     framer = sse.EventFramer()
@@ -35,7 +35,7 @@ def test_any_cut_gives_the_same_events(events: list[bytes], cuts: list[int]) -> 
     assert [event for block in blocks for event, _ in sse.split_events(block)] == events
 
 
-def test_the_beginning_of_an_event_waits() -> None:
+def test_partial_event_is_buffered() -> None:
     framer = sse.EventFramer()
     assert framer.feed(b"data: 1\n\ndata: 2\n") == b"data: 1\n\n"
     assert framer.tail == b"data: 2\n"
@@ -45,14 +45,14 @@ def test_data_lines_are_joined_and_comments_skipped() -> None:
     assert sse.event_data(b": hi\nevent: x\ndata: a\ndata:b\n\n") == b"a\nb"
 
 
-def test_an_endless_event_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oversized_event_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sse, "MAX_EVENT_BYTES", 10)
     with pytest.raises(sse.EventTooLong, match="no event end in 11 bytes"):
         sse.EventFramer().feed(b"data: 12345")
 
 
 @pytest.mark.parametrize("end", [b"\n\n", b"\n\r\n"])
-def test_an_event_of_a_large_block_costs_what_one_of_a_small_block_does(end: bytes) -> None:
+def test_parse_time_is_linear_in_number_of_events(end: bytes) -> None:
     """Sixteen times the events take about sixteen times as long, not its square."""
     small = (b"data: {}" + end) * 2_000
 

@@ -1,4 +1,4 @@
-"""Connections to instances: what one exchange leaves behind for the next."""
+"""Connections to instances: one exchange must not affect the next."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
 
 
 class SlowClient:
-    """Has enough with the first bytes that it gets."""
+    """Pauses reading after the first bytes."""
 
     def __init__(self, source: UpstreamConnection) -> None:
         self.source = source
@@ -35,7 +35,7 @@ class SlowClient:
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_a_client_that_is_behind_at_the_end_of_an_answer_pauses_nothing_of_the_next(
+def test_slow_client_at_end_of_response_does_not_pause_next_response(
     run: Callable[[Coroutine[Any, Any, None]], None],
 ) -> None:
     async def main() -> None:
@@ -76,7 +76,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Coroutine[Any, An
 
 @asynccontextmanager
 async def pool_of(serve: Serve) -> AsyncIterator[ConnectionPool]:
-    """Connections to an instance that this serves."""
+    """A connection pool to an instance that serves these bytes."""
     serving: set[asyncio.Task[Any]] = set()
 
     async def serve_one(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -101,10 +101,10 @@ async def pool_of(serve: Serve) -> AsyncIterator[ConnectionPool]:
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["with the answer", "behind it"])
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_what_nobody_asked_for_is_no_part_of_the_next_answer(
+def test_unsolicited_bytes_are_not_part_of_next_response(
     run: Callable[[Coroutine[Any, Any, None]], None], is_late: bool
 ) -> None:
-    """A beginning of a second answer behind the first one: who asks next would get its rest."""
+    """The start of a second response after the first: the next request would receive its rest."""
     whole = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
     beginning = b"HTTP/1.1 200 OK\r\ncontent-length: 30\r\n\r\nof another"
 
@@ -123,7 +123,7 @@ def test_what_nobody_asked_for_is_no_part_of_the_next_answer(
             else:
                 writer.write(whole + beginning)
             with suppress(ConnectionError):
-                while await reader.read(4096):  # what else is asked here is not answered
+                while await reader.read(4096):  # further requests here get no response
                     writer.write(whole)
             closed.set()
 
@@ -138,7 +138,7 @@ def test_what_nobody_asked_for_is_no_part_of_the_next_answer(
 
 
 class Gathered:
-    """What an answer's body is fed to."""
+    """Collects a response body."""
 
     def __init__(self) -> None:
         self.data = b""
@@ -148,8 +148,8 @@ class Gathered:
 
 
 @pytest.mark.parametrize("rest", [b"0\r\n\r\n", b"garbage"])
-def test_a_body_is_whole_whatever_comes_with_its_end(rest: bytes) -> None:
-    """What follows is no HTTP, in the same piece as the end of the body."""
+def test_body_is_complete_despite_trailing_garbage(rest: bytes) -> None:
+    """Invalid HTTP follows in the same packet as the end of the body."""
 
     async def main() -> None:
         may_end = asyncio.Event()
@@ -160,7 +160,7 @@ def test_a_body_is_whole_whatever_comes_with_its_end(rest: bytes) -> None:
             await may_end.wait()
             writer.write(b"2\r\nok\r\n0\r\n\r\n" + rest)
             with suppress(ConnectionError):
-                await reader.read()  # until it is closed, as it must not be used again
+                await reader.read()  # until it is closed, since it must not be reused
 
         async with pool_of(serve) as pool:
             deadline = pool.context.loop.time() + 60.0
@@ -175,7 +175,7 @@ def test_a_body_is_whole_whatever_comes_with_its_end(rest: bytes) -> None:
 
 
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
-def test_an_answer_without_length_that_is_reset_is_not_whole(
+def test_reset_response_without_length_is_incomplete(
     run: Callable[[Coroutine[Any, Any, None]], None],
 ) -> None:
     async def main() -> None:
@@ -186,7 +186,7 @@ def test_an_answer_without_length_that_is_reset_is_not_whole(
             writer.write(b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nhalf of it")
             await may_reset.wait()
             connection = writer.get_extra_info("socket")
-            linger = struct.pack("ii", 1, 0)  # closing sends a reset
+            linger = struct.pack("ii", 1, 0)  # close() sends a reset
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.transport.abort()
 
@@ -200,7 +200,7 @@ def test_an_answer_without_length_that_is_reset_is_not_whole(
     run(main())
 
 
-def test_the_authorities_of_this_host_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ca_certificates_of_host_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[ssl.SSLContext] = []
     create = ssl.create_default_context
 

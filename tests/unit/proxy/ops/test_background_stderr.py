@@ -1,4 +1,4 @@
-"""Standard error that is blocked or full drops lines and nothing else."""
+"""A blocked or full standard error drops lines and has no other effect."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mooncake_proxy.ops.background_stderr import MAX_QUEUED_BYTES, BackgroundStd
 LINE = "x" * 999 + "\n"
 
 
-def test_what_is_written_comes_out_in_order() -> None:
+def test_output_keeps_its_order() -> None:
     reader, writer = os.pipe()
     stream = BackgroundStderr(writer)
     for number in range(100):
@@ -23,22 +23,22 @@ def test_what_is_written_comes_out_in_order() -> None:
         assert out.read().split() == [b"%d" % number for number in range(100)]
 
 
-def test_a_blocked_reader_costs_lines_and_no_time() -> None:
+def test_blocked_reader_drops_lines_without_blocking() -> None:
     reader, writer = os.pipe()
     stream = BackgroundStderr(writer)
     for _ in range(3 * MAX_QUEUED_BYTES // len(LINE)):
-        stream.write(LINE)  # would last for ever: nobody reads
+        stream.write(LINE)  # would block for ever, since nothing reads
     with open(reader, "rb") as out, ThreadPoolExecutor() as pool:
         reading = pool.submit(out.read)
         stream.write("last\n")
         stream.drain(30.0)
         os.close(writer)
         told = re.findall(rb"(\d+) log lines were dropped", reading.result())
-    # it writes one queue, and fills another
+    # it writes one queue and fills the other
     assert stream.num_dropped + sum(map(int, told)) >= MAX_QUEUED_BYTES // len(LINE) // 2
 
 
-def test_a_full_disk_is_survived() -> None:
+def test_full_disk_is_tolerated() -> None:
     full = os.open("/dev/full", os.O_WRONLY)
     stream = BackgroundStderr(full)
     stream.write("lost\n")

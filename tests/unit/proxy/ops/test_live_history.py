@@ -1,4 +1,4 @@
-"""The live page's history: differences of counters, quantiles, and a bound on what is kept."""
+"""The live page's history: counter rates, quantiles, and a bound on its memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def after(*looks: Totals) -> dict[str, list[Any]]:
 START = Totals(time=100.0, running=0, waiting=0)
 
 
-def test_what_was_counted_between_two_looks_is_a_rate() -> None:
+def test_counts_between_two_samples_become_a_rate() -> None:
     metrics = ProxyMetrics()
     before = Totals.of(metrics, 100.0, (0, 0), {})
     for status in ("200", "200", "200", "429", "503", "500"):
@@ -57,7 +57,7 @@ def test_what_was_counted_between_two_looks_is_a_rate() -> None:
     }
 
 
-def test_only_what_is_later_is_told_again() -> None:
+def test_only_newer_samples_are_returned() -> None:
     history = LiveHistory()
     for second in range(4):
         history.add(replace(START, time=100.0 + second))
@@ -66,7 +66,7 @@ def test_only_what_is_later_is_told_again() -> None:
     assert history.columns(since=103.0)["kv_bytes"] == []
 
 
-def test_a_clock_that_is_set_back_gives_no_sample() -> None:
+def test_clock_set_back_adds_no_sample() -> None:
     found = after(START, replace(START, time=50.0), replace(START, time=51.0))
     assert found["time"] == [51.0]
 
@@ -77,7 +77,7 @@ def test_memory_is_bounded() -> None:
     assert (len(found["time"]), found["time"][-1]) == (NUM_SAMPLES, NUM_SAMPLES + 49)
 
 
-def test_kv_by_pair_with_a_receiver_that_was_started_again() -> None:
+def test_kv_by_pair_with_restarted_receiver() -> None:
     history, pair, other = LiveHistory(), ("p", "d"), ("p", "e")
     for look in range(2 * PAIR_SAMPLES):
         history.add(replace(START, time=float(look), kv={pair: 100 * look, other: 7}))
@@ -88,7 +88,7 @@ def test_kv_by_pair_with_a_receiver_that_was_started_again() -> None:
     assert [found["bytes"] for found in history.pairs()] == [30]
 
 
-def test_no_look_yet() -> None:
+def test_empty_history() -> None:
     assert LiveHistory().pairs() == []
     assert LiveHistory().columns()["time"] == []
 
@@ -108,11 +108,11 @@ def in_bucket(*positions: int) -> list[float]:
         (in_bucket(3, 3), 1.0, SECONDS[3]),
         (in_bucket(3, 3), 0.5, (SECONDS[2] + SECONDS[3]) / 2),
         (in_bucket(1, 5), 0.99, SECONDS[4] + (SECONDS[5] - SECONDS[4]) * 0.98),
-        # Longer than the last bound: no more is known.
+        # Beyond the last bucket's bound, which is all that is known.
         (in_bucket(len(SECONDS)), 0.5, SECONDS[-1]),
     ],
 )
-def test_quantiles_are_those_of_prometheus(
+def test_quantiles_match_prometheus(
     counts: list[float], share: float, wanted: float | None
 ) -> None:
     assert quantile(counts, share) == (wanted and pytest.approx(wanted))

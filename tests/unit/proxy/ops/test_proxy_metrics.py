@@ -1,4 +1,4 @@
-"""Counters and histograms: their text form, and sums over workers."""
+"""Counters and histograms: text exposition, and sums over workers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_exposition() -> None:
     assert label_text((), ()) == ""
 
 
-def test_what_workers_count_adds_up() -> None:
+def test_counts_of_workers_are_summed() -> None:
     one, two = ProxyMetrics(), ProxyMetrics()
     for metrics in (one, two):
         metrics.requests.add("/v1/completions", "200")
@@ -31,7 +31,7 @@ def test_what_workers_count_adds_up() -> None:
     assert sum(total.first_token_seconds.series[()][:-1]) == 2
 
 
-def test_large_counts_are_told_to_the_last_one() -> None:
+def test_large_counts_are_exposed_exactly() -> None:
     counter = Counter("tokens_total", "All.")
     counter.values[()] = 12_345_678.0
     assert list(counter.lines())[-1] == "tokens_total 12345678"

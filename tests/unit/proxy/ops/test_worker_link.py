@@ -1,4 +1,5 @@
-"""Messages between workers: counters of any number, and changes for workers that start later."""
+"""Messages between workers: any number of counters, and pool changes for workers that start
+later."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ def change(operation: ChangeOperation, url: str, **fields: object) -> Membership
     return MembershipChange(operation, url, **fields)  # type: ignore[arg-type]  # role, remove
 
 
-def test_the_log_of_changes_keeps_what_matters() -> None:
+def test_change_log_keeps_relevant_changes() -> None:
     log = ChangeLog()
     added = change(ChangeOperation.ADD, "a", role=Role.DECODE)
     for one in (
@@ -61,7 +62,7 @@ def test_the_log_of_changes_keeps_what_matters() -> None:
     ]
 
 
-def test_counts_of_instances_that_are_gone_are_dropped_after_a_while() -> None:
+def test_counts_of_removed_instances_expire() -> None:
     metrics = ProxyMetrics()
     for name in ("kept", "gone"):
         metrics.attempts.add(name, "prefill", "ok")
@@ -74,11 +75,11 @@ def test_counts_of_instances_that_are_gone_are_dropped_after_a_while() -> None:
 
 
 @pytest.mark.parametrize("lost", [{0}, {1}, {2}, {0, 2}])
-def test_counters_of_which_a_message_is_lost_stay_as_they_were(lost: set[int]) -> None:
+def test_incomplete_counters_are_not_applied(lost: set[int]) -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     link = WorkerLink(0, ours)
 
-    def told(round_: int, without: set[int]) -> None:
+    def receive_counts(round_: int, without: set[int]) -> None:
         for part in range(3):
             if part not in without:
                 counts = {"total": [[[f"i{part}"], round_]]}
@@ -87,10 +88,10 @@ def test_counters_of_which_a_message_is_lost_stay_as_they_were(lost: set[int]) -
     def rows(round_: int) -> list[object]:
         return [{"total": [[[f"i{part}"], round_] for part in range(3)]}]
 
-    told(1, set())
-    told(2, lost)
+    receive_counts(1, set())
+    receive_counts(2, lost)
     assert link.counts_of_others() == rows(1)
-    told(3, set())
+    receive_counts(3, set())
     assert link.counts_of_others() == rows(3)
     ours.close()
     theirs.close()

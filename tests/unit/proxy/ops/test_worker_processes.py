@@ -1,4 +1,4 @@
-"""Workers that do not read in time miss no change of the pool, nor that one of them ended."""
+"""Workers that read late miss no change of the pool, nor the exit of another worker."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DRAINED = MembershipChange(ChangeOperation.DRAIN, "http://d2:1")
 
 
 def fill(link: socket.socket) -> None:
-    """Until it takes no more."""
+    """Write until the socket's buffer is full."""
     link.setblocking(False)
     with suppress(BlockingIOError):
         while True:
@@ -52,7 +52,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
         end.close()
 
 
-def test_a_worker_that_reads_late_is_told_all_that_it_missed(
+def test_late_worker_receives_all_missed_changes(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     flags = ["--prefill", "http://p:1", "--decode", "http://d:1", "--port", "0", "--workers", "2"]
@@ -72,12 +72,12 @@ def test_a_worker_that_reads_late_is_told_all_that_it_missed(
     assert history.changes == [ADDED, DRAINED]
     assert gone == WorkerGone(7)
     supervisor._resend_missed()
-    assert read_all(seconds) == [], "it is told once"
+    assert read_all(seconds) == [], "it is sent once"
     for each in (first, firsts, supervisor._reserved):
         each.close()
 
 
-def test_a_change_that_the_parent_has_no_room_for_is_sent_later(
+def test_change_is_sent_later_if_parent_buffer_is_full(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     parents, workers = pair

@@ -1,4 +1,4 @@
-"""What an instance runs on, from what it publishes."""
+"""The device class of an instance, from its published metadata."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ def test_device_of(backend: str, generation: str, device: str | None) -> None:
     assert device_of(PairTopology("e", backend=backend, generation=generation)) == device
 
 
-def test_a_device_that_the_operator_names_stands_for_its_class_alone() -> None:
+def test_operators_device_name_only_sets_the_class() -> None:
     assert device_of(H100, "H200") == "H200"
     assert device_of(H100, "910B") == "H100"
 
 
-def test_every_class_is_in_the_conductors_table() -> None:
+def test_every_class_has_a_row_in_conductor_table() -> None:
     assert {name for rows in CLASSES.values() for name in rows} <= set(DEVICES)
 
 
-def test_what_people_read() -> None:
+def test_display_names() -> None:
     assert describe_device(replace(H100, tp_size=4)) == "4x cuda sm_90"
     assert describe_device(PairTopology("e")) == describe_device(None) == ""
 
 
-def test_speed_is_that_of_all_ranks_beside_one_a100() -> None:
+def test_speed_of_all_ranks_is_relative_to_one_a100() -> None:
     two = PairTopology("e", tp_size=2, pp_size=1, backend="cuda", generation="sm_80")
     assert relative_speed(two) == 2.0
     assert relative_speed(H100) > 2.5
@@ -56,7 +56,7 @@ def test_speed_is_that_of_all_ranks_beside_one_a100() -> None:
     assert relative_speed(None) == relative_speed(PairTopology("e", backend="mychip")) == 1.0
 
 
-def test_costs_begin_with_the_row_of_its_own_device() -> None:
+def test_initial_costs_are_those_of_its_device() -> None:
     npus = PairTopology("e", tp_size=8, backend="ascend", generation="A2")
     assert costs_of("llama-3-8b:H100:1", npus) == cold_start("llama-3-8b", "910B", 8)
     assert costs_of("llama-3-8b:H200:1", H100) == cold_start("llama-3-8b", "H200", 1)

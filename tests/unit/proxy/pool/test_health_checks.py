@@ -30,7 +30,7 @@ def test_hysteresis() -> None:
     assert verdicts == [True, None, None, False, None, True, None]
 
 
-def test_an_ejected_instance_needs_its_row_of_good_checks_again() -> None:
+def test_ejected_instance_needs_consecutive_good_checks_again() -> None:
     track = HealthTrack()
     for _ in range(9):
         track.observe(good=True, rise=2, fall=3)
@@ -39,7 +39,7 @@ def test_an_ejected_instance_needs_its_row_of_good_checks_again() -> None:
     assert [track.observe(good=True, rise=2, fall=3) for _ in range(2)] == [None, True]
 
 
-def test_passive_ejection_counts_failures_in_a_row_and_no_error_statuses() -> None:
+def test_passive_ejection_counts_consecutive_failures_not_error_statuses() -> None:
     health = PassiveHealth(2)
     refused, timeout = ConnectFailed("a", "no"), UpstreamTimeout("a", "silent")
     assert not health.failed("a", refused)
@@ -48,11 +48,11 @@ def test_passive_ejection_counts_failures_in_a_row_and_no_error_statuses() -> No
     assert not health.failed("a", Rejected("a", 500, {}, b""))
     assert not health.failed("a", DeadlineExceeded("a"))
     assert health.failed("a", timeout)
-    assert not health.failed("a", timeout)  # whoever comes back starts anew
+    assert not health.failed("a", timeout)  # a returning instance starts from zero
 
 
 def checked(origin: Origin | None = None, body: bytes = b"{}") -> Instance:
-    """An instance after one round of checks: at that origin, or one whose health is the body."""
+    """An instance after one round of checks: at that origin, or with that health body."""
 
     async def main() -> Instance:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -77,7 +77,7 @@ def checked(origin: Origin | None = None, body: bytes = b"{}") -> Instance:
 @pytest.mark.parametrize(
     "origin", [Origin("http", ".svc", 8100), Origin("http", "127.0.0.1", 1 << 20)]
 )
-def test_an_address_that_none_can_have_is_down_and_ends_no_round(origin: Origin) -> None:
+def test_invalid_address_is_down_and_does_not_stop_the_round(origin: Origin) -> None:
     instance = checked(origin)
     assert not instance.is_up
     assert "no such address" in instance.error
@@ -86,11 +86,11 @@ def test_an_address_that_none_can_have_is_down_and_ends_no_round(origin: Origin)
 @pytest.mark.parametrize(
     "body", [b'{"engine_id":"\xff"}', b'{"kv_pool":' + b"[" * 10_000, b'{"engine_id":7}', b"ok"]
 )
-def test_health_bodies_of_any_form_are_good(body: bytes) -> None:
+def test_any_health_body_is_healthy(body: bytes) -> None:
     assert checked(body=body).is_up
 
 
-def test_a_check_that_fails_of_itself_counts_against_its_instance_alone(
+def test_internal_error_of_check_counts_against_its_instance_only(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(self: ModelPools, *args: object) -> None:

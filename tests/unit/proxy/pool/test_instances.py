@@ -1,4 +1,4 @@
-"""The pool of instances says what is missing."""
+"""The instance pool reports what is missing to serve requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def spec(port: int, source: str, role: Role = Role.DECODE) -> InstanceSpec:
     return InstanceSpec(Origin("http", "h", port), role, source=source)
 
 
-def test_the_fleet_says_what_is_missing() -> None:
+def test_pool_reports_missing_instances() -> None:
     async def main() -> None:
         pool = InstancePool(ClientContext())
         with pytest.raises(NoInstance, match="no decode instance is configured"):

@@ -1,4 +1,4 @@
-"""How the loop takes what the thread that follows KV events delivers."""
+"""The event loop applies deliveries from the thread that follows KV events."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, KVEventFeed
 
 
-class Taker:
-    """Takes each delivery in three portions; between two of them the loop has its turn."""
+class PortionedConsumer:
+    """Applies each delivery in three portions and yields to the loop between them."""
 
     def __init__(self, last: str, fails: str = "") -> None:
         self.seen: list[str] = []
@@ -35,9 +35,9 @@ class Taker:
 
 
 @pytest.mark.timeout(10)
-def test_the_loop_does_other_work_between_two_portions() -> None:
+def test_loop_runs_other_tasks_between_portions() -> None:
     async def main() -> None:
-        taker = Taker(last="b2")
+        taker = PortionedConsumer(last="b2")
         feed = KVEventFeed(taker.take)
         feed._send(KVEventDelivery("a", []))
         feed._send(KVEventDelivery("b", []))
@@ -50,12 +50,12 @@ def test_the_loop_does_other_work_between_two_portions() -> None:
 
 
 @pytest.mark.timeout(10)
-def test_a_delivery_that_fails_does_not_keep_the_next_one() -> None:
+def test_failed_delivery_does_not_block_the_next() -> None:
     async def main() -> None:
         failures: list[str] = []
         loop = asyncio.get_running_loop()
         loop.set_exception_handler(lambda _, found: failures.append(str(found["exception"])))
-        taker = Taker(last="b2", fails="a1")
+        taker = PortionedConsumer(last="b2", fails="a1")
         feed = KVEventFeed(taker.take)
         feed._send(KVEventDelivery("a", []))
         feed._send(KVEventDelivery("b", []))

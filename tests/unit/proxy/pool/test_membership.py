@@ -1,4 +1,4 @@
-"""What a source of instances wants against what is there."""
+"""Instances wanted by a source, compared with those in the pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def spec(port: int, source: str, role: Role = Role.DECODE) -> InstanceSpec:
     return InstanceSpec(Origin("http", "h", port), role, source=source)
 
 
-def test_a_source_only_touches_its_own() -> None:
+def test_source_changes_only_its_own_instances() -> None:
     present = [spec(1, "flags"), spec(2, "file"), spec(3, "file")]
     todo = plan_membership([spec(3, "file"), spec(4, "file")], present, "file")
     assert todo.add == (spec(4, "file"),)

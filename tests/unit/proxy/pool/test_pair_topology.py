@@ -1,4 +1,4 @@
-"""Whether two instances go together, from what both publish."""
+"""Whether two instances are compatible, from the topology that both publish."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HCCS = TransportRules(same_backend=True, same_generation=True, any_tp_ratio=Fals
         ({"tp_size": 3, "backend": "cuda", "generation": "sm_90"}, None),
     ],
 )
-def test_facts_that_differ(changes: dict[str, object], words: str | None) -> None:
+def test_differing_metadata(changes: dict[str, object], words: str | None) -> None:
     found = incompatibility_reason(SAME, msgspec.structs.replace(SAME, engine_id="b", **changes))
     assert found is None if words is None else words in (found or "")
 
@@ -47,7 +47,7 @@ def test_facts_that_differ(changes: dict[str, object], words: str | None) -> Non
         for generations in (("A2", "A2"), ("A2", "A3"))
     ],
 )
-def test_the_rules_are_the_handshakes(
+def test_rules_match_handshake(
     p_tp: int, d_tp: int, backends: tuple[str, str], generations: tuple[str, str]
 ) -> None:
     rules = {
@@ -64,7 +64,7 @@ def test_the_rules_are_the_handshakes(
     assert (incompatibility_reason(*topologies) is None) is fits
 
 
-def test_it_reads_what_an_instance_publishes() -> None:
+def test_published_topology_is_parsed() -> None:
     rule = TransportConstraints(same_backend=True, same_generation=True, any_tp_ratio=False)
     ranks = (RankEndpointInfo({"hccs": b"here"}),)
     published = Topology(

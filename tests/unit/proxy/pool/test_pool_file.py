@@ -1,4 +1,4 @@
-"""Errors in pool files are explained."""
+"""Errors in pool files are reported."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from mooncake_proxy.pool.pool_file import parse_pool_file
         (b"both: ['h:1']\nmodels: {m: {both: ['h:1']}}", "http://h:1 given twice"),
     ],
 )
-def test_bad_pool_files_are_explained(content: bytes, message: str) -> None:
+def test_invalid_pool_files_are_reported(content: bytes, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_pool_file(content, "pools.yaml")
 
 
-def test_a_file_that_is_no_utf_8_is_explained() -> None:
+def test_pool_file_with_invalid_utf_8_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"pools\.json: .*invalid start byte"):
         parse_pool_file(b'{"decode": ["\xff"]}', "pools.json")

@@ -1,4 +1,4 @@
-"""Instances that announce themselves: who may, what stays, when they go."""
+"""Self-registration of instances: authorization, what survives a renewal, and expiry."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def names(pools: ModelPools) -> list[str]:
     return [instance.name for instance in pools]
 
 
-def test_an_instance_is_in_the_pool_for_a_lease(
+def test_registered_instance_stays_for_its_lease(
     registrations: Registrations, pools: ModelPools, clock: Clock
 ) -> None:
     instance = announce(registrations, 0)
@@ -76,9 +76,7 @@ def test_an_instance_is_in_the_pool_for_a_lease(
     assert names(pools) == [URL], "back again"
 
 
-def test_renewing_leaves_what_was_decided_since(
-    registrations: Registrations, pools: ModelPools
-) -> None:
+def test_renewal_keeps_operator_changes(registrations: Registrations, pools: ModelPools) -> None:
     instance = announce(registrations, 0)
     pools.set_up(instance, up=False, error="refused")
     announce(registrations, 1)
@@ -88,29 +86,31 @@ def test_renewing_leaves_what_was_decided_since(
     assert instance.is_draining
 
 
-def test_one_that_leaves_is_gone_once_it_is_idle(
+def test_deregistered_instance_is_removed_when_idle(
     registrations: Registrations, pools: ModelPools
 ) -> None:
     announce(registrations, 0)
     announce(registrations, 1, is_leaving=True)
     assert names(pools) == []
-    announce(registrations, 2, is_leaving=True)  # of one that is not there
+    announce(registrations, 2, is_leaving=True)  # of an unknown instance
 
 
-def test_old_messages_are_not_taken_again(registrations: Registrations) -> None:
+def test_replayed_messages_are_rejected(registrations: Registrations) -> None:
     announce(registrations, 3)
     for number, started_at in ((3, 5.0), (2, 5.0), (9, 4.0)):
         with pytest.raises(Conflict, match="older than what is known"):
             announce(registrations, number, started_at=started_at)
-    announce(registrations, 0, started_at=6.0)  # started again
+    announce(registrations, 0, started_at=6.0)  # restarted
 
 
-def test_another_role_is_taken_over(registrations: Registrations) -> None:
+def test_new_role_is_applied(registrations: Registrations) -> None:
     announce(registrations, 0)
     assert announce(registrations, 1, role="prefill").spec.role is Role.PREFILL
 
 
-def test_strangers_are_refused(registrations: Registrations, pools: ModelPools) -> None:
+def test_unauthenticated_registrations_are_rejected(
+    registrations: Registrations, pools: ModelPools
+) -> None:
     with pytest.raises(Forbidden, match="not signed with"):
         announce(registrations, 0, secret=b"another")
     body = b"{}"
@@ -126,7 +126,7 @@ def test_strangers_are_refused(registrations: Registrations, pools: ModelPools) 
     assert names(pools) == []
 
 
-def test_a_role_that_an_operator_has_given_stays_until_another_one_is_announced(
+def test_operators_role_stays_until_another_one_is_registered(
     registrations: Registrations, pools: ModelPools
 ) -> None:
     announce(registrations, 0, role="decode")
@@ -139,7 +139,9 @@ def test_a_role_that_an_operator_has_given_stays_until_another_one_is_announced(
     assert pools.get(URL).spec.role is Role.DECODE
 
 
-def test_what_flags_declare_stays_theirs(registrations: Registrations, pools: ModelPools) -> None:
+def test_instances_from_flags_are_not_changed(
+    registrations: Registrations, pools: ModelPools
+) -> None:
     pools.add(InstanceSpec(Origin.parse(URL), Role.BOTH))
     with pytest.raises(Conflict, match="declared by flags"):
         announce(registrations, 0)
@@ -154,7 +156,7 @@ def test_what_flags_declare_stays_theirs(registrations: Registrations, pools: Mo
         ({"url": "nowhere"}, ConfigError),
     ],
 )
-def test_what_can_not_be_is_refused(
+def test_invalid_registrations_are_rejected(
     registrations: Registrations, changes: dict[str, Any], error: type[Exception]
 ) -> None:
     with pytest.raises(error):

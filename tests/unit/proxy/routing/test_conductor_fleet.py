@@ -1,4 +1,4 @@
-"""Requests on a conductor's instances, while these come, leave and fail."""
+"""Placed requests while a conductor's instances are added, removed and fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mooncake_proxy.routing.conductor_fleet import ConductorFleet, RoutedRequest
 
 @dataclass
 class Bench:
-    """A conductor with instances p0, p1, ... and d0, d1, ... that publish nothing."""
+    """A conductor with instances p0, p1, ... and d0, d1, ..., which publish no KV events."""
 
     pool: InstancePool
     fleet: ConductorFleet
@@ -46,7 +46,7 @@ class Bench:
         return self.fleet.instance(routed.decode_slot)
 
     def decode(self, routed: RoutedRequest) -> Instance | None:
-        """It is prefilled, and decodes; where."""
+        """Complete the prefill and start the decode; returns its instance."""
         self.fleet.prefilled(routed, 0.0)
         self.fleet.decoding(routed, 0.0)
         return self.decoder(routed)
@@ -72,8 +72,8 @@ def _no_feed() -> KVEventFeed:
     raise AssertionError("no instance publishes")
 
 
-def test_kv_of_an_instance_that_has_left_goes_where_it_still_fits() -> None:
-    """A rolling update: d0 is as old as p0, and can't take what the new p1 has."""
+def test_kv_of_removed_instance_goes_to_compatible_decode() -> None:
+    """A rolling update: d0 has the version of p0 and is incompatible with the new p1."""
 
     def test(bench: Bench) -> None:
         (old, new), (d0, d1, d2) = bench.prefills, bench.decodes
@@ -97,7 +97,7 @@ def test_kv_of_an_instance_that_has_left_goes_where_it_still_fits() -> None:
 
 
 @pytest.mark.parametrize("how", ["down", "drained"])
-def test_what_runs_on_an_instance_that_is_away_for_a_moment_counts_when_it_is_back(
+def test_running_requests_count_again_when_instance_returns(
     how: str,
 ) -> None:
     def test(bench: Bench) -> None:
@@ -117,9 +117,7 @@ def test_what_runs_on_an_instance_that_is_away_for_a_moment_counts_when_it_is_ba
     on_bench(1, 2, test)
 
 
-def test_a_request_that_is_bound_to_an_instance_that_went_down_goes_elsewhere_when_prefilled() -> (
-    None
-):
+def test_prefilled_request_is_rebound_if_its_decode_is_down() -> None:
     def test(bench: Bench) -> None:
         routed = bench.place()
         bound = bench.decoder(routed)
@@ -134,7 +132,7 @@ def test_a_request_that_is_bound_to_an_instance_that_went_down_goes_elsewhere_wh
 
 
 @pytest.mark.parametrize("side", ["prefills", "decodes"])
-def test_while_one_side_is_away_nothing_is_placed_and_what_was_runs_on(side: str) -> None:
+def test_nothing_is_placed_while_one_side_is_down_and_running_continues(side: str) -> None:
     def test(bench: Bench) -> None:
         waiting, running = bench.place(), bench.place()
         bench.decode(running)
@@ -154,7 +152,7 @@ def test_while_one_side_is_away_nothing_is_placed_and_what_was_runs_on(side: str
     on_bench(1, 2, test)
 
 
-def test_what_leaves_the_pool_or_changes_its_role_takes_its_reservations_with_it() -> None:
+def test_removal_and_role_change_drop_reservations() -> None:
     def test(bench: Bench) -> None:
         for _ in range(20):
             bench.decode(bench.place())
@@ -167,7 +165,7 @@ def test_what_leaves_the_pool_or_changes_its_role_takes_its_reservations_with_it
     on_bench(1, 2, test)
 
 
-def test_an_instance_that_was_down_is_believed_to_hold_nothing() -> None:
+def test_index_of_instance_is_cleared_when_down() -> None:
     def test(bench: Bench) -> None:
         (p0,) = bench.prefills
         index, keys = bench.fleet.conductor.index, (1, 2, 3)

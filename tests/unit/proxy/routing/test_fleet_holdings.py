@@ -1,4 +1,4 @@
-"""What the conductor's instances and their stores hold, from deliveries of what they publish."""
+"""The index of the KV that instances and their stores hold, built from published events."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from mooncake_proxy.routing.fleet_holdings import FleetHoldings
 
 
 class Feed:
-    """Notes what is asked of publishers."""
+    """Records the requests to publishers."""
 
     def __init__(self) -> None:
         self.asked: list[str] = []
 
     def subscribe(self, name: str, endpoints: KVEventEndpoints) -> None:
-        """Nothing is published by itself."""
+        """Do nothing: the tests deliver events themselves."""
 
     def unsubscribe(self, name: str) -> None:
         """The same."""
@@ -32,7 +32,7 @@ class Feed:
 
 
 def fleet(num_instances: int) -> tuple[FleetHoldings, ChunkIndex, Feed]:
-    """Instances that publish nothing, with stores that do."""
+    """Instances that publish nothing, with stores that publish events."""
     index, feed = ChunkIndex(num_instances), Feed()
     holdings = FleetHoldings(index, lambda: feed, num_chunks=8)
     for slot in range(num_instances):
@@ -45,7 +45,7 @@ def fleet(num_instances: int) -> tuple[FleetHoldings, ChunkIndex, Feed]:
 
 
 def batch(*numbers: int) -> EventBatch:
-    """A store has these chunks of a prompt."""
+    """A batch of a store that holds these chunks of a prompt."""
     events = []
     for number in numbers:
         ids = tuple(range(number * CHUNK_TOKENS, (number + 1) * CHUNK_TOKENS))
@@ -55,22 +55,22 @@ def batch(*numbers: int) -> EventBatch:
 
 
 def delivery(slot: int, *numbers: int) -> KVEventDelivery:
-    """A store says so."""
+    """A delivery of a store's batches."""
     return KVEventDelivery(f"i{slot}#store", [(0, batch(*numbers))])
 
 
 def snapshot(num_chunks: int) -> KVEventDelivery:
-    """The first one says that it holds so many of one prompt."""
+    """A snapshot of the first store, which holds this many chunks of one prompt."""
     held = Snapshot(0, (batch(*range(num_chunks)),))
     return KVEventDelivery("i0#store", [], snapshots=(held,))
 
 
 def take(holdings: FleetHoldings, what: KVEventDelivery) -> int:
-    """Returns in how many portions."""
+    """Apply a delivery; returns the number of portions."""
     return 1 + sum(1 for _ in holdings.apply(what))
 
 
-def test_a_snapshot_is_taken_in_portions() -> None:
+def test_snapshot_is_applied_in_portions() -> None:
     holdings, index, _ = fleet(1)
     assert take(holdings, snapshot(3)) == 1
     portions = holdings.apply(snapshot(2 * PORTION_BLOCKS + 1))
@@ -81,7 +81,7 @@ def test_a_snapshot_is_taken_in_portions() -> None:
     assert index.digest(0, Tier.HOST)[0] == 2 * PORTION_BLOCKS + 1
 
 
-def test_the_rest_of_a_snapshot_is_not_taken_where_its_publisher_has_left() -> None:
+def test_rest_of_snapshot_is_dropped_if_publisher_was_removed() -> None:
     """Another instance may have the slot by then."""
     holdings, index, feed = fleet(1)
     portions = holdings.apply(snapshot(3 * PORTION_BLOCKS))
@@ -98,7 +98,7 @@ def test_the_rest_of_a_snapshot_is_not_taken_where_its_publisher_has_left() -> N
     assert not feed.asked
 
 
-def test_what_follows_on_another_s_block_is_placed_in_portions() -> None:
+def test_blocks_after_other_publishers_block_are_applied_in_portions() -> None:
     holdings, index, _ = fleet(2)
     num_chunks = 2 * PORTION_BLOCKS + 1
     take(holdings, delivery(0, *range(num_chunks, 0, -1)))
@@ -107,7 +107,7 @@ def test_what_follows_on_another_s_block_is_placed_in_portions() -> None:
     assert index.digest(0, Tier.HOST)[0] == num_chunks
 
 
-def test_a_store_that_speaks_before_the_one_it_follows_on_is_placed_with_it() -> None:
+def test_orphan_blocks_are_applied_when_parent_is_published() -> None:
     holdings, index, feed = fleet(2)
     take(holdings, delivery(0, 1))
     assert index.digest(0, Tier.HOST)[0] == 0
@@ -117,7 +117,7 @@ def test_a_store_that_speaks_before_the_one_it_follows_on_is_placed_with_it() ->
     assert feed.asked == [], "nothing is missing"
 
 
-def test_a_store_whose_beginning_is_still_not_known_is_asked_again_once() -> None:
+def test_store_with_unknown_parent_is_asked_for_one_more_snapshot() -> None:
     holdings, _, feed = fleet(1)
     take(holdings, delivery(0, 1))
     for now in (20.0, 40.0, 80.0):
@@ -125,7 +125,7 @@ def test_a_store_whose_beginning_is_still_not_known_is_asked_again_once() -> Non
     assert feed.asked == ["i0#store"]
 
 
-def test_a_store_that_has_left_is_given_nothing() -> None:
+def test_removed_store_gets_no_entries() -> None:
     holdings, index, _ = fleet(2)
     take(holdings, delivery(0, 1))
     holdings.leave(0)

@@ -1,4 +1,4 @@
-"""Policies are sentences about loads: each is checked on plain data."""
+"""Routing policies, checked on plain data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mooncake_proxy.routing.policies import POLICIES, TOKENS_PER_RUNNING, Routin
 
 @dataclass(frozen=True)
 class Stub:
-    """Plain data with the attributes a policy may read."""
+    """Plain data with the attributes that a policy may read."""
 
     name: str
     total_running: int = 0
@@ -37,7 +37,7 @@ def picks(policy: str, candidates: list[Stub], hint: RoutingHint = NO_HINT) -> C
 
 
 @pytest.mark.parametrize("policy", ["least-loaded", "power-of-two", "prefix", "random", "session"])
-def test_equal_candidates_share_at_random(policy: str) -> None:
+def test_equal_candidates_are_chosen_at_random(policy: str) -> None:
     counts = picks(policy, IDLE)
     assert set(counts) == {"a", "b", "c"}
     assert min(counts.values()) > 60
@@ -49,13 +49,13 @@ def test_round_robin_takes_turns() -> None:
 
 
 @given(LOADS, st.integers(0, 2**32))
-def test_least_loaded_is_least(candidates: list[Stub], seed: int) -> None:
+def test_least_loaded_chooses_least_loaded(candidates: list[Stub], seed: int) -> None:
     chosen = POLICIES["least-loaded"](candidates, RoutingHint(), Random(seed))
     assert load(chosen) == min(load(candidate) for candidate in candidates)
 
 
 @given(LOADS, st.integers(0, 2**32))
-def test_power_of_two_never_takes_the_one_worst(candidates: list[Stub], seed: int) -> None:
+def test_power_of_two_never_chooses_the_worst(candidates: list[Stub], seed: int) -> None:
     chosen = POLICIES["power-of-two"](candidates, RoutingHint(), Random(seed))
     worst = max(load(candidate) for candidate in candidates)
     is_alone = sum(load(candidate) == worst for candidate in candidates) == 1
@@ -66,19 +66,19 @@ def test_load_counts_tokens_and_requests_not_bytes() -> None:
     assert load(Stub("a", 2, 300)) == 300 + 2 * TOKENS_PER_RUNNING
 
 
-def test_a_cached_prefix_is_worth_the_tokens_it_saves() -> None:
+def test_cached_prefix_counts_as_saved_tokens() -> None:
     hint = RoutingHint(prompt_tokens=1000, cached_tokens={"a": 800})
     assert set(picks("prefix", [Stub("a", 0, 700), Stub("b")], hint)) == {"a"}
     assert set(picks("prefix", [Stub("a", 0, 900), Stub("b")], hint)) == {"b"}
 
 
-def test_a_hit_longer_than_the_prompt_counts_as_the_prompt() -> None:
+def test_hit_is_capped_at_prompt_length() -> None:
     hint = RoutingHint(prompt_tokens=10, cached_tokens={"a": 4000})
     assert set(picks("prefix", [Stub("a", 0, 11), Stub("b")], hint)) == {"b"}
 
 
 @given(st.text(min_size=1))
-def test_a_session_stays_when_another_instance_leaves(session: str) -> None:
+def test_session_stays_when_other_instance_is_removed(session: str) -> None:
     hint = RoutingHint(session=session)
     home = POLICIES["session"](IDLE, hint, Random(0)).name
     left = [candidate for candidate in IDLE if candidate.name == home]
@@ -87,7 +87,7 @@ def test_a_session_stays_when_another_instance_leaves(session: str) -> None:
             assert POLICIES["session"]([*left, other], hint, Random(1)).name == home
 
 
-def test_an_overloaded_home_gives_its_session_away() -> None:
+def test_overloaded_instance_loses_its_session() -> None:
     hint = RoutingHint(session="s")
     home = POLICIES["session"](IDLE, hint, Random(0)).name
     busy = [Stub(c.name, 500 if c.name == home else 0) for c in IDLE]
@@ -95,7 +95,7 @@ def test_an_overloaded_home_gives_its_session_away() -> None:
 
 
 @pytest.mark.parametrize("policy", ["least-loaded", "power-of-two", "prefix"])
-def test_an_idle_slow_device_waits_until_the_fast_one_would_take_longer(policy: str) -> None:
+def test_idle_slow_device_is_used_once_fast_one_takes_longer(policy: str) -> None:
     hint = RoutingHint(prompt_tokens=1000)
     gpu = Stub("gpu", total_prompt_tokens=40_000, relative_speed=3.0)
     cpu = Stub("cpu", relative_speed=0.05)
@@ -104,6 +104,6 @@ def test_an_idle_slow_device_waits_until_the_fast_one_would_take_longer(policy: 
     assert picks(policy, [busy, cpu], hint) == {"cpu": 300}
 
 
-def test_short_prompts_go_by_speed_too() -> None:
+def test_short_prompts_are_routed_by_speed() -> None:
     gpu, cpu = Stub("gpu", relative_speed=3.0), Stub("cpu", relative_speed=0.05)
     assert picks("least-loaded", [gpu, cpu]) == {"gpu": 300}

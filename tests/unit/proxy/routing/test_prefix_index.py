@@ -1,4 +1,4 @@
-"""Prompts as token ids: however they were written, the same prompt is the same prompt."""
+"""Prompts as token ids: one prompt is the same in every format of a request."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def test_prompts_share_exactly_their_common_blocks(
     assert len(first) == len(head + one) // TOKENS_PER_BLOCK
 
 
-def test_token_ids_are_no_text_of_the_same_bytes() -> None:
+def test_token_ids_differ_from_text_of_same_bytes() -> None:
     assert token_hashes([0] * 64) != text_hashes(bytes(256))
 
 
-def test_text_and_its_ids_are_one_prompt() -> None:
+def test_text_and_its_ids_are_same_prompt() -> None:
     tokenize = load_tokenizer(str(MODEL)).encode
     text = text_in({"prompt": "Once upon a time " * 20})
     assert text is not None
@@ -63,7 +63,7 @@ def test_text_and_its_ids_are_one_prompt() -> None:
     assert len(token_hashes(ids)) == len(ids) // TOKENS_PER_BLOCK > 0
 
 
-def test_a_chat_that_goes_on_begins_as_it_did() -> None:
+def test_next_turn_of_chat_keeps_its_prefix() -> None:
     turn = {"role": "user", "content": "Hello!"}
     parts = {"role": "assistant", "content": [{"type": "text", "text": "Hi"}]}
     short, longer = text_in({"messages": [turn]}), text_in({"messages": [turn, parts]})
@@ -73,13 +73,13 @@ def test_a_chat_that_goes_on_begins_as_it_did() -> None:
 
 
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], None, 3])
-def test_what_is_no_single_prompt_has_no_ids(prompt: object) -> None:
+def test_multiple_prompts_have_no_ids(prompt: object) -> None:
     parsed, _ = parse_request(json.dumps({"prompt": prompt}).encode())
     assert given_token_ids(parsed) is None
     assert text_in({"prompt": prompt}) is None
 
 
-def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
+def test_missing_tokenizer_error_names_folder(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"wanted a folder with a tokenizer\.json"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
@@ -87,7 +87,7 @@ def test_a_folder_without_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     real = builtins.__import__
 
     def without(name: str, *rest: Any) -> Any:
@@ -100,7 +100,7 @@ def test_the_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         load_tokenizer(str(MODEL))
 
 
-def test_a_tokenizer_that_nobody_reads_with_is_refused() -> None:
+def test_unused_tokenizer_option_is_rejected() -> None:
     with pytest.raises(ConfigError, match="add --policy cost, --policy prefix"):
         ProxyConfig(tokenizers={"": str(MODEL)})
 
@@ -113,7 +113,7 @@ def test_texts_share_exactly_their_common_blocks(head: bytes, one: bytes, two: b
     assert len(first) == len(head + one) // BLOCK_BYTES
 
 
-def test_the_index_knows_who_holds_a_prefix() -> None:
+def test_index_finds_holders_of_prefix() -> None:
     index = PrefixIndex(capacity=100)
     prompt = bytes(range(256)) * 4
     hashes = text_hashes(prompt)
@@ -133,7 +133,7 @@ def test_the_index_knows_who_holds_a_prefix() -> None:
     [ParsedRequest(model="m", cache_salt="b"), ParsedRequest(model="adapter", cache_salt="a")],
     ids=["tenant", "adapter"],
 )
-def test_what_another_tenant_or_adapter_has_cached_is_no_hit(
+def test_prefix_of_other_tenant_or_adapter_is_no_hit(
     hashes: Callable[[bytes, int], tuple[int, ...]], other: ParsedRequest
 ) -> None:
     index, prompt = PrefixIndex(), bytes(1024)
@@ -143,5 +143,5 @@ def test_what_another_tenant_or_adapter_has_cached_is_no_hit(
     assert not index.cached_tokens(hashes(prompt, prompt_root(other, "m")))
 
 
-def test_a_model_by_its_pools_name_or_by_none_has_one_cache() -> None:
+def test_pool_name_and_missing_model_name_share_cache() -> None:
     assert prompt_root(ParsedRequest(model="m"), "m") == prompt_root(ParsedRequest(), "") == 0

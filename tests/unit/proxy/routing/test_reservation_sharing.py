@@ -1,5 +1,5 @@
-"""Reports of reservations that are lost at random leave no load that is not there, and hide none
-for longer than a snapshot takes."""
+"""Randomly lost reservation reports cause no phantom load, and hide no load for longer than one
+snapshot period."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mooncake_proxy.routing.reservation_sharing import ReservationSharing
 
 
 class OneConductor:
-    """What sharing sees of a model's conductors."""
+    """The interface that reservation sharing uses of a model's conductors."""
 
     def __init__(self, member: Member, clock: list[float]) -> None:
         self.member, self.clock = member, clock
@@ -41,7 +41,7 @@ class OneConductor:
 
 
 class Routers(list[SimpleNamespace]):
-    """Of one model."""
+    """The routers of one model."""
 
     def on_router(self, listen: Callable[[SimpleNamespace], None]) -> None:
         for router in self:
@@ -49,7 +49,7 @@ class Routers(list[SimpleNamespace]):
 
 
 class TwoWorkers:
-    """One tells what it reserves; of what it sends, some is lost."""
+    """One worker sends its reservations, of which some messages are lost."""
 
     def __init__(self, loss: float, seed: int) -> None:
         self.clock, self.rng, self.loss = [0.0], random.Random(seed), loss
@@ -71,7 +71,7 @@ class TwoWorkers:
             self.hearing.receive(msgspec.Raw(report))
 
     def step(self, number: int) -> None:
-        """One more request, or one comes further or ends, on any instance."""
+        """Start a request, or advance or finish one, on any instance."""
         self.clock[0] += 0.05
         now, conductor = self.clock[0], self.teller.conductor
         name = self.rng.choice(sorted(self.live)) if self.live else ""
@@ -93,13 +93,13 @@ class TwoWorkers:
         self.loop.run_until_complete(asyncio.sleep(0))
 
     def snapshot(self) -> None:
-        """A whole one, with nothing between its reports."""
+        """Send a complete snapshot, with nothing between its reports."""
         self.reports.begin_snapshot()
         while self.reports.is_sending_snapshot:
             self.reports.send_portion()
 
     def what_is_reserved(self, member: Member) -> dict[str, tuple[object, str, str]]:
-        """Stage and instances of the teller's requests, as a worker knows them."""
+        """Stage and instances of the sender's requests, as a worker knows them."""
         names = member.conductor.fleet.names
         return {
             made.request.request_id: (made.stage, names[made.choice.slot], names[made.decode_slot])
@@ -111,7 +111,7 @@ class TwoWorkers:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_snapshot_mends_whatever_was_lost(seed: int) -> None:
+def test_snapshot_repairs_lost_reports(seed: int) -> None:
     pair = TwoWorkers(0.2, seed)
     was_wrong = False
     for number in range(300):
@@ -125,7 +125,7 @@ def test_a_snapshot_mends_whatever_was_lost(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_changes_during_a_snapshot_is_right_after_it(seed: int) -> None:
+def test_changes_during_snapshot_are_kept(seed: int) -> None:
     pair = TwoWorkers(0.0, seed)
     for number in range(PORTION * 3):
         pair.teller.conductor.route(ask(f"q{number}", 2, 100_000 + 10 * number, owner=OWNER), 0.0)
@@ -142,7 +142,7 @@ def test_what_changes_during_a_snapshot_is_right_after_it(seed: int) -> None:
     pair.loop.close()
 
 
-def test_a_snapshot_with_a_hole_ends_nothing() -> None:
+def test_incomplete_snapshot_ends_no_reservation() -> None:
     pair = TwoWorkers(0.0, 1)
     for number in range(PORTION + 1):
         pair.teller.conductor.route(ask(f"q{number}", 2, 10 * number, owner=OWNER), 0.0)

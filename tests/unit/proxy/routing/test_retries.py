@@ -1,4 +1,4 @@
-"""Retries stay within their budget."""
+"""The retry budget, and the quarantine of request bodies after which instances die."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def test_two_losses_of_one_body_within_a_minute_quarantine_it() -> None:
     assert suspects.quarantine_left(b"body", now=2.0 + QUARANTINE_S) == 0.0
 
 
-def test_an_answered_body_is_no_suspect() -> None:
+def test_answered_body_is_not_suspected() -> None:
     suspects = SuspectBodies()
     suspects.note_loss(b"body", "p0", began=0.0, now=1.0)
     suspects.clear(b"body")
     assert suspects.note_loss(b"body", "p1", began=1.0, now=2.0) == 1
 
 
-def test_the_book_of_suspects_is_bounded() -> None:
+def test_number_of_suspects_is_bounded() -> None:
     suspects = SuspectBodies()
     for number in range(3 * MAX_SUSPECTS):
         suspects.note_loss(b"%d" % number, "p0", began=0.0, now=1.0)
