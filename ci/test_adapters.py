@@ -1,6 +1,7 @@
-"""Runs tests/adapters where the engines are installed; see ci/test-adapters.
+"""Runs tests/adapters in an environment with the engines; see ci/test-adapters.
 
-Says first what is tested, and what a transport does not promise; ends with pytest's status.
+First prints which transports are tested, and which guarantees they don't give. Exits with pytest's
+status.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ NAMES = ("mooncake", "nixl")
 
 
 def describe(registry: Registry, name: str) -> bool:
-    """Print what a transport is here; returns whether it can be tested."""
+    """Print a transport's status; returns whether it can be tested."""
     rows = {row.name: row for row in registry.transport_table()}
     row = rows[name]
     print(f"{name}: {row.status.value}: {row.reason}")

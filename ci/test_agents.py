@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Claude Code and Codex against our servers: each asks, calls a tool of its own, and ends its turn;
-then each has a real model's answer, from a prefill and a decode instance.
+"""Runs Claude Code and Codex against our servers: one turn with a tool call, one with a real model.
 
-The agents are those of npm, in the versions below. For the tool a proxy stands in front of an
-instance whose engine is scripted, because it is their requests and our streams that are checked.
-SmolLM2 (see ci/example_model.py) calls no tools and takes 8,192 tokens: there they get instructions
-of a line. They get a home of their own and no network but this machine's proxy. Exits 0 only if all
-turns ended well, 77 where there is no npm or something can't be fetched.
+In the first turn, each agent calls one of its own tools and finishes; in the second, each gets a
+real model's answer from a prefill and a decode instance. The agents come from npm, in the versions
+below. The tool turn uses a proxy in front of an instance with a scripted engine, since it tests the
+agents' requests and our streams. SmolLM2 (see ci/example_model.py) calls no tools and has a context
+of 8,192 tokens, so there the agents get one-line instructions. Each agent gets its own home
+directory, and no network except this machine's proxy. Exits 0 only if all turns succeed, 77 if
+there is no npm or a download fails.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ web_search = "disabled"
 
 
 def script(request: EngineRequest) -> list[int]:
-    """Calls the shell of the agent that asks, then says what it said."""
+    """The scripted engine: calls the agent's shell tool, then repeats the tool's output."""
     prompt = bytes(request.prompt_token_ids).decode(errors="replace")
     _, found, result = prompt.rpartition("<|tool|>")
     if found:
@@ -77,7 +78,7 @@ def script(request: EngineRequest) -> list[int]:
 
 
 def fetch() -> bool:
-    """Install the agents, once; False where that can't be."""
+    """Install the agents once; returns False if that fails."""
     wanted = FOLDER / ".installed"
     if wanted.is_file() and wanted.read_text() == "\n".join(AGENTS):
         return True
@@ -100,7 +101,7 @@ def fetch() -> bool:
 
 
 def turn(name: str, arguments: Sequence[str], home: Path, variables: Mapping[str, str]) -> str:
-    """What an agent said; nothing where its turn did not end well, which is printed."""
+    """Run an agent's turn; returns its output, empty and with a message if the turn failed."""
     environment = {"PATH": os.environ["PATH"], "HOME": str(home), **variables}
     try:
         ran = subprocess.run(
@@ -124,7 +125,7 @@ def turn(name: str, arguments: Sequence[str], home: Path, variables: Mapping[str
 
 
 def main() -> int:
-    """Run their turns; the exit status."""
+    """Run all turns; returns the exit status."""
     if not fetch():
         return 77
     command = [sys.executable, str(ROOT / "ci" / "example_model.py"), "smollm2"]
@@ -136,7 +137,7 @@ def main() -> int:
 
 
 def tool_turns() -> Iterator[bool]:
-    """Whether each agent ran its tool and said what came of it."""
+    """Run the tool turns; yields whether each agent ran its tool and reported the output."""
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
         tokenizer = Tokenizer.load(write_byte_tokenizer(home, chat_template=TEMPLATE))
@@ -160,10 +161,11 @@ def tool_turns() -> Iterator[bool]:
 
 
 def real_turns(model: str) -> Iterator[bool]:
-    """Whether each agent was answered by what ``make up MODEL=smollm2`` serves."""
+    """Run the turns with a real model; yields whether each agent got an answer from what ``make up
+    MODEL=smollm2`` serves."""
     with tempfile.TemporaryDirectory() as directory:
         home = Path(directory)
-        # Codex always has tools, which this model's chat template does not show it.
+        # Codex always sends tools, which this model's chat template ignores.
         up = ["up", "--model", model, "--port", "0", "--tool-call-parser", "hermes"]
         up += ["--served-model-name", "smollm2", "--log-dir", directory]
         (home / "generation_config.json").write_text('{"temperature": 0}')
@@ -187,7 +189,7 @@ def real_turns(model: str) -> Iterator[bool]:
 
 
 def configure(home: Path, url: str, model: str, codex: str = "") -> dict[str, str]:
-    """Codex reads a file; the variables are Claude Code's."""
+    """Write Codex's configuration file; returns Claude Code's environment variables."""
     (home / ".codex").mkdir()
     config = codex.format(home=home) + CODEX_CONFIG.format(url=url).replace("agents-model", model)
     (home / ".codex" / "config.toml").write_text(config)

@@ -1,11 +1,11 @@
-"""Runs every test of one hardware backend, and is not content with none.
+"""Runs all tests of one hardware backend, and fails if none ran on a device.
 
 python ci/test_backend.py cuda
 python ci/test_backend.py ascend --generation A2 -- -x
-python ci/test_backend.py cuda --devices     # only says which there are
+python ci/test_backend.py cuda --devices     # only prints the devices
 
-Status 0: tests ran on the device and passed. 77: no device of that generation. 1: tests failed, or
-the device is there and the backend can't use it, or nothing ran.
+Exits 0 if tests ran on the device and passed, and 77 if there is no device of that generation.
+Exits 1 if tests failed, if the backend can't use the device, or if no test ran.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_tests(backend: str, report: Path, for_pytest: Sequence[str]) -> int:
-    """Run the conformance suite on one backend, and its own hardware tests; pytest's status."""
+    """Run the conformance suite and the hardware tests of one backend; returns pytest's status."""
     folders = ["tests/conformance/test_backends.py"]
     own = ROOT / "tests" / "hardware" / backend
     if own.is_dir():
@@ -69,7 +69,7 @@ def run_tests(backend: str, report: Path, for_pytest: Sequence[str]) -> int:
 
 
 def verdict(report: Path) -> int:
-    """0 if a test really ran; a report of skips only is a failure."""
+    """0 if a test was executed; a report with only skipped tests is a failure."""
     counts = read_counts(report)
     print(f"{counts.ran} tests ran on the device")
     return 0 if counts.ran else 1

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Every query of the Grafana board and of the alerts, as a real Prometheus answers it.
+"""Runs every query of the Grafana dashboard and of the alerts in a real Prometheus.
 
-Two prefill instances and a decode instance behind a proxy are scraped while streams run; then the
-prefill instances are killed, one after the other, so that the proxy asks again elsewhere and at
-last the decode instance computes prompts itself. Exits 0 only if every query of the board has data
-and every alert's is understood, 77 where there is no Prometheus.
+Prometheus scrapes two prefill instances and a decode instance behind a proxy while streams run.
+Then the prefill instances are killed one by one, so that the proxy retries on the other one and
+finally the decode instance computes prompts itself. Exits 0 only if every query of the dashboard
+returns data and every alert's query is valid, 77 if there is no Prometheus.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from support.programs import TINY_LLAMA, running  # noqa: E402
 MONITORING = ROOT / "deploy" / "monitoring"
 WINDOW = "30s"
 TIMEOUT_S = 30.0
-# How long streams run with all instances, with one prefill instance, and without any.
+# How long streams run with all instances, with one prefill instance, and with none.
 PHASES_S = (8.0, 5.0, 5.0)
 
 
 def main() -> int:
-    """Ask every query; the exit status."""
+    """Run every query; returns the exit status."""
     prometheus = shutil.which("prometheus")
     if prometheus is None:
         print("skipped: no prometheus on PATH (Debian's package has that name)")
@@ -66,7 +66,8 @@ def main() -> int:
 
 @contextmanager
 def scraping(prometheus: str, proxy: str) -> Iterator[str]:
-    """Prometheus over a proxy and the instances that it names, every second; where."""
+    """A Prometheus that scrapes a proxy and the instances that it lists every second; yields its
+    URL."""
     with tempfile.TemporaryDirectory() as directory:
         folder, address = Path(directory), f"127.0.0.1:{free_range(1).first}"
         settings = (MONITORING / "prometheus-here.yaml").read_text()
@@ -86,7 +87,7 @@ def scraping(prometheus: str, proxy: str) -> Iterator[str]:
 
 
 def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
-    """Raises SystemExit if it ends instead."""
+    """Wait until Prometheus is ready; raises SystemExit if it exits or takes too long."""
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline and process.poll() is None:
         try:
@@ -99,7 +100,7 @@ def wait_until_ready(url: str, process: subprocess.Popen[bytes]) -> None:
 
 
 def load(url: str, killed: tuple[Served | None, ...]) -> None:
-    """Streams, while instances die."""
+    """Run streams while instances are killed."""
     body = {"model": "tiny-llama", "max_tokens": 30, "temperature": 0, "stream": True}
     number = 0
     for instance, seconds in zip(killed, PHASES_S, strict=True):
@@ -113,7 +114,7 @@ def load(url: str, killed: tuple[Served | None, ...]) -> None:
 
 
 def queries() -> Mapping[str, str]:
-    """The board's, by panel."""
+    """The dashboard's queries, by panel."""
     board = json.loads((MONITORING / "grafana-dashboard.json").read_text())
     return {
         f"{panel['title']} {target['refId']}": target["expr"]
@@ -123,13 +124,13 @@ def queries() -> Mapping[str, str]:
 
 
 def alerts() -> Mapping[str, str]:
-    """Of the rules, by name."""
+    """The queries of the alert rules, by name."""
     groups = yaml.safe_load((MONITORING / "alert-rules.yaml").read_text())["groups"]
     return {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
 
 
 def ask(board: str, query: str) -> list[Any]:
-    """What Prometheus has: series."""
+    """Run a query; returns the series."""
     wanted = query.replace("$__rate_interval", WINDOW)
     answer = httpx.get(f"{board}/api/v1/query", params={"query": wanted}, timeout=TIMEOUT_S)
     answer.raise_for_status()

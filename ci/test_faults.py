@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Fault injection: the tests of single faults, then a soak with all of them at random.
+"""Runs the fault injection tests, then a soak with random faults of all kinds.
 
-Exits 0 only if the tests pass and the soak ends with no wrong answer, no leaked block, no hang.
+Exits 0 only if the tests pass, and the soak ends without a wrong answer, a leaked block, or a hang.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CONNECTORS = {
 
 
 def main() -> int:
-    """Run what was asked for; the exit status."""
+    """Run the tests and the soak; returns the exit status."""
     args = parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     if not args.soak_only and (status := run_tests()):
@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=300)
     parser.add_argument("--full", action="store_true", help=f"{FULL_REQUESTS} requests")
@@ -54,7 +54,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def run_tests() -> int:
-    """The tests of single faults, slow ones included."""
+    """Run the tests of single faults, including slow ones; returns pytest's status."""
     folders = [TESTS / "integration" / folder for folder in ("pd", "push")]
     paths = [folder / f"test_{name}.py" for folder in folders for name in FAULT_TESTS]
     files = [path for path in paths if path.exists()]
@@ -63,7 +63,7 @@ def run_tests() -> int:
 
 
 def run_soak(args: argparse.Namespace) -> bool:
-    """The soak; whether it ended well."""
+    """Run the soak; returns whether it passed."""
     with tempfile.TemporaryDirectory() as directory:
         plugins = Path(directory) / "plugins"
         sys.path[:0] = [str(TESTS), str(plugins)]

@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Every pair of sizes, for both connectors, all models and block sizes.
+"""Tests every pair of sizes with both connectors, all models and block sizes.
 
-A size is a number of tensor-parallel ranks, such as 3, or stages and the ranks of each: 2x3; 4e2 is
-four ranks that have experts in two parts.
+A size is a number of tensor-parallel ranks, such as 3, or a number of stages and the ranks of each,
+such as 2x3; 4e2 is four ranks with experts in two parts.
 
-Prints one table per setting, and exits 0 only if every pair said what a single instance says.
+Prints one table per setting, and exits 0 only if every pair gives the answers of a single instance.
 Ranks are real processes. The decode instances of one model and connector stay up; each prefill
-instance is started once and serves all of them at the same time, every pair with prompts of its
-own. Options narrow it down.
+instance is started once and serves all of them concurrently, with different prompts for each pair.
+Options select a subset.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ EXPERT_GRID = {
     "model": EXPERT_MODELS,
     "blocks": ("16/16",),
 }
-"""What is tried unless options say else."""
+"""What is tested by default."""
 FAILURES = (AssertionError, EngineError, asyncio.TimeoutError)
 
 
@@ -73,11 +73,11 @@ class Grid:
     """All pairs of one model and connector.
 
     Args:
-        model: its directory.
-        connector: by name.
-        prefill_sizes, decode_sizes: stages and ranks.
-        blocks: names of BLOCK_SIZES.
-        questions: by names of blocks, prefill size and decode size.
+        model: directory of the model.
+        connector: name of the connector.
+        prefill_sizes, decode_sizes: stages and ranks of the instances.
+        blocks: names from BLOCK_SIZES.
+        questions: prompts by block size name, prefill size and decode size.
     """
 
     model: Path
@@ -89,7 +89,7 @@ class Grid:
 
 
 def main() -> int:
-    """Run the grid that was asked for; the exit status."""
+    """Run the requested grid; returns the exit status."""
     args = parse_args()
     keep_logs_apart()
     started = time.monotonic()
@@ -104,7 +104,7 @@ def main() -> int:
 
 
 def keep_logs_apart() -> None:
-    """Standard error to a file: dozens of instances would write their warnings into the table."""
+    """Redirect standard error to a file: dozens of instances would log into the table."""
     LOG.parent.mkdir(exist_ok=True)
     print(f"what the instances log: {LOG.relative_to(ROOT)}", flush=True)
     with LOG.open("wb") as file:
@@ -112,7 +112,7 @@ def keep_logs_apart() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--experts", action="store_true", help="models with experts, divided unlike at P and D")
@@ -129,13 +129,13 @@ def parse_args() -> argparse.Namespace:
 
 
 def checked_size(name: str) -> str:
-    """A size that was asked for; argparse turns a ValueError into words."""
+    """Check a size option; argparse turns a ValueError into a message."""
     read_size(name)
     return name
 
 
 async def run_model(name: str, args: argparse.Namespace) -> tuple[int, int]:
-    """All tables of one model; how many pairs were tried, and how many failed."""
+    """Run all tables of one model; returns the numbers of pairs and of failures."""
     with tempfile.TemporaryDirectory() as directory:
         model = write_grid_model(Path(directory) / "model", name)
         keys = list(itertools.product(args.blocks, args.prefill, args.decode))
@@ -150,7 +150,7 @@ async def run_model(name: str, args: argparse.Namespace) -> tuple[int, int]:
 
 
 async def run_grid(grid: Grid) -> int:
-    """One table; how many of its pairs failed."""
+    """Run and print one table; returns the number of failed pairs."""
     print(" " * 14 + "".join(f"{size:>6}" for size in grid.decode_sizes), flush=True)
     problems: list[str] = []
     async with decoders(grid) as running:
@@ -171,7 +171,7 @@ async def run_grid(grid: Grid) -> int:
 
 @asynccontextmanager
 async def decoders(grid: Grid) -> AsyncIterator[dict[str, Instance]]:
-    """A decode instance of each size, for the length of a block."""
+    """A decode instance of each size, stopped when the block ends."""
     [block_size] = {BLOCK_SIZES[blocks][1] for blocks in grid.blocks}
     async with AsyncExitStack() as stack:
         running = {}
@@ -186,7 +186,7 @@ async def decoders(grid: Grid) -> AsyncIterator[dict[str, Instance]]:
 async def run_row(
     grid: Grid, blocks: str, prefill_size: str, running: dict[str, Instance]
 ) -> list[str | None]:
-    """One prefill instance with all decode instances at once; what was wrong with each pair."""
+    """Test one prefill instance with all decode instances at once; returns each pair's problem."""
     block_size = BLOCK_SIZES[blocks][0]
     try:
         async with side(
@@ -205,7 +205,7 @@ async def run_row(
 
 
 async def run_pair(both: Pair, questions: Sequence[Question]) -> str | None:
-    """One pair; what was wrong with it."""
+    """Test one pair; returns the problem, None if there is none."""
     try:
         await asyncio.wait_for(check_pair(both, questions), PAIR_TIMEOUT_S)
     except FAILURES as exc:
@@ -214,7 +214,7 @@ async def run_pair(both: Pair, questions: Sequence[Question]) -> str | None:
 
 
 def describe(failure: BaseException) -> str:
-    """In one line."""
+    """A failure on one line."""
     return f"{type(failure).__name__}: {str(failure)[:300]}"
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Mixed fleets: emulated GPUs, emulated NPUs and CPUs in one deployment, each as P and as D.
+"""Tests mixed fleets: emulated GPUs, emulated NPUs and CPUs in one deployment, each as P and as D.
 
-Every instance is processes of its own. Prints one table per model and way of handing over (down:
-from what to what, with tokens per block; across: ranks of P and D), then a table of kills, and
-exits 0 only if every answer is the CPU's, no load failed, no more than the KV came across, and
-everything was given back. Options narrow it down; --short is one deployment behind a proxy.
+Every instance runs in separate processes. Prints one table per model and flow (rows: kinds of P and
+D with tokens per block; columns: ranks of P and D), then a table of kills. Exits 0 only if every
+answer equals the CPU's, no load failed, no more bytes than the KV were transferred, and all
+resources were released. Options select a subset; --short tests one deployment behind a proxy.
 """
 
 from __future__ import annotations
@@ -63,19 +63,19 @@ from support.pd_processes import Served  # noqa: E402
 from mooncake_engine.errors import EngineError  # noqa: E402
 
 RATIOS = ("2:3", "2:1", "1:1", "1:2", "4:2")
-"""Each has a side in common with the next one, whose instance stays."""
+"""Ranks of P and D. Neighbours share a side, whose instance stays up."""
 BLOCKS = ("128:16", "16:128")
 GENERATION_PAIRS, SAME_BLOCKS = (("npu", "a3"), ("a3", "npu")), ("128:128",)
-"""Between an NPU's generations hccs does not go; each takes blocks of 128 tokens only."""
+"""hccs does not connect NPUs of different generations; NPUs only support blocks of 128 tokens."""
 CELL_TIMEOUT_S = 600.0
 FAILURES = (AssertionError, EngineError, asyncio.TimeoutError, OSError, httpx.HTTPError)
 
 Check = Callable[[int, Served, Served], Awaitable[str]]
-"""Tries a cell by its number; the table's entry."""
+"""Tests a cell, given its number; returns the table's entry."""
 
 
 def main() -> int:
-    """Run what was asked for; the exit status."""
+    """Run the requested tables; returns the exit status."""
     args = parse_args()
     if args.wire:
         enter_own_network()
@@ -94,7 +94,7 @@ def main() -> int:
                 problems += asyncio.run(run_kills(args, Path(folder)))
             if args.kills == "yes" and subprocess.run([*own_command(), "--wire"]).returncode:
                 problems.append("more crosses than the KV: see the last tables")
-    # in a namespace of its own it can't see what others have mapped
+    # in a separate namespace this process can't see which files others have mapped
     left = set() if args.wire else left_in_shared_memory() - before
     problems += [f"left in /dev/shm: {name}" for name in sorted(left)]
     print("\n".join(["", *problems, f"{len(problems)} problems, {time.monotonic() - began:.0f} s"]))
@@ -102,7 +102,7 @@ def main() -> int:
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--short", action="store_true", help="three P, three D and a proxy, all pairs, one model")
@@ -117,13 +117,13 @@ def parse_args() -> argparse.Namespace:
 
 
 def own_command() -> list[str]:
-    """What this program was started by."""
+    """The command that started this program."""
     return [sys.executable, *sys.argv]
 
 
 def sides_of(pairs: Sequence[str] | None) -> Iterator[Sides]:
-    """All ordered pairs of different kinds, and of an NPU's generations, with the block sizes that
-    both take."""
+    """All ordered pairs of different kinds, and of NPU generations, with block sizes that both
+    support."""
     for p, d in (*itertools.permutations(KINDS, 2), *GENERATION_PAIRS):
         for blocks in BLOCKS if {p, d} <= {*KINDS} else SAME_BLOCKS:
             first, second = (int(size) for size in blocks.split(":"))
@@ -133,7 +133,7 @@ def sides_of(pairs: Sequence[str] | None) -> Iterator[Sides]:
 
 
 def cells_of(args: argparse.Namespace) -> list[Sides]:
-    """What a table has, row by row: each row of sides with each ratio of ranks."""
+    """The cells of a table, row by row: each pair of sides with each ratio of ranks."""
     return [
         (replace(prefill, tp_size=int(p)), replace(decode, tp_size=int(d)))
         for prefill, decode in in_sharing_order(list(sides_of(args.pair)))
@@ -142,7 +142,7 @@ def cells_of(args: argparse.Namespace) -> list[Sides]:
 
 
 async def run_table(cells: Sequence[Sides], pool: InstancePool, check: Check) -> list[str]:
-    """Try every cell, and print the table; what was wrong."""
+    """Test every cell and print the table; returns the problems."""
     problems: list[str] = []
     ratios = list(dict.fromkeys(f"{p.tp_size}:{d.tp_size}" for p, d in cells))
     print(" " * 19 + "".join(f"{ratio:>8}" for ratio in ratios), end="", flush=True)
@@ -163,7 +163,7 @@ async def run_table(cells: Sequence[Sides], pool: InstancePool, check: Check) ->
 
 
 async def run_grid(args: argparse.Namespace, family: str, model: Path) -> list[str]:
-    """The tables of one model; what was wrong."""
+    """Run the tables of one model; returns the problems."""
     problems: list[str] = []
     cells = cells_of(args)
     kinds = dict.fromkeys(side.kind for cell in cells for side in cell)
@@ -190,7 +190,7 @@ async def run_grid(args: argparse.Namespace, family: str, model: Path) -> list[s
 
 
 async def run_kills(args: argparse.Namespace, folder: Path) -> list[str]:
-    """Each side killed in each state, one pair of each two kinds; what was wrong."""
+    """Kill each side in each state, with one pair for any two kinds; returns the problems."""
     model = write_mixed_model(folder / "kills", "llama", max_position_embeddings=CONTEXT)
     async with cpu(model) as on_cpu:
         cases = await make_cases(on_cpu)
@@ -207,14 +207,14 @@ async def run_kills(args: argparse.Namespace, folder: Path) -> list[str]:
 
     print("\nkilled", flush=True)
     found: list[str] = []
-    for sides in pairs.values():  # both at once: they wait more than they work
+    for sides in pairs.values():  # both concurrently: they mostly wait
         lines = await asyncio.gather(*(run_line(how, sides) for how in args.how))
         found += itertools.chain.from_iterable(lines)
     return found
 
 
 async def run_wire(args: argparse.Namespace, folder: Path) -> list[str]:
-    """What crosses, by the bytes of the KV; what was wrong."""
+    """Measure the bytes on the wire relative to the KV's size; returns the problems."""
     model, problems, cells = write_wide_model(folder), [], cells_of(args)
     for how in args.how:
 
@@ -231,7 +231,7 @@ async def run_wire(args: argparse.Namespace, folder: Path) -> list[str]:
 
 
 async def run_short(folder: Path) -> list[str]:
-    """One deployment of all kinds; what was wrong."""
+    """Test one deployment of all kinds; returns the problems."""
     try:
         for line in await check_deployment(write_mixed_model(folder, "llama")):
             print(line, flush=True)
@@ -241,7 +241,7 @@ async def run_short(folder: Path) -> list[str]:
 
 
 def describe(failure: BaseException) -> str:
-    """In one line."""
+    """A failure on one line."""
     return f"{type(failure).__name__}: {str(failure)[:300]}"
 
 

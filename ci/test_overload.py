@@ -1,11 +1,11 @@
-"""Ten times the load that two prefill instances compute, for a minute, in each admission mode.
+"""Offers ten times the load that two prefill instances can serve, for a minute per admission mode.
 
     python ci/test_overload.py [--seconds 60] [--factor 10]
 
-The proxy with --policy cost in front of modelled instances, in this process, with clients that do
-not wait for each other. Prints a line per mode: admitted, share of those within their objectives
-(wanted: 95 %), refused, and how soon (wanted: 99 % within 50 ms), cut streams (wanted: none).
-Exit 0 only if all hold.
+Runs the proxy with --policy cost in front of modelled instances, in this process, with an open-loop
+load generator. Prints a line per mode: admitted requests, the share of them within their SLO
+(bound: 95 %), rejected requests and their latency (bound: 99 % within 50 ms), and streams that were
+cut off (bound: none). Exits 0 only if all bounds hold.
 """
 
 from __future__ import annotations

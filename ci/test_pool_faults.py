@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Faults of the KVCache pool, each against a store process that has ordinary traffic.
+"""Injects faults into the KVCache pool, each into a store process under ordinary traffic.
 
-First three ranks put and get chunks all the time, over shm and tcp, and compare every byte of every
-hit. Then an engine with ``--kv-pool`` answers prompts whose KV only the store has, and all tokens
-are compared with those of an engine without a pool. A row per fault: operations, hits and misses,
-wrong ones, operations that were stuck, handles that were left when all users had gone, and the
-longest operation. Exits 0 only if wrong, stuck and leaked are 0 in every row, and the traffic had
-hits again after each fault.
+In the first run, three ranks put and get chunks continuously over shm and tcp, and compare every
+byte of every hit. In the second, an engine with ``--kv-pool`` answers prompts whose KV only the
+store has, and all tokens are compared with those of an engine without a pool. Prints a row per
+fault: operations, hits, misses, wrong results, stuck operations, handles leaked after all users
+left, and the longest operation. Exits 0 only if wrong, stuck and leaked are 0 in every row, and the
+traffic has hits again after each fault.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> int:
             print(f"{name:<18} {fault.__doc__}")
         return 0
     os.chdir(ROOT)
-    logging.basicConfig(level=logging.ERROR)  # that a store is lost is what is tried here
+    logging.basicConfig(level=logging.ERROR)  # lost stores are expected here
     began = time.monotonic()
     print(f"{'':<7}{'fault':<54} {'tries':>6} {'hits':>7} {'misses':>7} {'wrong':>6} {'stuck':>6} "
           f"{'leaked':>7} {'longest':>8}")  # fmt: skip
@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def run(name: str, traffic: str) -> bool:
-    """One row; whether it is good."""
+    """Run one fault and print its row; returns whether it passed."""
     fault = FAULTS[name]
     start = PoolTraffic
     if traffic == "engine":

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The KVCache pool between instances of every shape: what each has saved, each of the others loads.
+"""Tests the KVCache pool between instances of every shape: each loads what any other one saved.
 
-All instances of one model share one store process. Prints a table per model (down: who writes,
-across: who reads), and exits 0 only if every pair answered as a CPU does, and the reader loaded
-what the writer had saved. Options narrow it down.
+All instances of one model share one store process. Prints a table per model (rows: writers,
+columns: readers), and exits 0 only if every pair gives a CPU's answers, and the reader loaded what
+the writer saved. Options select a subset.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ from mooncake_engine.errors import EngineError  # noqa: E402
 
 SIDES = ("cpu", "cpu/128:2", "cpu:2x1", "cuda", "cuda/128:2", "npu", "npu:2")
 OVERRIDES = {"moe": {"num_experts_per_tok": 6}, "mla": {"first_k_dense_replace": 2}}
-"""Tokens choose no experts: all six of them, or dense layers. Between two experts a writer's
-rounding may decide, and a reader of another kind goes on from there."""
+"""Overrides that avoid expert selection: all six experts, or only dense layers. Otherwise a
+writer's rounding could select another expert, and a reader of another kind would continue from its
+KV."""
 PAIR_TIMEOUT_S = 300.0
 FAILURES = (AssertionError, EngineError, asyncio.TimeoutError, OSError)
 
 
 def main() -> int:
-    """Run what was asked for; the exit status."""
+    """Run the requested tables; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--family", nargs="+", choices=tuple(FAMILIES), default=tuple(FAMILIES))
     parser.add_argument(
@@ -65,7 +66,7 @@ def main() -> int:
 
 
 async def run_grid(family: str, sides: Sequence[PoolSide], folder: Path) -> list[str]:
-    """The table of one model; what was wrong."""
+    """Run and print the table of one model; returns the problems."""
     model, problems = write_mixed_model(folder, family, **OVERRIDES.get(family, {})), []
     with ExitStack() as stack:
         store = StoreProcess(folder, "--dram", "256M")
@@ -86,7 +87,7 @@ async def run_grid(family: str, sides: Sequence[PoolSide], folder: Path) -> list
 
 
 async def run_pair(on_cpu: Instance, writer: Served, reader: Served) -> str | None:
-    """One pair with a prompt of its own; what was wrong with it."""
+    """Test one pair with a new prompt; returns the problem, None if there is none."""
     try:
         case = await make_case(on_cpu, (writer, reader))
         await asyncio.wait_for(check_pair(writer, reader, case), PAIR_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""All process-level tests of the proxy, the storm of 2,000 streams included.
+"""Runs all process-level tests of the proxy, including the storm of 2,000 streams.
 
 python ci/test_proxy_faults.py [pytest flags]
 """
@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def main() -> int:
-    """pytest's own exit status."""
+    """Run the tests; returns pytest's exit status."""
     command = [sys.executable, "-m", "pytest", "-q", "-s", "tests/integration/proxy", *sys.argv[1:]]
     return subprocess.run(command, cwd=ROOT).returncode
 

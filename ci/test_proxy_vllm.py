@@ -1,11 +1,11 @@
-"""The proxy in front of a real vLLM (its CPU build): a prefill and a decode instance with NIXL.
+"""Tests the proxy in front of vLLM's CPU build: a prefill and a decode instance with NIXL.
 
     python ci/test_proxy_vllm.py [--start-timeout 420]
 
-Installs vLLM into a venv of its own under .cache/ the first time (about 3.7 GB), serves
-examples/tiny-llama twice, and compares what the proxy answers with what one instance answers by
-itself, whole and streamed. Prints every comparison. Exit 0: all the same and all KV came over;
-1: something differed; 77: "skipped: ..." and why vLLM can't be run here.
+Installs vLLM into a separate venv under .cache/ the first time (about 3.7 GB), serves
+examples/tiny-llama twice, and compares the proxy's answers with those of a single instance, without
+and with streaming. Prints every comparison. Exits 0 if all answers are equal and all KV was
+transferred, 1 if not, 77 with "skipped: ..." and the reason if vLLM can't run here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm_serving import (
 
 
 def main() -> int:
-    """Install, serve, compare."""
+    """Install vLLM, serve, and compare answers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--start-timeout", type=float, default=420.0, help="seconds for vLLM")
     args = parser.parse_args()
@@ -49,7 +49,7 @@ def main() -> int:
 
 
 def start_all(stack: ExitStack, python: Path, timeout_s: float) -> tuple[str, str, str]:
-    """URLs of proxy, P and D."""
+    """Start everything; returns the URLs of proxy, P and D."""
     logs = [CACHE / f"vllm-{role}.log" for role in ("prefill", "decode")]
     pair = [
         stack.enter_context(nixl_instance(python, role, core, log))
@@ -64,7 +64,7 @@ def start_all(stack: ExitStack, python: Path, timeout_s: float) -> tuple[str, st
 def nixl_instance(
     python: Path, kv_role: str, core: int, log: Path
 ) -> AbstractContextManager[RunningVllm]:
-    """One vLLM instance with vLLM's own connector."""
+    """Start one vLLM instance with vLLM's own NIXL connector."""
     transfer = {"kv_connector": "NixlConnector", "kv_role": kv_role, "engine_id": kv_role}
     return serving(
         python,
@@ -79,7 +79,7 @@ def nixl_instance(
 
 
 def cases() -> dict[str, tuple[str, Json]]:
-    """Path and body of what is asked, greedily: both sides have to say the same."""
+    """Paths and bodies of greedy requests, by name: both sides must give the same answer."""
     page = (EXAMPLE / "page.txt").read_text("utf-8")
     question = next(iter(json.loads((EXAMPLE / "chat.json").read_text())["answers"]))
     base: Json = {"model": "tiny", "temperature": 0, "max_tokens": 24}
@@ -97,7 +97,7 @@ def cases() -> dict[str, tuple[str, Json]]:
 
 
 def compare(proxy: str, prefill: str, decode: str) -> int:
-    """Ask one instance alone, then the proxy, whole and streamed."""
+    """Query one instance alone, then the proxy, without and with streaming; returns the status."""
     num_wrong = 0
     alone = {name: ask(prefill, *case) for name, case in cases().items()}
     for name, (path, body) in cases().items():

@@ -1,10 +1,9 @@
 #!/usr/bin/env python3
-"""Real models through prefill and decode apart: their tokens are transformers' own.
+"""Serves real models with separate prefill and decode, and compares the tokens with transformers.
 
-SmolLM2-135M-Instruct (Llama, 9 query and 3 key/value heads, a GGUF file of Q4_1) and stories15M
-(Llama, 6 heads, float32) over both connectors, one rank and three on either side; the oracle reads
-the same files with transformers. Exits 0 only if every token is equal, 77 where weights can't be
-fetched.
+Tests SmolLM2-135M-Instruct (Llama, 9 query and 3 key/value heads, a Q4_1 GGUF file) and stories15M
+(Llama, 6 heads, float32) with both connectors, and one or three ranks on either side. transformers
+reads the same files. Exits 0 only if every token is equal, 77 if weights can't be downloaded.
 """
 
 from __future__ import annotations
@@ -56,7 +55,7 @@ Prompt = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RealModel:
-    """What is served, and what transformers says of it."""
+    """A model to serve, its prompts, and transformers' tokens for them."""
 
     directory: Path
     prompts: Sequence[Prompt]
@@ -64,7 +63,7 @@ class RealModel:
 
 
 def main() -> int:
-    """Compare, model by model; the exit status."""
+    """Compare model by model; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--connector", choices=CONNECTORS, help="only this one")
     parser.add_argument("--model", choices=MODELS, help="only this one")
@@ -84,7 +83,7 @@ def main() -> int:
 
 
 def differences(name: str, model: RealModel, connector: str, sizes: tuple[int, int]) -> int:
-    """How many prompts are answered otherwise."""
+    """Number of prompts with answers that differ."""
     started = time.monotonic()
     of = pair_tokens(model.directory, CONNECTORS[connector], sizes, model.prompts)
     wrong = sum(a != b for a, b in zip(asyncio.run(of), model.expected, strict=True))
@@ -98,7 +97,7 @@ def differences(name: str, model: RealModel, connector: str, sizes: tuple[int, i
 
 
 def smollm2() -> RealModel | None:
-    """Prompts as its chat template lays them out; None where it can't be had."""
+    """SmolLM2 with chat prompts; None if it can't be downloaded."""
     command = [sys.executable, str(ROOT / "ci" / "example_model.py"), "smollm2"]
     fetched = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     if fetched.returncode:
@@ -112,7 +111,7 @@ def smollm2() -> RealModel | None:
 
 
 def stories15m_model() -> RealModel | None:
-    """Stories that have begun; None where it can't be had."""
+    """stories15M with beginnings of stories as prompts; None if it can't be downloaded."""
     if not stories15m.fetch(STORIES):
         return None
     tokenizer = Tokenizer.load(STORIES)
@@ -125,26 +124,26 @@ MODELS = {"smollm2": smollm2, "stories15m": stories15m_model}
 
 
 def gguf_model(path: Path) -> Any:
-    """What transformers makes of a GGUF file, in float32."""
-    # from_pretrained would want the package accelerate for a GGUF file
+    """Load a GGUF file with transformers, in float32."""
+    # from_pretrained would require the package accelerate for a GGUF file
     config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     read = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
     missing, unexpected = model.load_state_dict(read["tensors"], strict=False)
     assert not unexpected, unexpected
-    assert missing == ["lm_head.weight"], missing  # is the embedding
+    assert missing == ["lm_head.weight"], missing  # tied to the embedding
     model.tie_weights()
     return model
 
 
 def transformers_tokens(model: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
-    """What transformers says."""
+    """Tokens that transformers generates."""
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
         generated = model.generate(
             ids,
-            attention_mask=torch.ones_like(ids),  # else <|im_end|>, which pads, too, is left out
+            attention_mask=torch.ones_like(ids),  # or <|im_end|>, also the padding token, is masked
             max_new_tokens=NUM_TOKENS,
             min_new_tokens=NUM_TOKENS,
             do_sample=False,
@@ -160,7 +159,7 @@ def transformers_tokens(model: Any, prompts: Sequence[Prompt]) -> list[list[int]
 async def pair_tokens(
     directory: Path, connector: str, sizes: tuple[int, int], prompts: Sequence[Prompt]
 ) -> list[list[int]]:
-    """What a pair says, all prompts at once."""
+    """Tokens that a pair generates, with all prompts at once."""
     sampling = replace(GREEDY, max_tokens=NUM_TOKENS)
     prefill, decode = ({"tp_size": size} for size in sizes)
     options = {"connector": connector, "dtype": "float32", "lease_s": 60.0}
@@ -175,7 +174,7 @@ async def pair_tokens(
 async def answers(
     ask: Callable[[Prompt], Awaitable[Answer]], both: Pair, prompts: Sequence[Prompt]
 ) -> list[list[int]]:
-    """Their tokens; KV came across, and all is given back."""
+    """Tokens of all prompts; checks that KV was transferred and all blocks were freed."""
     found = await asyncio.gather(*(ask(prompt) for prompt in prompts))
     assert both.decode.stat("bytes_received") > 0, "nothing came across"
     await both.check_clean(30.0)

