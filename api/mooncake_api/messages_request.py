@@ -7,10 +7,10 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from mooncake_api.errors import RequestRejected
-from mooncake_api.translation import NOT_HERE, Json, encode, read_request
+from mooncake_api.translation import UNTRANSLATED_FIELDS, Json, encode, read_request
 
 _INSTEAD = {
-    **NOT_HERE,
+    **UNTRANSLATED_FIELDS,
     "container": "only text is supported",
     "mcp_servers": "call their tools yourself",
     "diagnostics": "leave it out",

@@ -8,11 +8,11 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from mooncake_api.errors import RequestRejected
-from mooncake_api.translation import NOT_HERE, Json, encode, read_request
+from mooncake_api.translation import UNTRANSLATED_FIELDS, Json, encode, read_request
 
 _STATELESS = "responses are not stored: send the conversation in input"
 _INSTEAD = {
-    **NOT_HERE,
+    **UNTRANSLATED_FIELDS,
     "previous_response_id": _STATELESS,
     "conversation": _STATELESS,
     "prompt": "send its text in instructions and input",

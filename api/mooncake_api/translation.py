@@ -54,7 +54,7 @@ class ApiFormat:
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>.*?)`$")
 
-NOT_HERE: Mapping[str, str] = {
+UNTRANSLATED_FIELDS: Mapping[str, str] = {
     "n": "send the request several times",
     "best_of": "send the request several times",
     "echo": "use /v1/completions",
