@@ -26,7 +26,7 @@ from mooncake_engine.checkpoints.tensor_files import (
 from mooncake_engine.core_messages import LoadProgress, ProgressHandler
 from mooncake_engine.errors import CheckpointError
 from mooncake_engine.models.catalog import Model
-from mooncake_engine.models.decoder import KEY_SCALE_ENDS, VALUE_SCALE_ENDS
+from mooncake_engine.models.decoder import KEY_SCALE_SUFFIXES, VALUE_SCALE_SUFFIXES
 from mooncake_engine.models.layers import WeightShard
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
 
@@ -172,7 +172,8 @@ def read_kv_scales(model_dir: Path, geometry: KVGeometry) -> KVScales:
     """
     files = locate_tensors(model_dir)
     keys, values = (
-        _scales_at(files, ends, geometry.layers) for ends in (KEY_SCALE_ENDS, VALUE_SCALE_ENDS)
+        _scales_at(files, ends, geometry.layers)
+        for ends in (KEY_SCALE_SUFFIXES, VALUE_SCALE_SUFFIXES)
     )
     is_latent = geometry.kind is AttentionKind.MLA
     return tuple(zip(keys, keys if is_latent else values, strict=True))

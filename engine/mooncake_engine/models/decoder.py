@@ -21,8 +21,8 @@ from mooncake_engine.models.rope import cos_sin_table
 from mooncake_engine.scheduling.step_plan import ExpertRound
 
 _SCALES = (".{0}_scale", ".attn.{0}_scale", ".{0}_proj.{0}_scale", ".{0}_proj.output_scale")
-KEY_SCALE_ENDS = tuple(f"self_attn{end.format('k')}" for end in _SCALES)
-VALUE_SCALE_ENDS = tuple(f"self_attn{end.format('v')}" for end in _SCALES)
+KEY_SCALE_SUFFIXES = tuple(f"self_attn{end.format('k')}" for end in _SCALES)
+VALUE_SCALE_SUFFIXES = tuple(f"self_attn{end.format('v')}" for end in _SCALES)
 """Name suffixes of the scales of a quantised KV cache. They are no weights, and are read only if
 KV is stored in a narrower type."""
 
@@ -144,8 +144,8 @@ class Decoder:
     names: ClassVar[CheckpointNames] = CheckpointNames()
     ignored: ClassVar[tuple[str, ...]] = (
         "rotary_emb.inv_freq",
-        *KEY_SCALE_ENDS,
-        *VALUE_SCALE_ENDS,
+        *KEY_SCALE_SUFFIXES,
+        *VALUE_SCALE_SUFFIXES,
     )
     """Suffixes of the names of checkpoint tensors that are not needed."""
 

@@ -10,7 +10,7 @@ from typing import Any
 from mooncake_engine.errors import CheckpointError
 from mooncake_hal.fp8_linear import FP8_BLOCK
 
-SCALE_ENDS = (".weight_scale", ".weight_scale_inv", ".input_scale")
+SCALE_SUFFIXES = (".weight_scale", ".weight_scale_inv", ".input_scale")
 """Suffixes of the names of tensors that belong to a quantised weight."""
 _SUPPORTED = (
     "fp8 (e4m3) with scales of tensors, rows, or blocks of 128 by 128: quant_method 'fp8', or "
@@ -44,7 +44,7 @@ class Fp8Config:
 
     def is_scale(self, name: str) -> bool:
         """Whether the tensor with this name in the checkpoint is a scale of a quantised weight."""
-        return not self.is_made_on_load and name.endswith(SCALE_ENDS)
+        return not self.is_made_on_load and name.endswith(SCALE_SUFFIXES)
 
 
 FP8_ON_LOAD = Fp8Config(

@@ -21,7 +21,7 @@ from mooncake_engine.models.layers import (
     Span,
     linear_sources,
 )
-from mooncake_engine.models.quantization_config import SCALE_ENDS, read_quantization
+from mooncake_engine.models.quantization_config import SCALE_SUFFIXES, read_quantization
 from mooncake_hal.fp8_linear import Fp8Weight
 from mooncake_hal.reference import ReferenceOps, dequantised
 
@@ -39,7 +39,7 @@ class ExactOps(ReferenceOps):
 
 def make_layers(parallel: ParallelContext) -> TwoLinears:
     def is_scale(name: str) -> bool:
-        return name.endswith(SCALE_ENDS)
+        return name.endswith(SCALE_SUFFIXES)
 
     return TwoLinears(parallel, ROWS, (IN, WIDE), is_scale, has_bias=True)
 
