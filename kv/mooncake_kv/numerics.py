@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 ROPE_ORDER = "rope order"
 """Name of the property for the order of rotated elements: as pairs, or as halves."""
-MAX_NOTED = 256
+MAX_RECORDED = 256
 """Peers that are remembered, so that each is logged once."""
 
 
@@ -63,7 +63,7 @@ class RoundingDifferences:
 
     def __init__(self) -> None:
         self.num_peers = 0
-        self._noted: OrderedDict[str, None] = OrderedDict()
+        self._recorded: OrderedDict[str, None] = OrderedDict()
 
     def noting(self, check: CompatibilityCheck) -> CompatibilityCheck:
         """Wrap a compatibility check so that it also notes the peers that it accepts."""
@@ -78,11 +78,11 @@ class RoundingDifferences:
     def note(self, own: InstanceMetadata, peer: InstanceMetadata) -> None:
         """Log the differences to a peer, if any, once."""
         found = differences(own.numerics.rounding, peer.numerics.rounding)
-        if not found or peer.engine_id in self._noted:
+        if not found or peer.engine_id in self._recorded:
             return
-        self._noted[peer.engine_id] = None
-        if len(self._noted) > MAX_NOTED:
-            self._noted.popitem(last=False)
+        self._recorded[peer.engine_id] = None
+        if len(self._recorded) > MAX_RECORDED:
+            self._recorded.popitem(last=False)
         self.num_peers += 1
         facts = "; ".join(
             f"{name}: {ours} here, {theirs} there" for name, (ours, theirs) in found.items()

@@ -16,7 +16,7 @@ from mooncake_hal.backend import Event
 from mooncake_hal.errors import TransferCancelled
 from mooncake_kv.connector_worker import LayerDone
 
-KEPT_STEPS = 4
+MAX_STEPS = 4
 """Number of steps whose layers are tracked individually: the one being launched, and some before
 it for orders that arrive late. The layers of an older step count as written once the oldest tracked
 step begins on the device."""
@@ -54,7 +54,7 @@ class StepProgress:
         step = _Step(self._recorded())
         with self._changed:
             self._steps[number] = step
-            if len(self._steps) > KEPT_STEPS:
+            if len(self._steps) > MAX_STEPS:
                 del self._steps[next(iter(self._steps))]
             self._changed.notify_all()
 

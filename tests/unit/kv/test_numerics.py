@@ -20,7 +20,7 @@ from mooncake_kv.handshake import (
     check_decode_peer,
     check_prefill_peer,
 )
-from mooncake_kv.numerics import MAX_NOTED, Numerics, RoundingDifferences, differences
+from mooncake_kv.numerics import MAX_RECORDED, Numerics, RoundingDifferences, differences
 
 HALVES = {"rope order": "halves", "softmax scale": "0.125, on the scores"}
 GPU = {"kernels": "sm_90", "attention shares": "bfloat16"}
@@ -120,7 +120,7 @@ def test_equal_rounding_and_refused_peers_are_not_noted() -> None:
 def test_the_number_of_remembered_peers_is_bounded() -> None:
     rounding = RoundingDifferences()
     own = instance("d", HALVES, CPU)
-    for number in range(MAX_NOTED + 10):
+    for number in range(MAX_RECORDED + 10):
         rounding.note(own, instance(f"p{number}", HALVES, GPU))
-    assert rounding.num_peers == MAX_NOTED + 10
-    assert len(rounding._noted) == MAX_NOTED
+    assert rounding.num_peers == MAX_RECORDED + 10
+    assert len(rounding._recorded) == MAX_RECORDED

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from mooncake_hal.errors import TransferCancelled
-from mooncake_kv.pool.step_progress import KEPT_STEPS, StepProgress
+from mooncake_kv.pool.step_progress import MAX_STEPS, StepProgress
 
 TIMEOUT_S = 20.0
 
@@ -72,7 +72,7 @@ def test_a_step_that_is_enqueued_does_not_mean_that_it_is_over() -> None:
 def test_a_late_order_for_an_old_step_waits_for_the_begin_of_a_newer_one() -> None:
     device = Device()
     progress = StepProgress(device.event)
-    for number in range(0, 2 * KEPT_STEPS, 2):
+    for number in range(0, 2 * MAX_STEPS, 2):
         progress.begin(number)(0)
     progress.begin(50)
     device.passed.release(2)
