@@ -59,7 +59,7 @@ from mooncake_proxy.http1.server_connection import (
     ServerProtocol,
 )
 from mooncake_proxy.http1.upstream_connection import ClientContext
-from mooncake_proxy.ops.access_log import CLIENT_LEFT, AccessLog
+from mooncake_proxy.ops.access_log import CLIENT_CLOSED_REQUEST, AccessLog
 from mooncake_proxy.ops.proxy_process import ProxyProcess, ShutdownSignals
 from mooncake_proxy.ops.worker_link import WorkerLink
 from mooncake_proxy.pool.health_checks import HealthChecker
@@ -382,7 +382,7 @@ class ProxyApplication:
             await self._serve(active, endpoint)
         except asyncio.CancelledError:
             self.router.metrics.disconnects.add(_stage_of(active.context))
-            request.status = CLIENT_LEFT
+            request.status = CLIENT_CLOSED_REQUEST
             self._end(active, self.router.now() - active.arrival, None)
             raise
         except ProxyError as error:

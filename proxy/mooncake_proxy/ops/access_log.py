@@ -12,7 +12,7 @@ from mooncake_proxy.errors import ProxyError
 from mooncake_proxy.http1.http_request import HttpRequest
 
 # Logged as the status if the client disconnected before its response was complete (as nginx).
-CLIENT_LEFT = 499
+CLIENT_CLOSED_REQUEST = 499
 
 
 class AccessLog:

@@ -30,7 +30,7 @@ SOURCE = "register"
 HEADER = b"x-mooncake-register"
 MAX_LEASE_S = 600.0
 # Bound of the instances whose last message number is kept.
-MAX_KNOWN = 4096
+MAX_KNOWN_INSTANCES = 4096
 
 
 class Registration(Struct):
@@ -111,7 +111,7 @@ class Registrations:
         instance = self.apply(change)
         self._seen.pop(url, None)
         self._seen[url] = (message.started_at, message.number)
-        if len(self._seen) > MAX_KNOWN:
+        if len(self._seen) > MAX_KNOWN_INSTANCES:
             del self._seen[next(iter(self._seen))]
         self.forward(change)
         return instance

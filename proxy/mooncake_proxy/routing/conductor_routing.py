@@ -21,7 +21,7 @@ from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.errors import BadRequest, NotFound, SloRefused
 from mooncake_proxy.pool.instances import Instance, InstancePool, Role
 from mooncake_proxy.routing.conductor_fleet import ConductorFleet, RoutedRequest
-from mooncake_proxy.routing.prefix_index import given_token_ids
+from mooncake_proxy.routing.prefix_index import token_ids_of
 from mooncake_proxy.routing.role_watch import RoleWatch
 
 if TYPE_CHECKING:
@@ -310,7 +310,7 @@ def keys_of(context: RequestContext, adapter: str) -> Keys:
     """Keys of the prompt's chunks, from its token ids if they are known, else from its bytes."""
     parsed = context.parsed
     root = chain_root(adapter, parsed.cache_salt or "")
-    ids = context.token_ids if context.token_ids is not None else given_token_ids(parsed)
+    ids = context.token_ids if context.token_ids is not None else token_ids_of(parsed)
     if ids is not None:
         return token_keys(ids, root)
     is_chat = context.endpoint is OpenAIEndpoint.CHAT

@@ -138,7 +138,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
     return Tokenizer(backend)
 
 
-def given_token_ids(parsed: ParsedRequest) -> list[int] | None:
+def token_ids_of(parsed: ParsedRequest) -> list[int] | None:
     """The prompt's token ids if the client sent ids, else None."""
     raw = bytes(parsed.prompt).lstrip()
     if not raw.startswith(b"["):

@@ -46,12 +46,12 @@ from mooncake_proxy.routing.policies import (
 from mooncake_proxy.routing.prefix_index import (
     MAX_CHARACTERS,
     PrefixIndex,
-    given_token_ids,
     load_tokenizer,
     prompt_root,
     prompt_text,
     text_hashes,
     token_hashes,
+    token_ids_of,
 )
 from mooncake_proxy.routing.prompt_tokens import PromptTokens
 from mooncake_proxy.routing.retries import MAX_LOSSES, RetryBudget, SuspectBodies
@@ -191,7 +191,7 @@ class RequestRouter:
             given = context.request.headers.get(b"x-session-id")
             context.session = given.decode("latin-1") if given else context.parsed.user
         if self._wants_prefix:
-            ids, root = given_token_ids(context.parsed), prompt_root(context.parsed, self.model)
+            ids, root = token_ids_of(context.parsed), prompt_root(context.parsed, self.model)
             if ids is not None:
                 self._set_expected_hits(context, token_hashes(ids, root))
             elif self.prompt_tokens is None:

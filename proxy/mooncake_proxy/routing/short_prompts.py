@@ -18,7 +18,7 @@ MIN_SAMPLES = 8
 MAX_LEARNT_TOKENS = 2048
 # Bound of the short prompts in flight on each D, in prompts of the longest kind; beyond it, prompts
 # go to P.
-PROMPTS_AT_ONCE = 4
+MAX_PROMPTS_IN_FLIGHT = 4
 
 
 class ShortPrompts:
@@ -60,7 +60,7 @@ class ShortPrompts:
         limit = self.limit
         if num_uncached > limit:
             return False
-        room = limit * PROMPTS_AT_ONCE * num_decodes
+        room = limit * MAX_PROMPTS_IN_FLIGHT * num_decodes
         return self.num_tokens_in_flight + num_uncached <= room
 
     def note_prefill(self, num_uncached: int, seconds: float) -> None:

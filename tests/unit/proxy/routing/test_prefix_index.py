@@ -20,12 +20,12 @@ from mooncake_proxy.routing.prefix_index import (
     BLOCK_BYTES,
     TOKENS_PER_BLOCK,
     PrefixIndex,
-    given_token_ids,
     load_tokenizer,
     prompt_root,
     prompt_text,
     text_hashes,
     token_hashes,
+    token_ids_of,
 )
 
 MODEL = Path(__file__).parents[4] / "examples" / "tiny-llama"
@@ -59,7 +59,7 @@ def test_text_and_its_ids_are_same_prompt() -> None:
     assert text is not None
     ids = list(tokenize(text))
     parsed, _ = parse_request(json.dumps({"prompt": ids}).encode())
-    assert given_token_ids(parsed) == ids
+    assert token_ids_of(parsed) == ids
     assert len(token_hashes(ids)) == len(ids) // TOKENS_PER_BLOCK > 0
 
 
@@ -75,7 +75,7 @@ def test_next_turn_of_chat_keeps_its_prefix() -> None:
 @pytest.mark.parametrize("prompt", [["a", "b"], [[1], [2]], None, 3])
 def test_multiple_prompts_have_no_ids(prompt: object) -> None:
     parsed, _ = parse_request(json.dumps({"prompt": prompt}).encode())
-    assert given_token_ids(parsed) is None
+    assert token_ids_of(parsed) is None
     assert text_in({"prompt": prompt}) is None
 
 

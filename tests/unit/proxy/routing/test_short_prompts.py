@@ -6,8 +6,8 @@ import pytest
 
 from mooncake_proxy.routing.short_prompts import (
     MAX_LEARNT_TOKENS,
+    MAX_PROMPTS_IN_FLIGHT,
     MIN_SAMPLES,
-    PROMPTS_AT_ONCE,
     ShortPrompts,
 )
 
@@ -21,7 +21,7 @@ def test_configured_length(limit: int, tokens: int, is_short: bool) -> None:
 
 def test_concurrent_local_prefills_are_limited() -> None:
     rule = ShortPrompts(100)
-    rule.num_tokens_in_flight = 100 * PROMPTS_AT_ONCE
+    rule.num_tokens_in_flight = 100 * MAX_PROMPTS_IN_FLIGHT
     assert not rule.is_short(1, 1)
     assert rule.is_short(100, 2)
 
