@@ -25,7 +25,7 @@ from mooncake_hal.latents import NativeLatentOps
 from mooncake_hal.rope_writes import RopeWriteOps
 
 
-def breaches(backend: object) -> list[str]:
+def find_violations(backend: object) -> list[str]:
     """Return every way in which the backend deviates from the contract; empty if it conforms."""
     lacking = [f"no {name}" for name in _members(Backend) if not hasattr(backend, name)]
     if lacking:

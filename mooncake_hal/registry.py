@@ -282,10 +282,10 @@ def _require_available(row: TableRow) -> None:
 
 def _load_backend(spec: BackendSpec, plugin: str) -> Backend:
     """Load a backend and check it against the contract; raises PluginError if it violates it."""
-    from mooncake_hal.contract import breaches
+    from mooncake_hal.contract import find_violations
 
     backend = _loaded(spec, plugin)
-    found = breaches(backend)
+    found = find_violations(backend)
     if found:
         raise PluginError(
             f"backend {spec.name!r} ({plugin}) violates the contract of this mooncake_hal "

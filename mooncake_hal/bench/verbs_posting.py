@@ -26,7 +26,7 @@ from mooncake_hal.session.authentication import encode
 from mooncake_hal.session.frames import Seal, Seals
 from mooncake_hal.session.listener import ProvenSocket
 from mooncake_hal.session.regions import AttachedRegions
-from mooncake_hal.session.session import Session, refuse_requests
+from mooncake_hal.session.session import Session, reject_requests
 from mooncake_hal.testing.transports_buffers import anonymous
 from mooncake_hal.transport import MemoryRegion, Peer
 from mooncake_hal.transports.rdma import verbs
@@ -119,7 +119,7 @@ class Wireless:
         self.nics = [WirelessNic(number, RdmaSettings()) for number in range(CONNECTIONS)]
         self._error: Exception | None = None
         ours, self._theirs = socket.socketpair()
-        session = Session(ProvenSocket(ours, Seals(Seal(b""), Seal(b""))), refuse_requests)
+        session = Session(ProvenSocket(ours, Seals(Seal(b""), Seal(b""))), reject_requests)
         session.regions.add(1, there, encode(keys))
         self.peer: Peer = RdmaPeer(
             self, session, [_connection(nic) for nic in self.nics], CONNECTIONS

@@ -67,7 +67,7 @@ class RegionWatcher(Protocol):
         ...
 
 
-def refuse_requests(session: Session, payload: bytes) -> bytes:
+def reject_requests(session: Session, payload: bytes) -> bytes:
     """Reject every request: the handler of an end that only sends requests."""
     raise RequestRejected("the connecting side accepts no requests")
 

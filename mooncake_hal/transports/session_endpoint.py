@@ -36,7 +36,7 @@ from mooncake_hal.session.authentication import Credentials, decode_address, enc
 from mooncake_hal.session.frames import Registered, Revoked
 from mooncake_hal.session.listener import Listener, ProvenSocket, dial
 from mooncake_hal.session.regions import AttachedRegions
-from mooncake_hal.session.session import Session, refuse_requests
+from mooncake_hal.session.session import Session, reject_requests
 from mooncake_hal.transport import EndpointOptions, MemoryRegion, Peer
 
 logger = logging.getLogger(__name__)
@@ -271,7 +271,7 @@ class SessionEndpoint:
             wanted.epoch,
             timeout,
         )
-        session = Session(proven, refuse_requests)
+        session = Session(proven, reject_requests)
         session.start(f"{self.transport}-session")
         with ExitStack() as undo:
             undo.callback(session.close)

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from mooncake_hal.errors import TransferError
 from mooncake_hal.session.authentication import Credentials, encode
 from mooncake_hal.session.listener import ProvenSocket, dial
-from mooncake_hal.session.session import Session, refuse_requests
+from mooncake_hal.session.session import Session, reject_requests
 from mooncake_hal.testing.transports import MIB, Pair, TransportKit
 from mooncake_hal.testing.transports_buffers import random_pieces
 from mooncake_hal.transports.rdma.rdma_endpoint import MAX_QUEUE_PAIRS, NAME
@@ -80,7 +80,7 @@ class RdmaFuzz(TransportKit):
     @contextmanager
     def session(self, pair: Pair) -> Iterator[Session]:
         """An authenticated session."""
-        session = Session(self.member(pair), refuse_requests)
+        session = Session(self.member(pair), reject_requests)
         session.start("fuzz")
         try:
             yield session

@@ -24,7 +24,7 @@ from mooncake_hal.session.addressing import listen_on
 from mooncake_hal.session.authentication import Credentials, fresh_epoch
 from mooncake_hal.session.frames import Registered, Revoked, frame
 from mooncake_hal.session.listener import ACCEPT_PAUSE_SECONDS, Listener, ProvenSocket, dial
-from mooncake_hal.session.session import Session, refuse_requests
+from mooncake_hal.session.session import Session, reject_requests
 from mooncake_hal.session.strangers import LIMITS, Limits
 from mooncake_hal.transport import MemoryRegion
 
@@ -63,7 +63,7 @@ class Echo:
 
     def check(self) -> None:
         """Check that a member is accepted and served."""
-        session = Session(self.dial(), refuse_requests)
+        session = Session(self.dial(), reject_requests)
         session.start("check")
         assert session.request(b"hello", 5.0) == b"hello"
         session.close()
@@ -234,7 +234,7 @@ def test_member_that_never_reads_is_dropped(echo: Callable[..., Echo]) -> None:
     quick = replace(LIMITS, send_s=0.3)
     silent = target.dial()
     target.sessions.clear()
-    ours = Session(target.dial(), refuse_requests, quick)
+    ours = Session(target.dial(), reject_requests, quick)
     ours.start("ours")
     started = time.monotonic()
     with pytest.raises(PeerLost, match="broke while sending"):
@@ -247,7 +247,7 @@ def test_member_that_never_reads_is_dropped(echo: Callable[..., Echo]) -> None:
 
 def flood(proven: ProvenSocket, limits: Limits) -> None:
     """Send requests without reading replies, until the session fails."""
-    session = Session(proven, refuse_requests, limits)
+    session = Session(proven, reject_requests, limits)
     for _ in range(1000):
         request = session.start_request(b"x" * 100_000)
         if request.done():
@@ -256,7 +256,7 @@ def flood(proven: ProvenSocket, limits: Limits) -> None:
 
 def test_session_carries_refusals_regions_and_descriptors(echo: Callable[..., Echo]) -> None:
     target = echo("unix")
-    session = Session(target.dial(), refuse_requests)
+    session = Session(target.dial(), reject_requests)
     session.start("ours")
     session.barrier(5.0)
     [far] = target.sessions

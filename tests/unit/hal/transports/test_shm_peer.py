@@ -13,7 +13,7 @@ from mooncake_hal.session.authentication import encode
 from mooncake_hal.session.frames import Seal, Seals
 from mooncake_hal.session.listener import ProvenSocket
 from mooncake_hal.session.regions import AttachedRegions
-from mooncake_hal.session.session import Session, refuse_requests
+from mooncake_hal.session.session import Session, reject_requests
 from mooncake_hal.transport import MemoryRegion, Spans
 from mooncake_hal.transports.shm.shm_copying import CopyThreads, NumpyCopier
 from mooncake_hal.transports.shm.shm_peer import RemoteProcess, SharedRange, ShmPeer
@@ -32,7 +32,7 @@ def test_transfer_that_cannot_start_leaves_no_state(workers: CopyThreads) -> Non
     ours, theirs = socket.socketpair()
     with theirs:
         seals = Seals(Seal(b"key"), Seal(b"key"))
-        session = Session(ProvenSocket(ours, seals), refuse_requests)
+        session = Session(ProvenSocket(ours, seals), reject_requests)
         session.regions.add(7, MemoryRegion(8192, 64), encode(SharedRange(False, 0)))
         remote = RemoteProcess(1, None, "the kernel forbids it")
         peer = ShmPeer(session, remote, local, workers)
