@@ -133,7 +133,7 @@ def locate_tensors(model_dir: Path) -> dict[str, Path]:
     )
 
 
-def prevailing_dtype(model_dir: Path) -> str | None:
+def most_common_dtype(model_dir: Path) -> str | None:
     """The type of most elements of the unquantised weights, whatever the type of norms and scales;
     None if there are no unquantised weights. Reads the headers of all safetensors files.
 
@@ -176,7 +176,7 @@ def _require_files(index: Path, paths: Iterable[Path]) -> None:
     missing = sorted({path.name for path in paths if not path.is_file()})
     if missing:
         raise CheckpointError(
-            f"incomplete checkpoint: {index.name} names {some_of(missing)}, not found in "
+            f"incomplete checkpoint: {index.name} names {format_names(missing)}, not found in "
             f"{index.parent}"
         )
 
@@ -190,7 +190,7 @@ def _names(handle: safe_open) -> list[str]:
     return list(handle.keys())  # type: ignore[no-untyped-call]  # in Rust
 
 
-def some_of(names: list[str]) -> str:
+def format_names(names: list[str]) -> str:
     """The first names, and the number of the others, for messages."""
     shown = ", ".join(names[:_SHOWN_NAMES])
     rest = len(names) - _SHOWN_NAMES

@@ -19,9 +19,9 @@ from torch import Tensor
 from mooncake_engine.checkpoints.fp8_tensors import Fp8Scales
 from mooncake_engine.checkpoints.tensor_files import (
     TensorFile,
+    format_names,
     locate_tensors,
     open_tensors,
-    some_of,
 )
 from mooncake_engine.core_messages import LoadProgress, ProgressHandler
 from mooncake_engine.errors import CheckpointError
@@ -81,10 +81,10 @@ def _check_names(
     unexpected = sorted(name for name in files.keys() - shards.keys() if not model.is_ignored(name))
     problems = []
     if missing:
-        problems.append(f"lacks {some_of(missing)}")
+        problems.append(f"lacks {format_names(missing)}")
     if unexpected:
         problems.append(
-            f"holds tensors that its config does not account for: {some_of(unexpected)}"
+            f"holds tensors that its config does not account for: {format_names(unexpected)}"
         )
     if problems:
         raise CheckpointError(f"the checkpoint in {model_dir} {' and '.join(problems)}")

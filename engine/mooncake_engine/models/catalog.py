@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mooncake_engine.checkpoints.tensor_files import prevailing_dtype
+from mooncake_engine.checkpoints.tensor_files import most_common_dtype
 from mooncake_engine.models.decoder import Decoder, FusedDecoder, IntermediateTensors
 from mooncake_engine.models.deepseek import (
     DeepseekDecoder,
@@ -195,7 +195,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
     eos = read_eos_token_ids(model_dir, raw)
     config = ARCHITECTURES[known[0]].read_config(raw, known[0], eos)
     if raw.fields.get("dtype") is None and raw.fields.get("torch_dtype") is None:
-        return replace(config, dtype=prevailing_dtype(model_dir) or config.dtype)
+        return replace(config, dtype=most_common_dtype(model_dir) or config.dtype)
     return config
 
 
