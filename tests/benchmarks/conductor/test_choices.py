@@ -1,4 +1,4 @@
-"""What other routers would choose for the same requests, replayed on the same cluster."""
+"""The choices of other routers for the same requests, replayed on the same cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def mean_ttft(path: Path, policy: str) -> float:
 
 
 @pytest.mark.parametrize("policy", ["sglang", "dynamo"])
-def test_cost_beside_the_choices_of(policy: str, benchmark, tmp_path: Path) -> None:
+def test_cost_policy_against(policy: str, benchmark, tmp_path: Path) -> None:
     path = write_trace(tmp_path / "trace.jsonl", 1500, 1.0)
     theirs = mean_ttft(path, policy)
     ours = benchmark.pedantic(mean_ttft, args=(path, "cost"), rounds=1)

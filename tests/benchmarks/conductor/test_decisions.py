@@ -1,4 +1,4 @@
-"""What a decision costs, and what a chunk costs the index."""
+"""The cost of a placement decision, and of a chunk in the index."""
 
 from __future__ import annotations
 

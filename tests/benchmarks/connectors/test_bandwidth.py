@@ -1,9 +1,9 @@
-"""How fast the pull connector moves KV between instances of this host, beside the machine's limits.
+"""The pull connector's bandwidth between instances of this host, compared with the host's limit.
 
 Timed on the decode side, from the command to its ranks until the last of them has every byte:
-planning, messages and threads included, the model's work left out. The copying threads use as much
-CPU as those of the limit; whoever else wants the processor only adds time, to either, so that the
-faster quarter of the rounds is what is compared.
+planning, messages and threads included, the model's work excluded. The copying threads use as much
+CPU as those of the limit; other load on the host only adds time, to either, so the faster quarter
+of the rounds is compared.
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ def prompt(seed: int) -> tuple[int, ...]:
 
 
 async def load_seconds(decode: Instance, params: dict, seed: int) -> float:
-    """One hand-over; how long the load took on all ranks together."""
+    """Transfer one prompt; returns the duration of the load over all ranks."""
     before = decode.stat("load_seconds")
     await ask(decode, prompt(seed), TWO_TOKENS, params)
     return decode.stat("load_seconds") - before
 
 
 def measure(model: Path, transport: str, sizes: tuple[int, int]) -> tuple[float, float]:
-    """GB/s of the connector and of the machine's limit, in turns in one run; see above."""
+    """GB/s of the connector and of the host's limit, in turns in one run; see the module's
+    docstring."""
 
     async def scenario(move: Callable[[], object]) -> list[tuple[float, float]]:
         options = {**OPTIONS, "transports": (transport,)}
@@ -73,7 +74,7 @@ def measure(model: Path, transport: str, sizes: tuple[int, int]) -> tuple[float,
             prefill={**options, "tp_size": sizes[0]},
             decode={**options, "tp_size": sizes[1]},
         ) as both:
-            for seed in range(ROUNDS + 2):  # the first two touch the memory
+            for seed in range(ROUNDS + 2):  # the first two touch the memory for the first time
                 params = await prefill(both.prefill, prompt(seed))
                 loaded = await load_seconds(both.decode, params, seed)
                 times.append((loaded, seconds_of(move)))
@@ -89,7 +90,7 @@ def measure(model: Path, transport: str, sizes: tuple[int, int]) -> tuple[float,
 
 
 def seconds_of(move: Callable[[], object]) -> float:
-    """How long a call takes."""
+    """Duration of a call in seconds."""
     started = time.perf_counter()
     move()
     return time.perf_counter() - started
@@ -123,7 +124,7 @@ def test_bandwidth(
     )
 
 
-def test_many_at_once_are_no_slower_than_one_after_another(benchmark, model: Path) -> None:
+def test_concurrent_loads_are_not_slower_than_sequential_ones(benchmark, model: Path) -> None:
     many = 64
     short = tuple(range(3, 3 + 128))
 

@@ -1,4 +1,5 @@
-"""How long a plan takes that merges nothing: one span per token, head, plane and layer."""
+"""Duration of transfer planning when nothing can be merged: one span per token, head, plane and
+layer."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ def placement(tp_size: int, layout: str, block_size: int) -> KVShardSpec:
     return KVShardSpec(shard, make_layout(layout, GEOMETRY, shard, num_blocks, block_size))
 
 
-def test_a_plan_of_100_000_spans(benchmark) -> None:
-    """Layouts that agree in nothing: heads outside of tokens here, inside of them there."""
+def test_plan_of_100_000_spans(benchmark) -> None:
+    """Layouts without common order: heads outside of tokens on this side, inside on the other."""
     here, there = placement(1, "BHLPT", 16), placement(1, "LPBTH", 128)
     local, remote = (list(range(TOKENS // size + 1)) for size in (16, 128))
     random.Random(0).shuffle(local)

@@ -1,7 +1,7 @@
-"""The CPU's attention kernels side by side with what torch offers, and with memory itself.
+"""The CPU's attention kernels compared with torch and with memory bandwidth.
 
-Sides take turns in one run and the best of each counts, so that what else the machine does weighs
-on both. KV lies in blocks of 16 tokens in random order, in the backend's own memory.
+Sides take turns in one run and the best of each counts, so that other load on the host affects
+both. KV lies in blocks of 16 tokens in random order, in the backend's own memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
 
 
 def best_of(*sides: Callable[[], object], rounds: int = ROUNDS) -> list[float]:
-    """Seconds of each side, taking turns."""
+    """Best seconds of each side, in turns."""
     for side in sides:
         side()
     best = [float("inf")] * len(sides)
@@ -69,7 +69,7 @@ SMALL = {
 
 
 def latents(dtype: str, heads: int) -> Shape:
-    """DeepSeek's cache, under some of its heads."""
+    """DeepSeek's latent cache, for some of its heads."""
     return Shape(dtype, heads=heads, kv_heads=1, head_dim=512, rope_dim=64)
 
 
@@ -109,7 +109,7 @@ def test_decode_against_reading_the_kv(benchmark: Any, native: NativeOps, case: 
     The memory's speed changes from one moment to the next: the median of pairs counts.
     """
     kv_bytes = case.kv.key[:-1].numel() * case.kv.key.element_size() * 2
-    # planes of the last layer, which attention reads, are the end of this layout
+    # the last layer's planes, which attention reads, are at the end of this layout
     words = case.kv.allocation.tensor[-kv_bytes:].view(torch.int64)
     decode = call(native.decode_attention, case)
     ours, reading = zip(*(best_of(decode, words.sum, rounds=1) for _ in range(PAIRS)), strict=True)
@@ -133,7 +133,7 @@ def test_decode_against_reading_the_kv(benchmark: Any, native: NativeOps, case: 
 def test_decode_over_latents_against_matrix_products(
     benchmark: Any, native: NativeOps, case: Case, wanted: float
 ) -> None:
-    """As many heads as a rank of eight has, and as a rank alone."""
+    """With the number of heads of one of eight ranks, and of a single rank."""
     ours, theirs = best_of(
         call(native.mla_decode_attention, case), call(TorchOps().mla_decode_attention, case)
     )

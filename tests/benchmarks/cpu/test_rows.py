@@ -1,4 +1,4 @@
-"""The CPU's row kernels side by side with torch, at the sizes of a decode and of a prefill."""
+"""The CPU's row kernels compared with torch, at the sizes of a decode and of a prefill."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Run = Callable[[TorchOps], object]
 
 
 def rows(tokens: int, dtype: torch.dtype) -> dict[str, Run]:
-    """Each op over one layer's rows of a model with 12 to 4 heads of 64."""
+    """Run each op over one layer's rows of a model with 12 to 4 heads of 64."""
     x, residual = (torch.randn(tokens, 768).to(dtype) for _ in range(2))
     weight, gate_up = torch.randn(768).to(dtype), torch.randn(tokens, 4096).to(dtype)
     query, key = (torch.randn(tokens, heads, 64).to(dtype) for heads in (12, 4))

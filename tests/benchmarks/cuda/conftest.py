@@ -1,4 +1,5 @@
-"""Benchmarks that need an NVIDIA GPU; without one each is a skip with the probe's reason."""
+"""Fixtures of benchmarks that need an NVIDIA GPU; without one, each is skipped with the probe's
+reason."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ def cuda() -> Backend:
 
 @pytest.fixture(autouse=True)
 def emptied(cuda: Backend) -> Iterator[None]:
-    """What a benchmark took is the next one's."""
+    """Free the memory of a benchmark for the next one."""
     yield
     gc.collect()
     torch.cuda.empty_cache()

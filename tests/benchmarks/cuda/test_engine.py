@@ -1,4 +1,4 @@
-"""An engine's decode steps on a GPU, beside its kernels, its bandwidth and transformers."""
+"""An engine's decode steps on a GPU, compared with its kernels, its bandwidth and transformers."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from mooncake_hal.backend import Backend
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.timeout(1800),
-    # what torch's compiler has to say about transformers is no failure of ours
+    # warnings of torch's compiler about transformers are not our failures
     pytest.mark.filterwarnings("default"),
 ]
 PROMPT, STEPS, ROUNDS = 128, 64, 5
 HOST_SHARE = 1.1
-"""A step that waits for its token before the next one is planned has the host's 0.4 ms beside 5 ms
-of kernels; what runs ahead (``--async-scheduling``) is measured over HTTP (``make bench-host``)."""
+"""Limit of a step relative to its kernels. Without async scheduling, the host adds 0.4 ms to 5 ms
+of kernels; ``make bench-host`` measures async scheduling (``--async-scheduling``) over HTTP."""
 
 
 @dataclass(frozen=True)
 class Sides:
-    """Ours, one sequence under way, and transformers, of the same weights."""
+    """Our engine with one sequence in flight, and transformers with the same weights."""
 
     decoder: Decoder
     model: PreTrainedModel
@@ -52,7 +52,7 @@ def sides(cuda: Backend, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 
 
 def executor_of(directory: Path, backend: Backend) -> InProcessExecutor:
-    """A warm engine of 1024 blocks; its memory is the smaller part."""
+    """A warmed-up engine with 1024 blocks; its memory is the smaller part."""
     config = EngineConfig(
         directory, backend=backend.name, dtype="bfloat16", num_kv_blocks=1024, max_num_seqs=1
     )
@@ -67,7 +67,7 @@ def prompt() -> tuple[int, ...]:
 
 
 def seconds_per_step(run: Callable[[], object], steps: int) -> float:
-    """The best of some rounds, after one that does not count."""
+    """The best of several rounds, after one warm-up round."""
     times = []
     for _ in range(1 + ROUNDS):
         start = time.perf_counter()
@@ -84,7 +84,7 @@ def ours_per_step(sides: Sides) -> float:
     return seconds_per_step(run, STEPS)
 
 
-def test_a_step_beside_its_kernels(benchmark: Any, sides: Sides) -> None:
+def test_step_against_its_kernels(benchmark: Any, sides: Sides) -> None:
     step, kernels = ours_per_step(sides), seconds_in_kernels(sides.decoder.step, STEPS)
     times = f"{step * 1e3:.2f} against {kernels * 1e3:.2f} ms"
     title = "engine: a decode step beside its kernels"
@@ -92,8 +92,8 @@ def test_a_step_beside_its_kernels(benchmark: Any, sides: Sides) -> None:
     benchmark(sides.decoder.step)
 
 
-def test_a_step_beside_reading_the_weights(benchmark: Any, cuda: Backend, sides: Sides) -> None:
-    """The embeddings are looked up, all the others are read once."""
+def test_step_against_reading_the_weights(benchmark: Any, cuda: Backend, sides: Sides) -> None:
+    """Embeddings are looked up; all other weights are read once."""
     bound = LLAMA_8B.weight_bytes / read_rate(cuda, LLAMA_8B.copy_bytes)
     step = ours_per_step(sides)
     times = f"{step * 1e3:.2f} ms for {LLAMA_8B.weight_bytes / 1e9:.1f} GB, {1 / step:.0f} tokens/s"
@@ -102,10 +102,11 @@ def test_a_step_beside_reading_the_weights(benchmark: Any, cuda: Backend, sides:
     benchmark(sides.decoder.step)
 
 
-def test_decode_beside_transformers(benchmark: Any, sides: Sides) -> None:
-    """Its static cache, compiled, as it does by itself; a prompt alone is taken off."""
+def test_decode_against_transformers(benchmark: Any, sides: Sides) -> None:
+    """Transformers with its static cache, compiled by its own default; the prompt's time is
+    subtracted."""
     tokens = torch.tensor([prompt()], device=sides.model.device)
-    sides.model.generation_config.eos_token_id = None  # nothing ends early, and nothing looks
+    sides.model.generation_config.eos_token_id = None  # no stop token, and no check for one
 
     def generate(count: int) -> float:
         def run() -> None:

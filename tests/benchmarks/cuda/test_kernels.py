@@ -1,7 +1,9 @@
-"""The CUDA kernels beside the GPU's own limits, measured in the same run; needs an NVIDIA GPU.
+"""The CUDA kernels compared with the GPU's own limits, measured in the same run; needs an NVIDIA
+GPU.
 
-Bandwidth is that of a copy inside the device of as many bytes (read and written), products that of
-one large ``torch.matmul``. Attention runs on what is chosen for its shape; the table says on what.
+The bandwidth limit is a copy of the same number of bytes inside the device (read and written), the
+compute limit one large ``torch.matmul``. Attention runs on the library chosen for its shape, which
+the table names.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from mooncake_hal.backend import AttentionBatch, Backend
 pytestmark = [
     pytest.mark.cuda,
     pytest.mark.timeout(900),
-    # what libraries have to say about their own kernels is no failure of ours
+    # warnings of libraries about their own kernels are not our failures
     pytest.mark.filterwarnings("default"),
 ]
 HEADS = {"GQA 32/8": Heads(32, 8, 128, 4096), "GQA 64/8": Heads(64, 8, 128, 8192)}
@@ -37,19 +39,20 @@ BLOCK_SIZE = 16
 SCALE = 0.09
 MOST_OF_FREE = 0.8
 DECODE_SHARES = ((512 << 20, 0.85), (128 << 20, 0.65), (0, 0.35))
-"""Bytes of KV from which a launch should reach so much of a copy's bandwidth. Below half a gigabyte
-its beginning, its end and the merge of splits weigh; FlashInfer and FlashAttention fall alike, and
-the figures beside FlashInfer hold there."""
+"""Bytes of KV, and the share of a copy's bandwidth that a launch with this much KV should reach.
+Below half a gigabyte, launch latency and the merge of splits matter; FlashInfer and FlashAttention
+slow down alike, and the comparison with FlashInfer holds there."""
 OWN_PREFILL, LIBRARY_PREFILL = 0.4, 0.7
-"""Of a matrix product's rate: our kernel has neither TMA nor warp specialisation, a library has."""
+"""Shares of a matrix product's rate: a library uses TMA and warp specialisation, our kernel
+neither."""
 LATENT_SHARES = {"reading": 0.8, "products": 0.42}
-"""By what bounds it; products of 64 rows are half of what larger ones reach."""
+"""Target by limiting resource; products with 64 rows reach half the rate of larger ones."""
 BFLOAT16 = {"device": "cuda", "dtype": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Paged:
-    """Keys and values of sequences of one length, their blocks in any order."""
+    """Paged keys and values of sequences of one length, with blocks in random order."""
 
     key: Tensor
     value: Tensor
@@ -57,7 +60,7 @@ class Paged:
 
     @classmethod
     def make(cls, cuda: Backend, heads: Heads, sequences: int, lengths: tuple[int, int]) -> Paged:
-        """Of the layout BHLPT, one layer; ``lengths``: new tokens of a sequence, and all."""
+        """One layer in layout BHLPT; ``lengths``: new tokens per sequence, and total tokens."""
         width = lengths[1] // BLOCK_SIZE
         cache = torch.randn(
             sequences * width, heads.kv, 2, BLOCK_SIZE, heads.dim, **BFLOAT16
@@ -66,7 +69,7 @@ class Paged:
         return cls(key, value, batch_of(cuda, sequences, lengths, BLOCK_SIZE))
 
     def decode(self, cuda: Backend, query: Tensor) -> Callable[[], object]:
-        """The call that is timed."""
+        """Run the timed call."""
         return lambda: cuda.ops.decode_attention(query, self.key, self.value, self.batch, SCALE)
 
 
@@ -83,8 +86,8 @@ def batch_of(
     return batch
 
 
-def require_room(nbytes: int) -> None:
-    """Skip what this GPU has no memory for."""
+def require_memory(nbytes: int) -> None:
+    """Skip if the GPU has too little memory."""
     free, _ = torch.cuda.mem_get_info()
     if nbytes > MOST_OF_FREE * free:
         pytest.skip(f"{nbytes >> 30} GiB of KV, {free >> 30} GiB are free")
@@ -96,10 +99,10 @@ def require_room(nbytes: int) -> None:
 def test_decode_attention(
     cuda: Backend, benchmark: Any, name: str, context: int, sequences: int
 ) -> None:
-    """KV bytes per second against the copy's."""
+    """KV bytes per second relative to a copy's."""
     heads = HEADS[name]
     kv_bytes = sequences * context * heads.kv * heads.dim * 2 * 2
-    require_room(kv_bytes)
+    require_memory(kv_bytes)
     paged = Paged.make(cuda, heads, sequences, (1, context))
     query = torch.randn(sequences, heads.query, heads.dim, **BFLOAT16)
     taken = seconds_of(cuda, paged.decode(cuda, query))
@@ -108,19 +111,19 @@ def test_decode_attention(
     times = f"{taken * 1e6:.0f} us, {kv_bytes / taken / 1e9:.0f} GB/s"
     bound = next(bound for least, bound in DECODE_SHARES if kv_bytes >= least)
     record(benchmark, Figure(title, share, bound, "of copy", context=times))
-    benchmark(lambda: None)  # the figure is what counts
+    benchmark(lambda: None)  # the recorded metric decides
 
 
 @pytest.mark.parametrize("sequences", [1, 32, 256])
 @pytest.mark.parametrize("context", [1024, 16384])
 @pytest.mark.parametrize("name", HEADS)
-def test_decode_beside_flashinfer(
+def test_decode_against_flashinfer(
     cuda: Backend, benchmark: Any, name: str, context: int, sequences: int
 ) -> None:
-    """Over caches in the layout that FlashInfer takes, beside the fastest of its ways."""
+    """Over caches in FlashInfer's layout, compared with the fastest of its kernels."""
     heads, width = HEADS[name], context // BLOCK_SIZE
     shape = (sequences * width, BLOCK_SIZE, heads.kv, heads.dim)
-    require_room(4 * torch.Size(shape).numel())
+    require_memory(4 * torch.Size(shape).numel())
     key, value = (torch.randn(shape, **BFLOAT16) for _ in range(2))
     paged = Paged(key, value, batch_of(cuda, sequences, (1, context), BLOCK_SIZE))
     query = torch.randn(sequences, heads.query, heads.dim, **BFLOAT16)
@@ -130,15 +133,15 @@ def test_decode_beside_flashinfer(
     title = f"decode attention beside FlashInfer, {name}, {sequences} x {context}"
     times = f"{ours * 1e6:.0f} against {theirs * 1e6:.0f} us of {way}"
     record(benchmark, Figure(title, theirs / ours, 1.0, "times", context=times))
-    benchmark(lambda: None)  # the figure is what counts
+    benchmark(lambda: None)  # the recorded metric decides
 
 
 @pytest.mark.parametrize("name", HEADS)
 def test_prefill_attention(
     cuda: Backend, benchmark: Any, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """A causal prompt of 8k tokens: operations per second against a matrix product's, and time
-    against the best that torch has for the same prompt in one dense piece."""
+    """A causal prompt of 8k tokens: operations per second relative to a matrix product's, and time
+    relative to the best of torch's kernels for the same prompt in contiguous memory."""
     heads = HEADS[name]
     theirs, kernel = best_of_sdpa(cuda, heads)
     paged = Paged.make(cuda, heads, 1, (PROMPT, PROMPT))
@@ -158,11 +161,11 @@ def test_prefill_attention(
     record(benchmark, Figure(title, share, bound, "of matmul", context=times))
     times = f"{ours * 1e3:.2f} against {theirs * 1e3:.2f} ms of {kernel}"
     record(benchmark, Figure(f"{title}, beside SDPA", theirs / ours, 0.95, "times", context=times))
-    benchmark(lambda: None)  # the figures are what counts
+    benchmark(lambda: None)  # the recorded metrics decide
 
 
 def best_of_sdpa(cuda: Backend, heads: Heads) -> tuple[float, str]:
-    """Seconds of the faster of cuDNN and FlashAttention, and which it is."""
+    """Seconds of the faster of cuDNN and FlashAttention, and its name."""
     query, key, value = (
         torch.randn(1, count, PROMPT, heads.dim, **BFLOAT16)
         for count in (heads.query, heads.kv, heads.kv)
@@ -178,7 +181,7 @@ def best_of_sdpa(cuda: Backend, heads: Heads) -> tuple[float, str]:
                     ),
                 )
         except RuntimeError as exc:
-            print(f"{kernel} is out: {exc}")  # into the benchmark's report
+            print(f"{kernel} is out: {exc}")  # printed in the benchmark's report
     fastest = min(times, key=lambda name: times[name])
     return times[fastest], fastest
 
@@ -186,10 +189,10 @@ def best_of_sdpa(cuda: Backend, heads: Heads) -> tuple[float, str]:
 @pytest.mark.parametrize("sequences", [1, 32, 128])
 @pytest.mark.parametrize("context", [1024, 8192, 131072])
 def test_latent_decode(cuda: Backend, benchmark: Any, context: int, sequences: int) -> None:
-    """The slower of reading the latents and of the products bounds it."""
+    """The limit is the slower of reading the latents and computing the products."""
     heads, block_size = 128, 64
     latent_bytes = sequences * context * 576 * 2
-    require_room(latent_bytes)
+    require_memory(latent_bytes)
     latent, rope = (
         torch.randn(sequences * context // block_size, block_size, 1, dim, **BFLOAT16)
         for dim in (512, 64)
@@ -206,4 +209,4 @@ def test_latent_decode(cuda: Backend, benchmark: Any, context: int, sequences: i
     times = f"{taken * 1e6:.0f} us, bound by {bound}"
     share = max(read, multiplied) / taken
     record(benchmark, Figure(title, share, LATENT_SHARES[bound], "of limit", context=times))
-    benchmark(lambda: None)  # the figure is what counts
+    benchmark(lambda: None)  # the recorded metric decides

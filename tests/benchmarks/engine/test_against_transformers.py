@@ -1,7 +1,7 @@
-"""Prefill and decode side by side with transformers' generate: same weights, same threads.
+"""Prefill and decode compared with transformers' generate: same weights, same threads.
 
-Both sides take turns in one run, so that what else the machine does weighs on both; the best of
-each counts. The engine's side is the executor: plans in, tokens out.
+Both sides take turns in one run, so that other load on the host affects both; the best of each
+counts. The engine's side is the executor: step plans in, tokens out.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Sides:
-    """The two to compare."""
+    """The two sides to compare."""
 
     executor: Executor
     model: PreTrainedModel
@@ -68,7 +68,8 @@ def prompts(batch: int, length: int) -> list[tuple[int, ...]]:
 
 
 def start_requests(executor: Executor, tokens: list[tuple[int, ...]], room: int) -> list[str]:
-    """Run the prompts in one step; returns the ids, of which earlier ones are replaced."""
+    """Run the prompts in one step; returns their ids, which replace the requests of earlier
+    calls."""
     blocks = -(-(len(tokens[0]) + room) // BLOCK_SIZE)
     new_requests = tuple(
         NewRequest(
@@ -105,7 +106,8 @@ def generate(model: PreTrainedModel, tokens: list[tuple[int, ...]], count: int) 
 def report(
     benchmark: Any, name: str, tokens: int, took: tuple[float, float], wanted: float
 ) -> None:
-    """Record how many times as fast as transformers the engine was; seconds of ours and theirs."""
+    """Record the speed relative to transformers, from the seconds of the engine and of
+    transformers."""
     ours, theirs = took
     context = f"{tokens / ours:.0f} against {tokens / theirs:.0f} tokens/s of transformers"
     record(benchmark, Figure(f"engine: {name}", theirs / ours, wanted, "times", context=context))
@@ -131,17 +133,17 @@ def test_decode(batch: int, benchmark: Any, sides: Sides) -> None:
         all_of_it.append(seconds(lambda: generate(sides.model, tokens, DECODE_STEPS + 1)))
         names = start_requests(sides.executor, tokens, DECODE_STEPS + 1)
         ours.append(seconds(lambda names=names: decode(sides.executor, names)))  # type: ignore[misc]
-    # a repeated decode overwrites the same positions: the same work every round
+    # a repeated decode overwrites the same positions, so that every round does the same work
     names = start_requests(sides.executor, tokens, DECODE_STEPS + 1)
     benchmark.pedantic(decode, (sides.executor, names), rounds=2)
     theirs = min(all_of_it) - min(first)
     report(benchmark, f"decode, batch {batch}", batch * DECODE_STEPS, (min(ours), theirs), 2.5)
 
 
-def test_a_decode_step_beside_reading_the_weights(benchmark: Any, sides: Sides) -> None:
+def test_decode_step_against_reading_the_weights(benchmark: Any, sides: Sides) -> None:
     tokens = prompts(1, DECODE_PROMPT)
     names = start_requests(sides.executor, tokens, DECODE_STEPS + 1)
-    weights = torch.ones(sides.model.num_parameters() // 2)  # as many bytes in float32
+    weights = torch.ones(sides.model.num_parameters() // 2)  # the same number of bytes in float32
     steps, reads = [], []
     for _ in range(4 * ROUNDS):
         steps.append(seconds(lambda: decode(sides.executor, names)) / DECODE_STEPS)

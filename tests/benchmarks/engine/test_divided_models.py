@@ -1,5 +1,8 @@
-"""Two ranks that divide a model one way, beside what else could be had, in turns: two data-parallel
-ranks beside one rank, and experts whole on one rank each beside a slice of every expert on both."""
+"""Two ranks that divide a model, compared in turns with an alternative.
+
+Two data-parallel ranks are compared with one rank, and whole experts per rank with a slice of every
+expert on both ranks.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from mooncake_engine.sampling_params import SamplingParams
 
 ROUNDS = 5
 EXPERTS = {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 768}
-"""Size of each; with MEDIUM's width, four layers have 57 million parameters in experts."""
+"""Size of each expert; with MEDIUM's width, four layers have 57 million parameters in experts."""
 
 _names = count()
 
@@ -35,7 +38,7 @@ Cores = tuple[AnyCore, AnyCore]
 
 @contextmanager
 def beside(checkpoint: Path, usual: dict[str, Any], divided: dict[str, Any]) -> Iterator[Cores]:
-    """Two cores, one thread per rank; options are fields of ``EngineConfig``."""
+    """Engines on two cores with one thread per rank; options are fields of ``EngineConfig``."""
     config = EngineConfig(checkpoint, threads=1, num_kv_blocks=1024, prefix_caching=False)
     cores = [build_engine(replace(config, **options)).core for options in (usual, divided)]
     try:
@@ -46,7 +49,7 @@ def beside(checkpoint: Path, usual: dict[str, Any], divided: dict[str, Any]) -> 
 
 
 def serve(core: AnyCore, batch: int, num_prompt_tokens: int, num_output_tokens: int) -> float:
-    """Seconds for a batch of answers."""
+    """Seconds for one batch of answers."""
     greedy = SamplingParams(temperature=0.0, max_tokens=num_output_tokens, ignore_eos=True)
     requests = [
         EngineRequest(f"r{next(_names)}", random_prompt(number, num_prompt_tokens), greedy)
@@ -60,7 +63,7 @@ def serve(core: AnyCore, batch: int, num_prompt_tokens: int, num_output_tokens: 
 
 
 def compare(benchmark: Any, cores: Cores, *load: int) -> tuple[float, float]:
-    """Seconds of both, the best of each's turns."""
+    """Seconds of both sides, each the best of its turns."""
     rounds = [[serve(core, *load) for core in cores] for _ in range(ROUNDS)]
     benchmark.pedantic(serve, (cores[1], *load), rounds=1)
     usual, divided = (min(turns) for turns in zip(*rounds, strict=True))
@@ -69,7 +72,7 @@ def compare(benchmark: Any, cores: Cores, *load: int) -> tuple[float, float]:
 
 @pytest.fixture(scope="module")
 def data_parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cores]:
-    """One rank, and two with a copy of the model each."""
+    """One rank, and two ranks with a copy of the model each."""
     model = random_model("llama", **MEDIUM)
     checkpoint: Path = write_checkpoint(model, tmp_path_factory.mktemp("llama"))
     with beside(checkpoint, {}, {"dp_size": 2}) as cores:
@@ -86,7 +89,7 @@ def test_data_parallel(benchmark: Any, data_parallel: Cores) -> None:
 
 @pytest.fixture(scope="module")
 def expert_parallel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cores]:
-    """Two ranks with slices of experts, and two with whole ones."""
+    """Two ranks with slices of experts, and two with whole experts."""
     model = random_model("mixtral", **{**MEDIUM, **EXPERTS, "num_hidden_layers": 4})
     checkpoint: Path = write_checkpoint(model, tmp_path_factory.mktemp("mixtral"))
     with beside(checkpoint, {"tp_size": 2}, {"tp_size": 2, "ep_size": 2}) as cores:

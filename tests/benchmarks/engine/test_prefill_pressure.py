@@ -1,7 +1,8 @@
-"""Time between tokens of 32 decodes while prompts of 2,000 tokens run beside them, as they do on a
-decode instance that no prefill instance helps: with a target for it, and without.
+"""Time between tokens of 32 decodes while prompts of 2,000 tokens are prefilled on the same
+instance.
 
-All of it is measured in one run, beside the same decodes alone.
+This is the load of a decode instance without prefill instances: with a TBT target, and without. All
+of it is measured in one run, next to the same decodes alone.
 """
 
 from __future__ import annotations
@@ -29,19 +30,19 @@ DECODES = 32
 PROMPT_TOKENS = 2000
 PROMPTS = 2
 WARM_UP, ALONE = 5, 40
-"""Steps of decodes alone, before anything counts, and those that are measured."""
+"""Decode-only steps: for warm-up, and measured."""
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=None, ignore_eos=True)
 ONE = replace(ENDLESS, max_tokens=1)
 
 
 class Decodes:
-    """A core with 32 requests that go on and on.
+    """A core with 32 endless requests.
 
     Args:
-        config: its.
+        config: the engine's.
 
     Attributes:
-        gaps: seconds from one token of a request to its next, of all of them.
+        gaps: seconds between consecutive tokens of a request, over all requests.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -53,7 +54,7 @@ class Decodes:
         self.run(lambda: len(self._last) < DECODES)
 
     def run(self, goes_on: Callable[[], bool]) -> set[str]:
-        """Step; returns who has ended."""
+        """Run a step; returns the finished requests."""
         ended: set[str] = set()
         while goes_on():
             updates, now = self.core.step(), time.perf_counter()
@@ -67,14 +68,14 @@ class Decodes:
         return ended
 
     def alone(self, num_steps: int) -> float:
-        """The median gap in so many steps."""
+        """The median gap over this many steps."""
         steps = iter(range(num_steps))
         self.gaps.clear()
         self.run(lambda: next(steps, None) is not None)
         return median(self.gaps)
 
     def under_pressure(self) -> float:
-        """The 99th percentile of gaps while one prompt after the other runs."""
+        """The 99th percentile of gaps while prompts run one after another."""
         self.gaps.clear()
         for number in range(PROMPTS):
             name, left = f"p{number}", [True]

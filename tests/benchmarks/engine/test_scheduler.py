@@ -1,6 +1,6 @@
-"""What a step costs the scheduler: planning it and taking its tokens in, without any model.
+"""The scheduler's cost per step: planning it and processing its tokens, without any model.
 
-Measured in CPU time of the thread, the median of many steps, since other programs run as well.
+Measured as CPU time of the thread, the median of many steps, since other programs run as well.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ BLOCK_SIZE = 16
 PROMPT = 64
 STEPS = 300
 LONG = 400
-"""Tokens of long answers."""
+"""Number of tokens of a long answer."""
 TURNS = 64
 
 
 def running_scheduler() -> Scheduler:
-    """All requests have their prompts behind them, each at its own place in its last block."""
+    """A scheduler whose requests have completed their prompts, each at its own position in its last
+    block."""
     limits = SchedulerLimits(RUNNING, 1 << 20, BLOCKS * BLOCK_SIZE, frozenset({2}), watermark=0.01)
     scheduler = Scheduler(limits, BlockManager(BLOCKS, BLOCK_SIZE, prefix_caching=True))
     for index in range(RUNNING):
@@ -50,7 +51,7 @@ def result_of(plan: StepPlan) -> StepResult:
 
 
 def step(scheduler: Scheduler) -> float:
-    """Seconds of CPU time for one step; the made-up model's part is left out."""
+    """Seconds of CPU time for one step, without the fake model's part."""
     begun = time.thread_time()
     scheduler.expire(0.0)
     plan = scheduler.schedule()
@@ -62,7 +63,7 @@ def step(scheduler: Scheduler) -> float:
 
 
 def step_ms(*schedulers: Scheduler, steps: int = STEPS) -> list[float]:
-    """The median of each; they take turns, so that what else the machine does weighs on all."""
+    """The median of each scheduler; they take turns, so that other load on the host affects all."""
     with collector_off():
         rounds = [[step(scheduler) for scheduler in schedulers] for _ in range(steps)]
     return [1e3 * median(times) for times in zip(*rounds, strict=True)]
@@ -70,13 +71,13 @@ def step_ms(*schedulers: Scheduler, steps: int = STEPS) -> list[float]:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Its runs belong to whoever made the garbage."""
+    """Disable garbage collection, whose time would be attributed to whichever step triggers it."""
     gc.disable()
     yield
     gc.enable()
 
 
-def test_a_step_of_256_requests(benchmark: Any) -> None:
+def test_step_of_256_requests(benchmark: Any) -> None:
     scheduler = running_scheduler()
     (measured,) = step_ms(scheduler)
     benchmark.pedantic(step, (scheduler,), rounds=20)
@@ -87,7 +88,7 @@ def test_a_step_of_256_requests(benchmark: Any) -> None:
     )
 
 
-def test_a_step_does_not_cost_more_after_long_answers(benchmark: Any) -> None:
+def test_step_cost_does_not_grow_with_answer_length(benchmark: Any) -> None:
     fresh, old = running_scheduler(), running_scheduler()
     for _ in range(LONG):
         step(old)

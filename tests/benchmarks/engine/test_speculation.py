@@ -1,8 +1,8 @@
-"""Decoding with prompt lookup and without, side by side, where an answer repeats itself.
+"""Decoding with and without prompt lookup, compared where an answer repeats itself.
 
-The weights are random but for the head: it is made so that each token of a cycle is followed by the
-next one, as text that is copied or edited is followed by itself. What is compared is the engines'
-work for the same tokens, in turns.
+The weights are random except for the head: it is built so that each token of a cycle is followed by
+the next one, as in text that is copied or edited. The comparison is of the engines' work for the
+same tokens, in turns.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 
 CYCLE = 24
-"""Tokens after which an answer begins again."""
+"""Period in tokens after which an answer repeats."""
 PROMPT_TOKENS = 4 * CYCLE
 OUTPUT_TOKENS = 50
 NUM_DRAFTS = 4
@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = random_model("llama", **MEDIUM)
     with torch.no_grad():
         embedding = model.get_input_embeddings().weight
-        embedding *= 40  # what the layers add to it does not turn it any more
+        embedding *= 40  # the layers' contribution no longer changes the direction
         head = model.get_output_embeddings().weight
         for token in range(CYCLE):
             head[(token + 1) % CYCLE] = embedding[token]
@@ -52,7 +52,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def cores(checkpoint: Path) -> Iterator[tuple[EngineCore, EngineCore]]:
-    """Without draft tokens, and with them."""
+    """An engine core without draft tokens, and one with them."""
     plain = EngineConfig(checkpoint, num_kv_blocks=1024, prefix_caching=False)
     speculation = SpeculativeConfig(SpeculativeMethod.NGRAM, NUM_DRAFTS)
     both = [build_engine(c).core for c in (plain, replace(plain, speculative_config=speculation))]
@@ -62,7 +62,7 @@ def cores(checkpoint: Path) -> Iterator[tuple[EngineCore, EngineCore]]:
 
 
 def serve(core: EngineCore, batch: int) -> tuple[float, Outcome]:
-    """Seconds for a batch of answers, and what they were."""
+    """Seconds for a batch of answers, and the answers."""
     prompt = [index % CYCLE for index in range(PROMPT_TOKENS)]
     requests = [
         EngineRequest(f"r{next(_names)}", tuple(prompt[index:]), GREEDY) for index in range(batch)

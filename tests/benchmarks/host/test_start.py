@@ -1,5 +1,6 @@
-"""How soon an instance answers, and what its processes hold in memory, by importing torch alone:
-that is what no instance does without.
+"""Start time and memory of an instance, relative to importing torch alone.
+
+The import is the part that every instance needs.
 """
 
 from __future__ import annotations
@@ -26,24 +27,25 @@ PROCESSES = {
     "2 workers": (4.0, ["--core-process", "--api-workers", "2"]),
     "2 ranks": (3.5, ["--core-process", "--tp-size", "2"]),
 }
-"""The most that a start takes, by importing torch; workers make it four processes on two cores."""
+"""Limits relative to importing torch; with API workers the start is of four processes on two
+cores."""
 
 
 def held_mib(pid: int) -> float:
-    """Memory of a process and those below it; what several share counts once."""
+    """MiB of a process and its descendants; shared memory counts once."""
     pages = [Path(f"/proc/{each}/smaps_rollup").read_text() for each in (pid, *descendants(pid))]
     return sum(int(text.split("\nPss:")[1].split()[0]) for text in pages) / 1024
 
 
 def started(argv: list[str]) -> tuple[float, float]:
-    """Seconds until an instance is ready, and MiB."""
+    """Seconds until an instance is ready, and its MiB."""
     begin = time.perf_counter()
     with ready(argv, {}) as (_, program):
         return time.perf_counter() - begin, held_mib(program.process.pid)
 
 
 def imported() -> tuple[float, float]:
-    """The same of a process that imports torch."""
+    """The same for a process that only imports torch."""
     begin = time.perf_counter()
     command = [sys.executable, "-c", IMPORT]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
@@ -53,7 +55,7 @@ def imported() -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("name", PROCESSES)
-def test_an_instance_is_ready_soon(name: str, benchmark: Any) -> None:
+def test_instance_start_time_and_memory(name: str, benchmark: Any) -> None:
     wanted, options = PROCESSES[name]
     turns = [(started([*SERVE, *options]), imported()) for _ in range(ROUNDS)]
     benchmark.pedantic(imported, rounds=1)

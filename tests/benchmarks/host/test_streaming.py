@@ -1,5 +1,7 @@
-"""How much of a fast device a serving host uses: streams over HTTP from an instance whose device is
-pretended and takes as long as a large GPU's. Everything but the device is real.
+"""How much of a fast device a serving host can use.
+
+Streams over HTTP from an instance whose simulated device takes as long as a large GPU. Everything
+except the device is real.
 """
 
 from __future__ import annotations
@@ -20,14 +22,14 @@ from support.streaming_client import cpu_seconds, shared_time, steady_rate, stre
 PD_STREAMS = (32, 128)
 DRAFTED_STREAMS = (1, 32)
 DRAFTED_STEPS = 380
-"""Of decoding: with five tokens each, an answer as long as the model's context."""
+"""Decode steps: with five tokens each, an answer as long as the model's context."""
 NUM_FIRST_TOKENS = 20
-"""Of requests, one after the other, to each side."""
+"""Number of sequential requests to each side."""
 
 
 @contextmanager
 def paced_pair(step_ms: float) -> Iterator[int]:
-    """A prefill and a decode instance over such devices, and a proxy: its port."""
+    """A prefill and a decode instance on such devices, and a proxy: its port."""
     with (
         paced_instance(step_ms, "--role", "prefill") as (prefill, _),
         paced_instance(step_ms, "--role", "decode") as (decode, _),
@@ -37,7 +39,7 @@ def paced_pair(step_ms: float) -> Iterator[int]:
 
 
 def first_token_ms(port: int) -> float:
-    """Until a lone request's first token."""
+    """Milliseconds until a single request's first token."""
     start = time.perf_counter()
     return 1e3 * (uvloop.run(stream_all(port, 1, 2))[0][0] - start)
 
@@ -71,9 +73,9 @@ def test_streams_keep_the_device_busy(num_streams: int, step_ms: float, benchmar
     benchmark.pedantic(lambda: None, rounds=1)
 
 
-def test_speculation_costs_many_streams_nothing(benchmark: Any) -> None:
-    """An instance that drafts for a lone stream only: with more, steps run ahead as without it.
-    Its last stream is drafted, and gets several tokens at once."""
+def test_speculation_does_not_slow_many_streams(benchmark: Any) -> None:
+    """An instance that drafts for a single stream only: with more streams it uses async scheduling,
+    as without speculation. Its last stream is drafted and receives several tokens at once."""
     num_streams, step_ms = 128, STEP_MS[128]
     num_tokens = int(SECONDS * 1e3 / step_ms)
     drafts = ["--speculative-method", "ngram", "--speculative-disable-by-batch-size", "1"]
@@ -89,7 +91,7 @@ def test_speculation_costs_many_streams_nothing(benchmark: Any) -> None:
 
 @pytest.mark.parametrize("num_streams", DRAFTED_STREAMS)
 def test_steps_with_drafts_keep_the_device_busy(num_streams: int, benchmark: Any) -> None:
-    """Every draft token is accepted, so that a step gives each stream five tokens, in one chunk."""
+    """Every draft token is accepted, so each step returns five tokens per stream, in one chunk."""
     step_ms, num_drafts = STEP_MS[num_streams], 4
     drafts = ["--speculative-method", "ngram", "--num-speculative-tokens", str(num_drafts)]
     with paced_instance(step_ms, *drafts) as (port, _):
@@ -104,7 +106,7 @@ def test_steps_with_drafts_keep_the_device_busy(num_streams: int, benchmark: Any
 
 
 @pytest.mark.parametrize("num_streams", PD_STREAMS)
-def test_a_pair_keeps_the_decoding_device_busy(num_streams: int, benchmark: Any) -> None:
+def test_pair_keeps_decode_device_busy(num_streams: int, benchmark: Any) -> None:
     step_ms = STEP_MS[num_streams]
     num_tokens = int(SECONDS * 1e3 / step_ms)
     with paced_pair(step_ms) as port:
@@ -118,7 +120,7 @@ def test_a_pair_keeps_the_decoding_device_busy(num_streams: int, benchmark: Any)
     benchmark.pedantic(lambda: None, rounds=1)
 
 
-def test_a_pair_adds_little_to_the_first_token(benchmark: Any) -> None:
+def test_pair_adds_little_to_first_token(benchmark: Any) -> None:
     step_ms = STEP_MS[1]
     with paced_instance(step_ms) as (alone, _), paced_pair(step_ms) as apart:
         for port in (alone, apart):

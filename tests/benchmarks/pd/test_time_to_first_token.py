@@ -1,4 +1,4 @@
-"""What a hand-over adds to the time to the first and to the second token, over HTTP."""
+"""What a KV transfer adds to the time to the first and to the second token, over HTTP."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _token_times(client: httpx.Client, url: str, prompt: list[int]) -> tuple[flo
     return times[0], times[1]
 
 
-def test_a_hand_over_adds_little_to_the_first_token(benchmark, urls: dict[str, str]) -> None:
+def test_kv_transfer_adds_little_to_first_token(benchmark, urls: dict[str, str]) -> None:
     generator = np.random.default_rng(0)
     seen: dict[str, list[tuple[float, float]]] = {"alone": [], "apart": []}
     with httpx.Client(timeout=60) as client:

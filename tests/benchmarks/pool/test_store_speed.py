@@ -1,4 +1,4 @@
-"""A node store beside memcpy, the tcp transport and fio, each in the same run and the same size."""
+"""A node store compared with memcpy, the tcp transport and fio, each in the same run and size."""
 
 import json
 import secrets
@@ -29,11 +29,11 @@ TOTAL = CHUNK * COUNT
 ROUNDS = 9
 DEPTH = 8
 LAYERS = 16
-"""Of the model whose chunks are read layer by layer."""
+"""Layers of the model whose chunks are read layer by layer."""
 
 
 class Big(Rank):
-    """A rank that moves COUNT chunks at once."""
+    """A rank that moves COUNT chunks at a time."""
 
     def __init__(self, address, transport):
         super().__init__(address, transport, num_chunks=COUNT, chunk_bytes=CHUNK)
@@ -60,7 +60,7 @@ def seconds(call):
 
 
 @pytest.mark.parametrize("transport", ["shm", "tcp"])
-def test_another_process_puts_and_gets(benchmark, tmp_path, transport):
+def test_put_and_get_from_another_process(benchmark, tmp_path, transport):
     store = StoreProcess(tmp_path, "--dram", 2 * TOTAL)
     rank = Big(store.address, transport)
     shape = TransferShape(TOTAL, CHUNK)
@@ -92,7 +92,7 @@ def test_another_process_puts_and_gets(benchmark, tmp_path, transport):
             record(benchmark, Figure(title, best / found, 0.9, "x", context=context))
 
 
-def test_a_probe_of_64_keys(benchmark):
+def test_probe_of_64_keys(benchmark):
     store = NodeStore(NodeStoreConfig(64 * 4096))
     user = store.open_user()
     chunks = [Chunk(b"probe-%d" % i, None, 0, 4096, 16) for i in range(64)]
@@ -104,7 +104,7 @@ def test_a_probe_of_64_keys(benchmark):
     record(benchmark, Figure("probe of 64 keys, this process", us, 50, "us", at_least=False))
 
 
-def test_a_probe_of_64_keys_from_another_process(benchmark, tmp_path):
+def test_probe_of_64_keys_from_another_process(benchmark, tmp_path):
     store = StoreProcess(tmp_path, "--dram", 64 * 4096)
     rank = Rank(store.address)
     chunks = [Chunk(secrets.token_bytes(16), None, 0, 4096, 16) for _ in range(64)]
@@ -119,7 +119,7 @@ def test_a_probe_of_64_keys_from_another_process(benchmark, tmp_path):
 
 
 def fio(path, operation, nbytes):
-    """GB/s that fio moves with the same block size and depth."""
+    """GB/s of fio with the same block size and queue depth."""
     command = ["fio", "--name=pool", f"--filename={path}", f"--rw={operation}", "--direct=1"]
     command += [f"--bs={CHUNK}", f"--size={nbytes}", "--ioengine=libaio", f"--iodepth={DEPTH}"]
     done = subprocess.run(
@@ -129,7 +129,7 @@ def fio(path, operation, nbytes):
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed: apt-get install fio")
-def test_ssds_beside_fio(benchmark, tmp_path):
+def test_ssds_against_fio(benchmark, tmp_path):
     memory = ArenaMemory(TOTAL)
     np.frombuffer(memory.view(0, TOTAL), np.uint8)[:] = 3
     directory = SsdDirectoryConfig(tmp_path, 4 * TOTAL, TOTAL + (4 << 20), min_free_bytes=0)
@@ -145,7 +145,7 @@ def test_ssds_beside_fio(benchmark, tmp_path):
         chunks = [Chunk(b"%d-%d" % (number, i), None, 0, CHUNK, 16) for i in range(COUNT)]
         found["write"].append(TOTAL / seconds(partial(write_all, tier, chunks)) / 1e9)
         peers["write"].append(fio(file, "write", TOTAL))
-    del found["write"][:3], peers["write"][:3]  # into segments that are new
+    del found["write"][:3], peers["write"][:3]  # into new segments
     for _ in range(5):
         found["read"].append(TOTAL / seconds(partial(read_all, tier, chunks)) / 1e9)
         by_layer = partial(read_all, tier, chunks, CHUNK // LAYERS)

@@ -1,4 +1,4 @@
-"""How soon both sides know that a client has left."""
+"""The delay until both sides cancel a request after a client disconnect."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from support.proxy_fakes_leaving import STAGES, leave
 
 
 @pytest.mark.parametrize(("flow", "stage", "counted_as"), STAGES)
-def test_both_sides_know_within_100_ms(benchmark, flow: str, stage: str, counted_as: str) -> None:
+def test_both_sides_cancel_within_100_ms(benchmark, flow: str, stage: str, counted_as: str) -> None:
     took = []
     benchmark.pedantic(
         lambda: took.append(uvloop.run(leave(flow, stage, counted_as))), rounds=5, warmup_rounds=1

@@ -1,4 +1,4 @@
-"""How long the proxy takes from nothing to listening."""
+"""The proxy's time from process start to listening."""
 
 from __future__ import annotations
 

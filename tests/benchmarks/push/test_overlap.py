@@ -37,7 +37,7 @@ SHAPE = {
 KV_BYTES = PROMPT_TOKENS * 12 * 2 * 8 * 64 * 4
 WANTED = 1.5
 WANTED_EARLY = 1.4
-"""Of four chunks the last one's transfer remains: at best 2 prefills against 1.25."""
+"""With four chunks, only the last one's transfer remains: at best 2 prefill times against 1.25."""
 
 Ask = Callable[[tuple[int, ...]], Awaitable[Answer]]
 MakePair = Callable[..., AbstractAsyncContextManager[PushPair]]
@@ -47,14 +47,14 @@ OPTIONS = {"transports": (NAME,), "num_kv_blocks": 512, "prefix_caching": False}
 
 @pytest.fixture
 def big_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Some 40 million parameters; the throttled transport is installed."""
+    """A model of some 40 million parameters; the throttled transport is installed."""
     monkeypatch.syspath_prepend(str(install(tmp_path / "plugins")))
     return write_model(tmp_path / "model", **SHAPE)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("chunk", [256, 2048], ids=["chunks", "one-piece"])
-def test_pushing_hides_the_transfer(benchmark: Any, big_model: Path, chunk: int) -> None:
+def test_push_hides_the_transfer(benchmark: Any, big_model: Path, chunk: int) -> None:
     options = {**OPTIONS, "max_num_batched_tokens": chunk}
     run = (big_model, options, "push", push_pair, WANTED)
     figure = benchmark.pedantic(_compare, args=run, rounds=1)
@@ -63,7 +63,7 @@ def test_pushing_hides_the_transfer(benchmark: Any, big_model: Path, chunk: int)
 
 
 @pytest.mark.timeout(300)
-def test_pulling_early_hides_the_transfer(benchmark: Any, big_model: Path) -> None:
+def test_early_pull_hides_the_transfer(benchmark: Any, big_model: Path) -> None:
     options = {**OPTIONS, "max_num_batched_tokens": 256}
     run = (big_model, options, "early pull", early_pull_pair, WANTED_EARLY)
     figure = benchmark.pedantic(_compare, args=run, rounds=1)
@@ -74,7 +74,7 @@ def test_pulling_early_hides_the_transfer(benchmark: Any, big_model: Path) -> No
 def _compare(
     big_model: Path, options: dict[str, Any], way: str, make_both: MakePair, wanted: float
 ) -> Figure:
-    """A pull beside another way."""
+    """Compare a pull with another flow."""
     try:
         seconds, pulled, other = asyncio.run(_measure(big_model, options, make_both))
     finally:
@@ -87,7 +87,7 @@ def _compare(
 async def _measure(
     model: Path, options: dict[str, Any], make_both: MakePair
 ) -> tuple[float, float, float]:
-    """Seconds of a prefill, and to D's first token by pull and by the other way; one after
+    """Seconds of a prefill, and until D's first token by pull and by the other flow, one after
     another."""
     async with pair(model, **options) as of_pull, make_both(model, **options) as of_other:
         prompts = (prompt_of(PROMPT_TOKENS, seed=seed) for seed in itertools.count())

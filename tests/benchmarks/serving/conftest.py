@@ -1,4 +1,4 @@
-"""A random model of the shape that MOONCAKE_SERVING_SHAPE names, for MOONCAKE_HAL_BACKEND."""
+"""Serve a random model of the shape in MOONCAKE_SERVING_SHAPE, on MOONCAKE_HAL_BACKEND."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from mooncake_hal.testing.backends import load_backend
 
 @pytest.fixture(scope="session")
 def backend() -> Backend:
-    """The backend that stages name; without its device a skip with the probe's reason."""
+    """The backend named by the stage; without its device, a skip with the probe's reason."""
     try:
         return load_backend(os.environ.get("MOONCAKE_HAL_BACKEND", "cuda"))
     except BackendUnavailable as exc:
@@ -24,7 +24,7 @@ def backend() -> Backend:
 
 @pytest.fixture(scope="session")
 def served(backend: Backend) -> Served:
-    """The model; how fast the device reads is measured before it is served."""
+    """The model; the device's read bandwidth is measured before it is served."""
     shape = chosen_shape()
     bandwidth(backend.name, shape.copy_bytes)
     return Served.make(shape, backend)

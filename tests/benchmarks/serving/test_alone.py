@@ -1,4 +1,4 @@
-"""Streams over HTTP from one instance: steps ahead of the device and not, greedy and sampled."""
+"""Streams over HTTP from one instance: with and without async scheduling, greedy and sampled."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ Seen = dict[tuple[str, str, int], StreamTimes]
 
 @pytest.fixture(scope="module")
 def seen() -> Seen:
-    """What was measured so far, by mode, sampling and streams."""
+    """Measurements so far, by mode, sampling and number of streams."""
     return {}
 
 
 @pytest.fixture(scope="module", params=MODES)
 def instance(request: pytest.FixtureRequest, served: Served) -> Iterator[tuple[str, int]]:
-    """Mode and port."""
+    """The instance's mode and port."""
     with served.instance(request.param) as port:
         yield request.param, port
 
@@ -44,7 +44,8 @@ def test_streams(
     sampling: str,
     num_streams: int,
 ) -> None:
-    """Steps that run ahead are measured by the device's bandwidth, and never slower than others."""
+    """Async scheduling is compared with the device's bandwidth, and must never be slower than
+    without."""
     mode, port = instance
     times = seen[mode, sampling, num_streams] = run_streams(
         port, served.shape, num_streams, sampling

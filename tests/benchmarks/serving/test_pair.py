@@ -1,4 +1,4 @@
-"""Prefill and decode apart on one device, beside an instance that does both."""
+"""A pair on one device, compared with an instance of both roles."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ MOST_ADDED_MS = 5.0
 
 
 @dataclass(frozen=True)
-class Alone:
-    """What an instance by itself does: by streams, and until a lone request's first token."""
+class SingleInstanceResults:
+    """Results of a single instance: by number of streams, and until a single request's first
+    token."""
 
     by_streams: dict[int, StreamTimes]
     first_ms: float
 
 
 @pytest.fixture(scope="module")
-def alone(served: Served) -> Alone:
-    """Measured before the pair is there: three instances are more than one device holds."""
+def alone(served: Served) -> SingleInstanceResults:
+    """Measured before the pair starts: three instances do not fit one device."""
     with served.instance("--async-scheduling") as port:
         first_ms = first_token_ms(port, served.shape)
         by_streams = {count: run_streams(port, served.shape, count, "greedy") for count in STREAMS}
-    return Alone(by_streams, first_ms)
+    return SingleInstanceResults(by_streams, first_ms)
 
 
 @pytest.mark.parametrize("flow", ["pull", "push"])
-def test_a_pair_on_one_device(benchmark: Any, served: Served, alone: Alone, flow: str) -> None:
+def test_pair_on_one_device(
+    benchmark: Any, served: Served, alone: SingleInstanceResults, flow: str
+) -> None:
     with served.pair(flow) as port:
         first_ms = first_token_ms(port, served.shape)
         shown = f"alone {alone.first_ms:.1f} ms, apart {first_ms:.1f} ms"

@@ -1,4 +1,5 @@
-"""Decode steps of an executor, without a scheduler or HTTP, beside what the device can read."""
+"""Decode steps of an executor, without scheduler or HTTP, compared with the device's read
+bandwidth."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.timeout(900)
 CONTEXT, WARM_UP, STEPS, PROFILED = 512, 4, 40, 8
 ROOM = WARM_UP + STEPS + PROFILED
 BLOCK_SLACK = 128
-"""Tokens that a sequence's last block may have beside it, on any backend."""
+"""Most unused token slots in a sequence's last block, on any backend."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +52,8 @@ def test_steps(
     rows: int,
     sampling: str,
 ) -> None:
-    """A step waits for its tokens, so the host's share is in it; the details say the kernels'."""
+    """A step waits for its tokens, so the host's share is included; details list the kernels'
+    share."""
     shape = served.shape
     context = shape.length(CONTEXT)
     prompts = [tuple(request_of(shape, context, 1, sampling)["prompt"]) for _ in range(rows)]
@@ -69,7 +71,7 @@ def test_steps(
 
 
 def seconds_of_steps(backend: Backend, decoder: Decoder) -> float:
-    """Of one step, the mean of many."""
+    """Mean seconds of one step."""
     for _ in range(WARM_UP):
         decoder.step()
     backend.runtime.synchronize(0)
@@ -81,7 +83,7 @@ def seconds_of_steps(backend: Backend, decoder: Decoder) -> float:
 
 
 def seconds_of_kernels(backend: Backend, decoder: Decoder) -> float:
-    """What the kernels of a step take one by one; 0 where torch's profiler sees none."""
+    """Sum of a step's kernel times; 0 if torch's profiler reports none."""
     if backend.runtime.device(0).type != "cuda":
         return 0.0
     from support.cuda_timing import seconds_in_kernels

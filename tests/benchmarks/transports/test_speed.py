@@ -1,4 +1,5 @@
-"""Transports beside the machine's limits, in turns; ``ci/bench_transfer.py`` adds the peers."""
+"""Transports compared with the host's limits, in turns; ``ci/bench_transfer.py`` adds other
+systems' transports."""
 
 from __future__ import annotations
 
