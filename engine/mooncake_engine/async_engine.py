@@ -278,7 +278,7 @@ class AsyncEngine:
 
     def _count(self) -> None:
         """Publish the number of live requests to the other workers. The caller holds the lock."""
-        self._counts.set_in_engine(len(self._streams))
+        self._counts.set_num_in_engine(len(self._streams))
 
     def _open(self, request_id: str, on_update: OnUpdate) -> None:
         stream = _Stream(asyncio.get_running_loop(), on_update)

@@ -28,11 +28,11 @@ class WorkerCounts:
         self._numbers = whole[:COUNTS_BYTES].cast("Q")
         self._first = worker * _NUMBERS
 
-    def set_in_engine(self, num_requests: int) -> None:
+    def set_num_in_engine(self, num_requests: int) -> None:
         """Set this worker's number of choices that run or wait in the engine."""
         self._numbers[self._first] = num_requests
 
-    def set_waiting(self, num_clients: int) -> None:
+    def set_num_waiting(self, num_clients: int) -> None:
         """Set this worker's number of clients that wait for a response."""
         self._numbers[self._first + 1] = num_clients
 

@@ -134,7 +134,7 @@ class LiveRequests:
 
     def _count(self, more: int) -> None:
         self._num_live += more
-        self._counts.set_waiting(self._num_live)
+        self._counts.set_num_waiting(self._num_live)
 
     def abort(self, request_id: str) -> None:
         """Abort every request with this id, on all API workers. An unknown id is not an error."""
