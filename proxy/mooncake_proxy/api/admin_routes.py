@@ -12,7 +12,7 @@ from msgspec import Struct
 from mooncake_api import COUNT_TOKENS_PATH, FORMAT_PATHS
 from mooncake_proxy import __version__
 from mooncake_proxy.api.api_keys import check_key
-from mooncake_proxy.api.error_responses import answer_error, respond_json
+from mooncake_proxy.api.error_responses import respond_error, respond_json
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint
 from mooncake_proxy.api.proxied_request import forwarded_headers, request_id_of
 from mooncake_proxy.errors import (
@@ -324,7 +324,7 @@ class AdminHandlers:
         try:
             body = await self._fetch_from_any(pool, request)
         except UpstreamError as error:
-            answer_error(request, error, b"")
+            respond_error(request, error, b"")
             return
         request.respond(200, body, "application/json")
 

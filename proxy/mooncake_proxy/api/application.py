@@ -19,7 +19,7 @@ from mooncake_api import FORMAT_PATHS
 from mooncake_proxy.api import admin_routes
 from mooncake_proxy.api.admission_queue import NO_KEY, Tenant
 from mooncake_proxy.api.api_keys import ApiKey, check_key, holds_key, tenant_salt
-from mooncake_proxy.api.error_responses import answer_error
+from mooncake_proxy.api.error_responses import respond_error
 from mooncake_proxy.api.openai_bodies import (
     Fields,
     OpenAIEndpoint,
@@ -354,7 +354,7 @@ class ProxyApplication:
                 raise NotFound(f"no such path here: {request.path} (--admin-port)")
             await self._handle_other(request)
         except Refusal as error:
-            answer_error(request, error, b"")
+            respond_error(request, error, b"")
 
     async def _answer_admin(self, request: HttpRequest) -> None:
         """Answer a request to the admin port."""
@@ -364,7 +364,7 @@ class ProxyApplication:
             request.is_admin = True
             await self._handle_other(request)
         except Refusal as error:
-            answer_error(request, error, b"")
+            respond_error(request, error, b"")
 
     async def _answer_metaserver(self, request: HttpRequest) -> None:
         """Answer a request to a worker's own metaserver port."""
@@ -373,7 +373,7 @@ class ProxyApplication:
                 raise NotFound(f"no such path here: {request.path}")
             await self.router.metaserver.receive(request)
         except Refusal as error:
-            answer_error(request, error, b"")
+            respond_error(request, error, b"")
 
     async def _generate(self, request: HttpRequest, endpoint: OpenAIEndpoint) -> None:
         active = _ActiveRequest(request, request_id_of(request.headers), self.router.now())
@@ -479,7 +479,7 @@ class ProxyApplication:
         if request.has_started and not request.ended:
             self.router.metrics.stream_errors.add()
         headers = header_lines([("x-request-id", active.request_id)])
-        answer_error(request, error, headers + (context.limit_headers if context else b""))
+        respond_error(request, error, headers + (context.limit_headers if context else b""))
 
     def _account(self, active: _ActiveRequest, error: ProxyError | None) -> None:
         """Update the metrics for an answered request."""
@@ -534,7 +534,7 @@ class ProxyApplication:
 
 
 def _answer_cut_off(request: HttpRequest) -> None:
-    answer_error(request, ShuttingDown("the proxy is shutting down: request cut off"), b"")
+    respond_error(request, ShuttingDown("the proxy is shutting down: request cut off"), b"")
 
 
 def _port_of(listener: asyncio.Server) -> int:

@@ -15,7 +15,7 @@ def respond_json(request: HttpRequest, status: int, value: Any) -> None:
     request.respond(status, encode(value), "application/json")
 
 
-def answer_error(request: HttpRequest, error: ProxyError, headers: bytes) -> None:
+def respond_error(request: HttpRequest, error: ProxyError, headers: bytes) -> None:
     """Answer an error: with its status if none was sent yet, else with an SSE error event."""
     if request.ended:
         return
