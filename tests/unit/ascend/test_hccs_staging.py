@@ -118,9 +118,7 @@ def test_push_moves_at_most_one_piece_per_block(counted: Counted, num_blocks: in
         found = halves(pair.there)
         assert (found[:, 1].reshape(-1) == pair.here.get()).all()
         assert not found[:, 0].any()
-        assert (
-            sum(counted.calls) <= num_blocks
-        )  # at most one per block: adjacent blocks are one run
+        assert sum(counted.calls) <= num_blocks  # adjacent blocks are one run
     finally:
         pair.close()
 

@@ -49,11 +49,11 @@ def checkpoint(tmp_path: Path, family: str, overrides: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize(("family", "overrides"), FAMILIES)
 @pytest.mark.parametrize("kind", [Kind.F32, Kind.Q8_0, Kind.Q4_1])
-def test_every_tensor_is_the_checkpoints(
+def test_every_tensor_equals_that_of_the_checkpoint(
     family: str, overrides: dict[str, Any], kind: Kind, tmp_path: Path, cache: Path
 ) -> None:
     original = checkpoint(tmp_path, family, overrides)
-    # A directory of a GGUF file needs a tokenizer; one beside the file is taken.
+    # The directory of a GGUF file needs a tokenizer; one beside the file is used.
     path = write_gguf(original, tmp_path / "model.gguf", kind)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((TINY / name).read_bytes())
@@ -73,7 +73,7 @@ def test_every_tensor_is_the_checkpoints(
 
 
 @pytest.mark.parametrize(("family", "overrides"), FAMILIES)
-def test_the_config_is_the_checkpoints(
+def test_config_equals_that_of_the_checkpoint(
     family: str, overrides: dict[str, Any], tmp_path: Path
 ) -> None:
     original = checkpoint(tmp_path, family, overrides)
@@ -87,7 +87,7 @@ def test_the_config_is_the_checkpoints(
     assert found.rms_norm_eps == pytest.approx(wanted.rms_norm_eps, rel=1e-6)
 
 
-def test_the_tokenizer_in_the_file_is_the_original_one(tmp_path: Path) -> None:
+def test_tokenizer_in_the_file_equals_the_original(tmp_path: Path) -> None:
     original = tmp_path / "tiny"
     original.mkdir()
     for file in TINY.iterdir():
@@ -102,7 +102,7 @@ def test_the_tokenizer_in_the_file_is_the_original_one(tmp_path: Path) -> None:
     assert made.special_ids == wanted.special_ids
 
 
-def test_llama_3_1s_scaling_is_found_in_its_factors(tmp_path: Path) -> None:
+def test_llama_3_1_scaling_is_derived_from_its_factors(tmp_path: Path) -> None:
     from mooncake_engine.models.rope import Llama3Scaling, RopeConfig, inverse_frequencies
 
     original = checkpoint(tmp_path, "llama", {})
@@ -161,14 +161,14 @@ SCALINGS: list[tuple[dict[str, Any], dict[str, Any] | None]] = [
 def test_rope_scaling_equals_that_of_llama_cpp(
     metadata: dict[str, Any], scaling: dict[str, Any] | None, tmp_path: Path
 ) -> None:
-    """DeepSeek-Coder's older files have ``rope.scale_linear`` alone."""
+    """DeepSeek-Coder's older files have ``rope.scale_linear`` only."""
     header = read_header(write_gguf(checkpoint(tmp_path, "llama", {}), tmp_path / "model.gguf"))
     header.metadata.update({f"llama.{key}": value for key, value in metadata.items()})
     config = GGUFModel(tmp_path / "model.gguf", header).config()
     assert config.get("rope_scaling") == scaling
 
 
-def test_pre_tokenizers_split_as_the_originals(tmp_path: Path) -> None:
+def test_pre_tokenizers_split_like_the_originals(tmp_path: Path) -> None:
     metadata: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.tokens": ["a", "1", "2", "Ġ", "ĠĠ", "12"],
@@ -189,7 +189,7 @@ def test_pre_tokenizers_split_as_the_originals(tmp_path: Path) -> None:
         tokens("acme", "a")
 
 
-def test_a_sentencepiece_vocabulary_merges_by_scores(tmp_path: Path) -> None:
+def test_sentencepiece_vocabulary_merges_by_scores(tmp_path: Path) -> None:
     tokens = ["<unk>", "<s>", "▁", "a", "b", "▁a", "ab", "▁ab"]
     scores = [0.0, 0.0, -9.0, -9.0, -9.0, -2.0, -1.0, -3.0]
     ids = {token: i for i, token in enumerate(tokens)}
@@ -207,7 +207,7 @@ def test_a_sentencepiece_vocabulary_merges_by_scores(tmp_path: Path) -> None:
     assert backend.decode([7, 5]) == "ab a"
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
+def test_damaged_files_are_reported(tmp_path: Path) -> None:
     original = checkpoint(tmp_path, "llama", {})
     path = write_gguf(original, tmp_path / "model.gguf")
     whole = path.read_bytes()
@@ -224,7 +224,7 @@ def test_damage_is_named(tmp_path: Path) -> None:
             read_header(path)
 
 
-def test_a_missing_part_makes_the_checkpoint_incomplete(tmp_path: Path) -> None:
+def test_missing_part_makes_the_checkpoint_incomplete(tmp_path: Path) -> None:
     for i in (1, 3):
         (tmp_path / f"m-0000{i}-of-00003.gguf").touch()
     with pytest.raises(CheckpointError, match="incomplete checkpoint: m-00002-of-00003"):
@@ -244,7 +244,7 @@ def test_unsupported_files_are_reported(tmp_path: Path) -> None:
         gguf_directory(path)
 
 
-def test_a_file_that_changed_gets_another_directory(tmp_path: Path, cache: Path) -> None:
+def test_changed_file_gets_another_directory(tmp_path: Path, cache: Path) -> None:
     original = checkpoint(tmp_path, "llama", {})
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).write_bytes((TINY / name).read_bytes())

@@ -36,13 +36,13 @@ def hub(tmp_path: Path) -> Iterator[ModelHub]:
 
 
 class Fetcher:
-    """Fetches in a process of its own, as its settings are read when the library is imported."""
+    """Fetches models in a child process, because the library reads its settings at import."""
 
     def __init__(self, hub: ModelHub, home: Path) -> None:
         self.home = home
         self._env = {**os.environ, "HF_ENDPOINT": hub.url, "HF_HOME": str(home)}
         self._env |= {"HF_HUB_DISABLE_TELEMETRY": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-        self._env["HF_HUB_OFFLINE"] = "0"  # the tests of all else run offline
+        self._env["HF_HUB_OFFLINE"] = "0"  # all other tests run offline
 
     def start(self, name: str, **env: str) -> subprocess.Popen[str]:
         argv = [sys.executable, "-c", FETCH, name]
@@ -55,7 +55,7 @@ class Fetcher:
         return Path(out.strip())
 
     def error(self, name: str, **env: str) -> str:
-        """The last line of the traceback."""
+        """Return the last line of the traceback."""
         out, err = self.start(name, **env).communicate(timeout=60)
         assert not out, out
         return err.strip().splitlines()[-1]
@@ -88,7 +88,7 @@ def test_two_processes_fetch_every_byte_once_and_later_none(
 
 @pytest.fixture
 def large(hub: ModelHub, tmp_path: Path) -> bytes:
-    """The weights of ``acme/large``: the library keeps what it got in pieces of 10 MiB."""
+    """The weights of ``acme/large``: the library keeps a partial download in units of 10 MiB."""
     directory = tmp_path / "large"
     directory.mkdir()
     (directory / "config.json").write_text("{}")
@@ -98,7 +98,7 @@ def large(hub: ModelHub, tmp_path: Path) -> bytes:
     return weights
 
 
-def test_an_interrupted_download_is_resumed(hub: ModelHub, fetcher: Fetcher, large: bytes) -> None:
+def test_interrupted_download_is_resumed(hub: ModelHub, fetcher: Fetcher, large: bytes) -> None:
     hub.cut_after[WEIGHTS] = 21 * MIB
     directory = fetcher.directory("acme/large")
     assert (directory / WEIGHTS).read_bytes() == large
@@ -106,7 +106,7 @@ def test_an_interrupted_download_is_resumed(hub: ModelHub, fetcher: Fetcher, lar
     assert hub.sent[WEIGHTS] == 25 * MIB
 
 
-def test_a_killed_process_leaves_complete_files_to_the_next_one(
+def test_complete_files_of_a_killed_download_are_reused(
     hub: ModelHub, fetcher: Fetcher, large: bytes
 ) -> None:
     hub.stall_after[WEIGHTS] = 21 * MIB
@@ -130,23 +130,23 @@ def test_a_killed_process_leaves_complete_files_to_the_next_one(
         ("acme/empty:Q4_K_M", "must have one GGUF file of quantisation Q4_K_M, found none"),
     ],
 )
-def test_a_missing_model_is_reported_in_one_line(fetcher: Fetcher, name: str, said: str) -> None:
+def test_missing_model_is_reported_in_one_line(fetcher: Fetcher, name: str, said: str) -> None:
     assert said in fetcher.error(name)
 
 
-def test_the_error_for_a_gated_model_links_to_its_terms(hub: ModelHub, fetcher: Fetcher) -> None:
+def test_gated_model_error_links_to_its_terms(hub: ModelHub, fetcher: Fetcher) -> None:
     hub.gated.add("acme/tiny")
     said = fetcher.error("acme/tiny")
     assert f"acme/tiny is gated: accept its terms at {hub.url}/acme/tiny, then set HF_TOKEN" in said
 
 
-def test_offline_without_a_copy(fetcher: Fetcher) -> None:
+def test_missing_local_copy_is_reported_offline(fetcher: Fetcher) -> None:
     assert "and HF_HUB_OFFLINE is set" in fetcher.error("acme/tiny", HF_HUB_OFFLINE="1")
     nowhere = "http://127.0.0.1:9"
     assert f"{nowhere} can't be reached" in fetcher.error("acme/tiny", HF_ENDPOINT=nowhere)
 
 
-def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_full_disk_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -172,11 +172,11 @@ def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         ("a b/c", None),
     ],
 )
-def test_names_of_hubs(text: str, wanted: HubModel | None) -> None:
+def test_hub_names_are_parsed(text: str, wanted: HubModel | None) -> None:
     assert read_hub_name(text) == wanted
 
 
-def test_paths(tmp_path: Path) -> None:
+def test_local_paths_are_found(tmp_path: Path) -> None:
     assert find_model(TINY).name == "tiny-llama"
     with pytest.raises(ConfigError, match=f"no config.json in {tmp_path}$"):
         find_model(tmp_path)

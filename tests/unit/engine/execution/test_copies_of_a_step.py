@@ -33,7 +33,7 @@ ARRAYS = (
     np.array([[True, False, True]]),
     np.array([[7, 255], [0, 1], [2, 3]], dtype=np.uint8),
 )
-"""Of every type that anybody brings to a device."""
+"""Arrays of every type that is copied to devices."""
 
 
 def test_arrays_that_are_copied_together_keep_their_values() -> None:
@@ -44,7 +44,7 @@ def test_arrays_that_are_copied_together_keep_their_values() -> None:
             assert np.array_equal(tensor.numpy(), array)
 
 
-def test_each_begins_where_an_allocation_of_its_own_could() -> None:
+def test_each_array_is_aligned_like_an_allocation() -> None:
     first, *others = copy_batched(CPU, ARRAYS, is_pinned=False)
     storage = first.untyped_storage().data_ptr()
     for tensor in (first, *others):
@@ -52,15 +52,15 @@ def test_each_begins_where_an_allocation_of_its_own_could() -> None:
         assert tensor.storage_offset() * tensor.element_size() % 256 == 0
 
 
-@pytest.mark.parametrize("bring", [to_device, partial(copy_batched, is_pinned=False)])
-def test_other_types_are_refused_on_every_device(
-    bring: Callable[[torch.device, list[Array]], list[Tensor]],
+@pytest.mark.parametrize("copy_arrays", [to_device, partial(copy_batched, is_pinned=False)])
+def test_other_types_are_rejected_on_every_device(
+    copy_arrays: Callable[[torch.device, list[Array]], list[Tensor]],
 ) -> None:
-    """On the host too, where torch alone would take them: a test on a CPU sees it."""
+    """On the host as well, where torch would accept them: a test on a CPU detects them."""
     wrong = np.zeros((2, 3), dtype=np.int16)
     message = r"of shape \(2, 3\) has dtype int16, but only bool, .* can be copied .*: convert"
     with pytest.raises(TypeError, match=message):
-        bring(CPU, [ARRAYS[0], wrong])
+        copy_arrays(CPU, [ARRAYS[0], wrong])
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class State:
 
 @dataclass
 class Recording:
-    """A device's sampling that keeps what it is given."""
+    """A device's sampling that records its metadata."""
 
     given: list[SamplingMetadata] = field(default_factory=list)
 
@@ -87,7 +87,7 @@ class Recording:
 
 @dataclass
 class Counting:
-    """Stands in for ``to_device``, and keeps the lengths of the arrays of each call."""
+    """A stand-in for ``to_device`` that records the lengths of the arrays of each call."""
 
     lengths: list[list[int]] = field(default_factory=list)
 
@@ -97,7 +97,7 @@ class Counting:
 
 
 def test_parameters_are_copied_once_per_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where rows are taken again, and where a batch is another one for each step."""
+    """Even if rows are reused, and if the batch changes with each step."""
     copied, ops = Counting(), Recording()
     monkeypatch.setattr(sampling_metadata, "to_device", copied)
     sampling = DeviceSampling(ops)
@@ -107,7 +107,9 @@ def test_parameters_are_copied_once_per_request(monkeypatch: pytest.MonkeyPatch)
         hot.num_output_tokens = greedy.num_output_tokens = step
         sampling.sample(torch.zeros(2, 8), [hot, greedy])
     sampling.sample(torch.zeros(2, 8), [greedy, hot])
-    warm = State(0, 5, SamplingParams(temperature=0.75, top_k=-1))  # in the row of one that left
+    warm = State(
+        0, 5, SamplingParams(temperature=0.75, top_k=-1)
+    )  # in the row of a finished request
     late = State(40, 6, SamplingParams(temperature=0.25, top_p=0.5))
     batch = [warm, hot, late]
     sampling.sample(torch.zeros(3, 8), batch)

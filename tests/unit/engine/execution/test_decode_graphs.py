@@ -26,7 +26,7 @@ SIZES = decode_sizes(MAX_SEQS)
 
 @dataclass
 class RerunGraph:
-    """A graph that runs its work again, on whatever is at its addresses by then."""
+    """A graph that runs its work again on replay, on the current contents of its buffers."""
 
     run: Callable[[], None]
     lens: list[tuple[int, ...]] = field(default_factory=list)
@@ -37,7 +37,7 @@ class RerunGraph:
 
 
 class RerunRuntime:
-    """Captures by remembering; only ``capture`` is asked for."""
+    """A runtime that captures by keeping the work; it has ``capture`` only."""
 
     def __init__(self) -> None:
         self.graphs: list[RerunGraph] = []
@@ -52,7 +52,8 @@ class RerunRuntime:
 
 
 class Stage:
-    """Writes each token into its slot, and says what it was given; its output has one address."""
+    """Writes each token into its slot and records the step sizes; its output has a fixed
+    address."""
 
     def __init__(self) -> None:
         self.sizes: list[int] = []
@@ -100,7 +101,7 @@ def graphs(pool: KVPool, runtime: RerunRuntime, stage: Stage) -> DecodeGraphRunn
 
 
 def decodes(*tokens: int) -> tuple[Tensor, Tensor, AttentionBatch]:
-    """One token per sequence: the sequence in block i has i + 1 tokens of context."""
+    """Return one token per sequence: the sequence in block i has i + 1 tokens of context."""
     count = len(tokens)
     lens = [1 + index % BLOCK_SIZE for index in range(count)]
     slots = [index * BLOCK_SIZE + length - 1 for index, length in enumerate(lens)]
@@ -149,7 +150,7 @@ def test_host_lengths_equal_those_of_the_tensors(
         assert replayed.lens[-1] == tuple(graphs._batch.context_lens[:4].tolist())
 
 
-def test_other_steps_run_as_they_are(graphs: DecodeGraphRunner, pool: KVPool, stage: Stage) -> None:
+def test_other_steps_run_eagerly(graphs: DecodeGraphRunner, pool: KVPool, stage: Stage) -> None:
     token_ids, positions, batch = decodes(1, 2, 3)
     heard: list[int] = []
     watched = ForwardContext(batch, pool.layers, heard.append)
@@ -166,7 +167,7 @@ def test_a_failed_capture_is_reported(pool: KVPool, runtime: RerunRuntime) -> No
         graphs.capture()
 
 
-def test_a_model_that_a_backend_does_not_capture_runs_all_the_same(
+def test_model_that_the_backend_cannot_capture_runs_eagerly(
     pool: KVPool, runtime: RerunRuntime, stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime.refusal = CapabilityError("experts are counted on the host")

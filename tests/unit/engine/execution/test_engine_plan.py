@@ -79,7 +79,7 @@ def test_defaults_follow_from_model_and_backend(
         ("meta", "float16", "auto", "float16"),
     ],
 )
-def test_a_float32_checkpoint_takes_16_bits_where_the_device_is_not_the_host(
+def test_float32_checkpoint_is_served_in_16_bits_on_a_device(
     model: Path,
     backend: Backend,
     monkeypatch: pytest.MonkeyPatch,
@@ -89,7 +89,7 @@ def test_a_float32_checkpoint_takes_16_bits_where_the_device_is_not_the_host(
     asked: str,
     served: str,
 ) -> None:
-    """As vLLM's ``--dtype auto``: users of it have sized their devices for 16 bits."""
+    """As with vLLM's ``--dtype auto``: its users have sized their devices for 16 bits."""
     edit_config(model, lambda config: config.update(dtype=stored))
     all_types = replace(backend.capabilities, dtypes=("bfloat16", "float16", "float32"))
     monkeypatch.setattr(backend, "capabilities", all_types)
@@ -122,7 +122,7 @@ def test_unsupported_requests_are_rejected(
 
 
 class OfOneSize:
-    """The CPU, as strict about blocks as Ascend is."""
+    """The CPU backend with a single block size, like Ascend."""
 
     name = "strict"
 
@@ -154,7 +154,7 @@ def test_the_backend_chooses_the_default_block_size(model: Path, backend: Backen
         ("meta", {"pp_size": 2}, False),
     ],
 )
-def test_steps_overlap_where_the_device_is_not_the_host(
+def test_async_scheduling_is_the_default_on_a_device(
     model: Path,
     backend: Backend,
     monkeypatch: pytest.MonkeyPatch,
@@ -167,7 +167,7 @@ def test_steps_overlap_where_the_device_is_not_the_host(
     assert plan.config.uses_async_scheduling is overlaps
 
 
-def test_ranks_take_devices_in_order_or_share_the_only_one() -> None:
+def test_ranks_get_devices_in_order_or_share_the_only_one() -> None:
     several = [DeviceInfo(index, "x", "g", 1) for index in range(4)]
     config = EngineConfig(Path("m"), device=1, tp_size=4)
     assert [rank_device(config, several, rank) for rank in range(3)] == [1, 2, 3]
@@ -176,7 +176,7 @@ def test_ranks_take_devices_in_order_or_share_the_only_one() -> None:
     assert rank_device(EngineConfig(Path("m"), tp_size=2), several[:1], 1) == 0
 
 
-def test_a_length_beyond_the_models_is_rejected_before_profiling(
+def test_max_model_len_beyond_the_models_is_rejected_before_profiling(
     model: Path, backend: Backend
 ) -> None:
     config = EngineConfig(model, memory_utilization=0.5, max_model_len=1 << 20)
@@ -184,12 +184,12 @@ def test_a_length_beyond_the_models_is_rejected_before_profiling(
         make_plan(config, backend)
 
 
-def test_a_model_with_a_sliding_window_is_served_within_it(
+def test_model_with_a_sliding_window_is_limited_to_it(
     tmp_path: Path, backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Phi-3-mini-4k and Mistral-7B-v0.1, as vLLM with --disable-sliding-window."""
     model = write_checkpoint(random_model("phi3", sliding_window=64), tmp_path)
-    # without swap space, of which a host with little free memory warns
+    # without swap space, for which a host with little free memory logs a warning
     config = EngineConfig(model, num_kv_blocks=10, swap_space_bytes=0)
     assert make_plan(replace(config, max_model_len=64), backend).max_model_len == 64
     assert not caplog.records
@@ -199,7 +199,7 @@ def test_a_model_with_a_sliding_window_is_served_within_it(
     assert "limited to the 64 tokens of the model's sliding window" in caplog.text
 
 
-def test_a_pool_to_be_measured_has_no_size_in_the_plan(model: Path, backend: Backend) -> None:
+def test_pool_sized_by_profiling_has_no_size_in_the_plan(model: Path, backend: Backend) -> None:
     config = EngineConfig(model, memory_utilization=0.5, max_num_batched_tokens=64, max_num_seqs=2)
     plan = make_plan(config, backend)
     assert plan.pool_size is None
@@ -210,7 +210,7 @@ def test_a_pool_to_be_measured_has_no_size_in_the_plan(model: Path, backend: Bac
     assert final.max_model_len == min(9 * 16, plan.max_model_len)
 
 
-def test_ranks_get_the_plan_as_it_is(model: Path, backend: Backend) -> None:
+def test_plan_survives_pickling(model: Path, backend: Backend) -> None:
     config = EngineConfig(model, memory_utilization=0.5, tp_size=2)
     plan = make_plan(config, backend)
     assert pickle.loads(pickle.dumps(plan)) == plan
@@ -218,12 +218,12 @@ def test_ranks_get_the_plan_as_it_is(model: Path, backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
-def test_a_share_of_memory_is_a_share(model: Path, share: float) -> None:
+def test_memory_utilization_outside_0_to_1_is_rejected(model: Path, share: float) -> None:
     with pytest.raises(ConfigError, match=r"memory_utilization must be in \(0, 1\]"):
         EngineConfig(model, memory_utilization=share)
 
 
-def test_kv_in_a_narrower_type_takes_less_memory(model: Path, backend: Backend) -> None:
+def test_narrower_kv_dtype_takes_less_memory(model: Path, backend: Backend) -> None:
     save_file(
         {
             f"model.layers.1.self_attn.{kind}_scale": torch.tensor([value])
@@ -242,7 +242,7 @@ def test_kv_in_a_narrower_type_takes_less_memory(model: Path, backend: Backend) 
 
 
 @pytest.mark.parametrize("value", [[0.0], [float("nan")], [1.0, 2.0]])
-def test_a_scale_is_one_positive_number(model: Path, backend: Backend, value: list[float]) -> None:
+def test_invalid_kv_scale_is_rejected(model: Path, backend: Backend, value: list[float]) -> None:
     save_file(
         {"model.layers.0.self_attn.k_scale": torch.tensor(value)}, model / "model.safetensors"
     )
@@ -250,7 +250,7 @@ def test_a_scale_is_one_positive_number(model: Path, backend: Backend, value: li
         make_plan(EngineConfig(model, num_kv_blocks=10, kv_cache_dtype="fp8"), backend)
 
 
-def test_a_backend_without_narrower_types_refuses_them(model: Path) -> None:
+def test_unsupported_kv_dtype_is_rejected(model: Path) -> None:
     null = Registry.discover().select_backend("null")
     with pytest.raises(ConfigError, match="is float8_e4m3fn; backend 'null' supports the model's"):
         make_plan(EngineConfig(model, num_kv_blocks=10, kv_cache_dtype="fp8"), null)
@@ -266,7 +266,7 @@ def test_a_backend_without_narrower_types_refuses_them(model: Path) -> None:
         (("fp8", "fp8_experts"), "channel", None),
     ],
 )
-def test_experts_stay_in_fp8_where_they_are_multiplied_so(
+def test_experts_stay_in_fp8_if_the_backend_multiplies_fp8(
     tmp_path: Path,
     backend: Backend,
     caplog: pytest.LogCaptureFixture,
@@ -274,7 +274,7 @@ def test_experts_stay_in_fp8_where_they_are_multiplied_so(
     form: str,
     said: str | None,
 ) -> None:
-    """Else it is said why not; the backend's fused ops for experts take no fp8."""
+    """Otherwise the log says why not; the backend's fused ops for experts don't support fp8."""
     model = write_checkpoint(random_model("qwen3_moe"), tmp_path / "model")
     edit_config(model, lambda config: config.update(quantization_config=FORMS[form]))
     able = multiplying(backend, *multiplied)
@@ -287,13 +287,13 @@ def test_experts_stay_in_fp8_where_they_are_multiplied_so(
 
 
 def multiplying(backend: Backend, *quantization: str) -> Backend:
-    """The backend, with these capabilities."""
+    """Return the backend with these quantization capabilities."""
     able = copy(backend)
     able.capabilities = replace(backend.capabilities, quantization=quantization)
     return able
 
 
-def test_a_model_is_quantised_on_load_alone_and_not_its_draft_model(
+def test_draft_model_is_not_quantised_on_load(
     tmp_path: Path, model: Path, backend: Backend, caplog: pytest.LogCaptureFixture
 ) -> None:
     moe = write_checkpoint(random_model("qwen3_moe", vocab_size=101), tmp_path / "moe")
@@ -313,8 +313,8 @@ def test_a_model_is_quantised_on_load_alone_and_not_its_draft_model(
         make_plan(config, backend)
 
 
-def test_weights_that_are_quantised_already_stay_as_they_are(model: Path, backend: Backend) -> None:
-    """fp8 ones on every backend; others than fp8 are refused by their name."""
+def test_quantised_weights_are_kept(model: Path, backend: Backend) -> None:
+    """fp8 weights on every backend; other quantization methods are rejected by name."""
     config = EngineConfig(model, num_kv_blocks=10, quantization="fp8")
     edit_config(model, lambda fields: fields.update(quantization_config=FORMS["blocks"]))
     for each in (backend, multiplying(backend, "fp8", "fp8_experts")):
@@ -329,8 +329,10 @@ def test_weights_that_are_quantised_already_stay_as_they_are(model: Path, backen
         make_plan(config, multiplying(backend, "fp8", "fp8_experts"))
 
 
-def test_kv_of_weights_quantised_on_load_is_distinguished(tmp_path: Path, backend: Backend) -> None:
-    """To peers as another rounding, to a pool as KV of its own."""
+def test_kv_of_weights_quantised_on_load_has_another_identity(
+    tmp_path: Path, backend: Backend
+) -> None:
+    """Peers see another rounding, and a pool keeps the KV apart."""
     model = write_checkpoint(random_model("qwen3_moe"), tmp_path / "moe")
     able = multiplying(backend, "fp8", "fp8_experts")
     config = EngineConfig(model, num_kv_blocks=10)
@@ -351,7 +353,7 @@ def test_kv_of_weights_quantised_on_load_is_distinguished(tmp_path: Path, backen
 
 
 @pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
-def test_a_pool_distinguishes_latents_with_another_rope_order(
+def test_pool_identity_includes_the_rope_order_of_latents(
     family: str, tmp_path: Path, backend: Backend
 ) -> None:
     model = write_checkpoint(random_model(family), tmp_path)
@@ -360,7 +362,7 @@ def test_a_pool_distinguishes_latents_with_another_rope_order(
     assert has_order is (family == "deepseek_v2")
 
 
-def test_longropes_factors_follow_from_the_longest_sequence_and_distinguish_kv(
+def test_longrope_factors_follow_max_model_len_and_are_in_the_identity(
     tmp_path: Path, backend: Backend
 ) -> None:
     longrope = {
@@ -383,7 +385,7 @@ def test_longropes_factors_follow_from_the_longest_sequence_and_distinguish_kv(
     assert pool_identity(short, 256).root() != pool_identity(long, 256).root()
 
 
-def test_swap_space_is_four_gib_or_less_with_a_warning(
+def test_swap_space_defaults_to_four_gib_or_less_with_a_warning(
     model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     gib = 1 << 30
@@ -397,7 +399,7 @@ def test_swap_space_is_four_gib_or_less_with_a_warning(
 
 
 @pytest.mark.parametrize(("pool", "is_native"), [(None, True), ("dram=1MiB", False)])
-def test_latents_that_a_pool_reads_are_rows(
+def test_latents_for_a_pool_are_not_in_the_native_layout(
     backend: Backend,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,

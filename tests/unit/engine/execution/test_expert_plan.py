@@ -36,18 +36,18 @@ def test_experts_are_in_order_unless_placement_is_requested(model: ModelConfig) 
     assert plan_experts(CONFIG, model) == ()
 
 
-def test_the_busiest_expert_of_a_layer_has_the_redundant_slots(
+def test_busiest_expert_of_a_layer_gets_the_redundant_slots(
     model: ModelConfig, tmp_path: Path
 ) -> None:
     load = written(tmp_path / "load.json", {1: (1, 1, 1, 90, 1, 1, 1, 1)})
     slots = plan_experts(replace(CONFIG, redundant_experts=4, expert_load=load), model)
     assert [len(layer) for layer in slots] == [12, 12, 12]
     assert slots[1].count(3) == 5
-    assert slots[0].count(3) == 2  # of which nothing is known
+    assert slots[0].count(3) == 2  # a layer without a recorded load
     assert all(set(layer) == set(range(8)) for layer in slots)
 
 
-def test_a_load_places_experts_without_redundant_ones(model: ModelConfig, tmp_path: Path) -> None:
+def test_load_places_experts_without_redundant_slots(model: ModelConfig, tmp_path: Path) -> None:
     load = written(tmp_path / "load.json", {0: (9, 9, 1, 1, 1, 1, 1, 1)})
     slots = plan_experts(replace(CONFIG, ep_size=2, expert_load=load), model)
     assert (0 in slots[0][:4]) != (1 in slots[0][:4])
@@ -72,7 +72,7 @@ def test_impossible_placements_are_rejected(
 
 
 @pytest.mark.parametrize("tokens", [{0: (1, 2)}, {3: (1,) * 8}, {0: (-1,) * 8}])
-def test_a_load_of_another_model_is_refused(
+def test_load_of_another_model_is_rejected(
     tokens: dict[int, tuple[int, ...]], model: ModelConfig, tmp_path: Path
 ) -> None:
     load = written(tmp_path / "load.json", tokens)
@@ -80,19 +80,19 @@ def test_a_load_of_another_model_is_refused(
         plan_experts(replace(CONFIG, expert_load=load), model)
 
 
-def test_an_invalid_load_is_rejected(model: ModelConfig, tmp_path: Path) -> None:
+def test_invalid_load_file_is_rejected(model: ModelConfig, tmp_path: Path) -> None:
     (tmp_path / "load.json").write_text('{"error": {"message": "no expert has got a token"}}')
     with pytest.raises(ConfigError, match="wanted a response of GET /expert_load"):
         plan_experts(replace(CONFIG, expert_load=tmp_path / "load.json"), model)
 
 
-def test_a_model_without_experts_has_none_to_divide(model: ModelConfig) -> None:
+def test_model_without_experts_is_rejected(model: ModelConfig) -> None:
     with pytest.raises(ConfigError, match="has no experts: use at most 1"):
         plan_experts(CONFIG, replace(model, moe=None))
 
 
 @pytest.mark.parametrize("options", [{"redundant_experts": 2}, {"expert_load": Path("load.json")}])
-def test_placement_without_expert_parallelism_is_refused(options: dict[str, Any]) -> None:
+def test_placement_without_expert_parallelism_is_rejected(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="they need an ep_size above 1"):
         EngineConfig(Path("m"), **options)
     with pytest.raises(ConfigError, match="redundant_experts must not be negative"):

@@ -1,4 +1,4 @@
-"""Which steps are replayed from graphs, and in what sizes."""
+"""The graph plan: which steps are replayed from graphs, and the captured sizes."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def backend() -> CpuBackend:
 
 @pytest.fixture
 def device(backend: CpuBackend, monkeypatch: pytest.MonkeyPatch) -> CpuBackend:
-    """A backend whose device is no host."""
+    """A backend whose device is not the host."""
     monkeypatch.setattr(backend.runtime, "device", lambda index: torch.device("meta", index))
     backend.capabilities = replace(backend.capabilities, max_decodes_per_graph=None)
     return backend
 
 
-def test_decodes_rise_to_the_largest_step() -> None:
+def test_decode_sizes_grow_to_the_largest_step() -> None:
     assert decode_sizes(1) == (1,)
     assert decode_sizes(6) == (1, 2, 4, 6)
     assert decode_sizes(20) == (1, 2, 4, 8, 16, 20)
@@ -56,7 +56,7 @@ def test_piecewise_steps_have_little_padding(largest: int) -> None:
         assert fitting - count <= max(15, count // 4)
 
 
-def test_no_pieces() -> None:
+def test_piecewise_graphs_can_be_disabled() -> None:
     assert piecewise_sizes(0) == ()
 
 
@@ -68,7 +68,7 @@ def test_each_padding_token_has_a_slot() -> None:
     assert GraphPlan((1, 2, 49), (8, 16, 64)).scratch_blocks(16) == 4
 
 
-def test_a_host_replays_small_steps_of_decodes(backend: CpuBackend) -> None:
+def test_host_replays_small_decode_steps(backend: CpuBackend) -> None:
     assert plan_graphs(CONFIG, backend, LAYERS) == GraphPlan(decode_sizes(17), ())
     assert plan_graphs(CONFIG, backend, LAYERS, has_experts=True) == GraphPlan()
     many = replace(CONFIG, max_num_seqs=256)
@@ -77,7 +77,7 @@ def test_a_host_replays_small_steps_of_decodes(backend: CpuBackend) -> None:
     assert plan_graphs(asked, backend, LAYERS) == GraphPlan(decode_sizes(17), piecewise_sizes(100))
 
 
-def test_a_device_replays_prompts_in_pieces(device: CpuBackend) -> None:
+def test_device_replays_prompts_piecewise(device: CpuBackend) -> None:
     many = replace(CONFIG, max_num_seqs=256)
     assert plan_graphs(many, device, LAYERS) == GraphPlan(decode_sizes(256), piecewise_sizes(512))
     short = replace(CONFIG, max_num_batched_tokens=300)
@@ -86,7 +86,7 @@ def test_a_device_replays_prompts_in_pieces(device: CpuBackend) -> None:
     assert plan_graphs(without, device, LAYERS) == GraphPlan(decode_sizes(17))
 
 
-def test_instances_capture_what_they_run(device: CpuBackend) -> None:
+def test_each_role_captures_only_the_steps_it_runs(device: CpuBackend) -> None:
     kv = KVTransferConfig()
     prefill = replace(CONFIG, role=Role.PREFILL, kv_transfer=kv)
     assert plan_graphs(prefill, device, LAYERS) == GraphPlan((), piecewise_sizes(512))
@@ -98,7 +98,7 @@ def test_instances_capture_what_they_run(device: CpuBackend) -> None:
     assert plan_graphs(CONFIG, device, LAYERS) == GraphPlan()
 
 
-def test_divided_experts_are_left_out_of_graphs(device: CpuBackend) -> None:
+def test_experts_divided_over_ranks_are_not_captured(device: CpuBackend) -> None:
     divided = replace(CONFIG, tp_size=2, ep_size=2)
     in_pieces = GraphPlan((), piecewise_sizes(512))
     assert plan_graphs(divided, device, LAYERS, has_experts=True) == in_pieces
@@ -117,7 +117,7 @@ def test_sizes_are_thinned_evenly() -> None:
 
 
 @pytest.mark.parametrize("layers", [2, 32, 61, 94])
-def test_no_more_graphs_than_the_backend_holds(device: CpuBackend, layers: int) -> None:
+def test_number_of_graphs_is_bounded_by_the_backend(device: CpuBackend, layers: int) -> None:
     device.capabilities = replace(device.capabilities, max_graphs=600)
     plan = plan_graphs(CONFIG, device, layers)
     assert plan.decode_sizes == decode_sizes(17)
@@ -126,6 +126,6 @@ def test_no_more_graphs_than_the_backend_holds(device: CpuBackend, layers: int) 
     assert 500 < held <= 600 or plan.piecewise_sizes == piecewise_sizes(512)
 
 
-def test_a_negative_size_is_refused() -> None:
+def test_negative_size_is_rejected() -> None:
     with pytest.raises(ConfigError, match="piecewise_graph_max_tokens must not be negative"):
         EngineConfig(Path(), piecewise_graph_max_tokens=-1)

@@ -1,4 +1,4 @@
-"""Step plans to tensors: a mixed batch by hand, and any batch against a loop."""
+"""Step plans become tensors: a mixed batch by hand, and random batches against a loop."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_drafts_are_sequences_of_their_own_after_their_requests(on_device: Tenso
     drafts = StepDrafts({"drafted": draft}, on_device)
     states = [table[sequence.request_id] for sequence in sequences]
     inputs = make_inputs(sequences, states, table, 4, CPU, drafts)
-    drafted = [77, 78] if on_device is None else [77, 0]  # none: any that there is
+    drafted = [77, 78] if on_device is None else [77, 0]  # -1 becomes any valid token
     assert inputs.token_ids.tolist() == [15, *drafted, 32, 50, 51, 52]
     assert inputs.positions.tolist() == [5, 6, 7, 2, 0, 1, 2]
     assert inputs.attention.num_decodes == 4
@@ -93,7 +93,7 @@ def test_drafts_are_sequences_of_their_own_after_their_requests(on_device: Tenso
 
 
 @given(st.data())
-def test_slots_are_those_of_a_loop(data: st.DataObject) -> None:
+def test_slot_mapping_equals_that_of_a_loop(data: st.DataObject) -> None:
     block_size = data.draw(st.sampled_from([1, 3, 4, 16]))
     table = RequestTable(2, 64, 1000, CPU)
     sequences, expected = [], []
@@ -135,7 +135,7 @@ def test_rows_are_reused_and_grow(*, is_accelerator: bool) -> None:
     assert gathered(tables, [second], 3) == [[3, 8, 5]]
 
 
-def test_an_accelerator_receives_only_the_changes() -> None:
+def test_accelerator_receives_only_the_changes() -> None:
     tables = BlockTables(2, 100, CPU, is_accelerator=True)
     first, second = tables.take_row(tuple(range(50))), tables.take_row((60,))
     assert gathered(tables, [second, first], 2) == [[60, 0], [0, 1]]
@@ -149,7 +149,7 @@ def test_an_accelerator_receives_only_the_changes() -> None:
     }
 
 
-def test_admitting_again_replaces_the_earlier_state() -> None:
+def test_admitting_a_request_again_replaces_its_state() -> None:
     table = RequestTable(4, 8, 100, CPU)
     admit(table, "r", range(4), (1,))
     admit(table, "r", range(6), (2, 3))

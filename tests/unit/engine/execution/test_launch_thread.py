@@ -13,7 +13,7 @@ from mooncake_engine.execution.model_runner import CompletedStep, PendingStep
 from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
 
 HELD, BROKEN = 1, 2
-"""Steps that are launched when the test lets them, and not at all."""
+"""Numbers of a step whose launch the test holds, and of a step whose launch fails."""
 
 
 @pytest.fixture
@@ -36,20 +36,20 @@ def launches(may_launch: threading.Event) -> Iterator[_LaunchThread]:
     thread.close()
 
 
-def test_a_result_is_returned_after_the_next_step_is_launched(
+def test_result_is_returned_after_the_next_step_is_launched(
     launches: _LaunchThread, may_launch: threading.Event
 ) -> None:
     first, held = [launches.submit(StepPlan(step), lambda wait: wait()) for step in (0, HELD)]
     with ThreadPoolExecutor(1) as caller:
-        told = caller.submit(first.result)
+        result_future = caller.submit(first.result)
         with pytest.raises(TimeoutError):
-            told.result(timeout=0.1)
+            result_future.result(timeout=0.1)
         may_launch.set()
-        assert told.result(timeout=10).step == 0
+        assert result_future.result(timeout=10).step == 0
     assert held.result().step == HELD, "there is none behind it"
 
 
-def test_a_step_that_can_not_be_launched_holds_up_no_result(launches: _LaunchThread) -> None:
+def test_failed_launch_does_not_delay_other_results(launches: _LaunchThread) -> None:
     first, broken = [launches.submit(StepPlan(step), lambda wait: wait()) for step in (0, BROKEN)]
     assert first.result().step == 0
     with pytest.raises(ValueError, match="no such step"):

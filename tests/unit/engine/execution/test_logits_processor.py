@@ -1,4 +1,4 @@
-"""The changes that requests make to their logits, against plain definitions, cell by cell."""
+"""Changes of requests to their logits, checked cell by cell against plain definitions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EOS = (2,)
 
 
 class Allowing:
-    """A grammar that allows these tokens, or can't tell any more."""
+    """A grammar that allows these tokens, or any if ``token_ids`` is None."""
 
     def __init__(self, token_ids: set[int] | None, num_bytes: int) -> None:
         self._token_ids = token_ids
@@ -55,8 +55,8 @@ def changed(states: list[State], vocab_size: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("vocab_size", "num_bytes"), [(64, 8), (50, 7), (50, 8), (50, 5), (3, 1)])
-def test_a_grammars_row_keeps_what_it_allows(vocab_size: int, num_bytes: int) -> None:
-    """Whether the mask ends with the vocabulary, behind it or before it."""
+def test_grammar_masks_all_but_the_allowed_tokens(vocab_size: int, num_bytes: int) -> None:
+    """For masks as long as the vocabulary, longer and shorter."""
     odd = {id for id in range(8 * num_bytes) if id % 3 == 1}
     states = [
         State(),
@@ -71,7 +71,7 @@ def test_a_grammars_row_keeps_what_it_allows(vocab_size: int, num_bytes: int) ->
     assert torch.equal(changed(states, vocab_size), expected)
 
 
-def test_biases_and_masked_ends_reach_their_cells_alone() -> None:
+def test_biases_and_masked_end_tokens_change_only_their_cells() -> None:
     biased = State(SamplingParams(logit_bias=((1, 2.5), (4, -1.0))))
     both = State(SamplingParams(logit_bias=((2, 9.0),), min_tokens=1, stop_token_ids=(3,)))
     endless = State(SamplingParams(min_tokens=4, ignore_eos=True))
@@ -82,7 +82,7 @@ def test_biases_and_masked_ends_reach_their_cells_alone() -> None:
 
 
 def test_constant_parameters_are_copied_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And masked ends again when a row's end is let."""
+    """Masked end tokens are copied again when a row has reached its min_tokens."""
     copies: list[int] = []
 
     def counting(device: torch.device, arrays: Any) -> Any:
@@ -110,15 +110,15 @@ def test_constant_parameters_are_copied_to_the_device_once(monkeypatch: pytest.M
     assert num_copies == [2, 2, 3, 3]
 
 
-def test_a_requests_bias_is_read_once_for_all_batches_that_it_is_in() -> None:
+def test_logit_bias_is_parsed_once_per_request() -> None:
     """A batch changes whenever a request joins or ends, and a request may have a thousand biases
-    and a hundred answers: none of them is touched one by one again."""
+    and a hundred choices: they are not processed again for each batch."""
     biased = State(SamplingParams(logit_bias=((1, 2.5), (4, -1.0))))
     biased.sampling = SamplingParams()
     assert changed([State(), biased], 6)[1].tolist() == [0, 2.5, 0, 0, -1, 0]
 
 
-def test_a_batch_without_changes_is_not_touched() -> None:
+def test_batch_without_changes_is_not_modified() -> None:
     growing = State(SamplingParams(min_tokens=1))
     processor = LogitsProcessor([State(), growing], EOS, CPU)
     assert processor.has_effect()

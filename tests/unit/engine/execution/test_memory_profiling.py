@@ -1,4 +1,4 @@
-"""The largest steps really are the largest, and the memory of graphs is counted."""
+"""Memory profiling: the profiled steps are the largest possible, and graphs are counted."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def counts_of(plan: StepPlan) -> list[int]:
         (3, 256, [1, 1, 1]),
     ],
 )
-def test_the_largest_step_has_all_the_tokens_that_a_step_may_have(
+def test_largest_step_uses_the_whole_token_budget(
     num_tokens: int, num_seqs: int, counts: list[int], model: Path
 ) -> None:
     plan = plan_of(model, max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)
@@ -58,23 +58,23 @@ def test_the_largest_step_has_all_the_tokens_that_a_step_may_have(
     assert all(sequence.count < capacity for sequence in prompts.sequences)
 
 
-def test_no_sequence_of_it_is_longer_than_one_may_be(model: Path) -> None:
+def test_sequences_of_the_largest_step_fit_max_model_len(model: Path) -> None:
     plan = plan_of(model, max_num_batched_tokens=4096, max_num_seqs=8, max_model_len=128)
     prompts, *_ = largest_steps(plan)
-    assert counts_of(prompts) == [127] * 8, "and one token behind each"
+    assert counts_of(prompts) == [127] * 8, "each also generates one token"
 
 
-def test_one_decode_has_the_longest_context_there_may_be(model: Path) -> None:
+def test_one_decode_has_the_longest_possible_context(model: Path) -> None:
     plan = plan_of(model, max_num_batched_tokens=16, max_num_seqs=4, max_model_len=256)
     _, decodes, _ = largest_steps(plan)
     assert [sequence.start for sequence in decodes.sequences] == [254, 4, 4, 4]
-    assert len(decodes.new_requests[0].block_ids) == 16, "attention has room for all its splits"
+    assert len(decodes.new_requests[0].block_ids) == 16, "attention allocates all its splits"
     num_blocks = profiling_pool_size(plan).num_blocks
     assert max(max(request.block_ids) for request in decodes.new_requests) < num_blocks
 
 
 @pytest.mark.parametrize(("num_tokens", "start", "count"), [(16, 239, 16), (512, 0, 255)])
-def test_the_last_chunk_of_the_longest_prompt_is_among_them(
+def test_last_chunk_of_the_longest_prompt_is_profiled(
     num_tokens: int, start: int, count: int, model: Path
 ) -> None:
     plan = plan_of(model, max_num_batched_tokens=num_tokens, max_num_seqs=4, max_model_len=256)
@@ -84,7 +84,7 @@ def test_the_last_chunk_of_the_longest_prompt_is_among_them(
     assert max(chunk.new_requests[0].block_ids) < num_blocks
 
 
-def test_drafts_fill_the_step_to_its_last_token(model: Path) -> None:
+def test_drafts_fill_the_token_budget(model: Path) -> None:
     speculation = SpeculativeConfig(SpeculativeMethod.NGRAM, 4)
     plan = plan_of(model, max_num_batched_tokens=17, max_num_seqs=8)
     config = replace(plan.config, speculative_config=speculation)
@@ -95,7 +95,7 @@ def test_drafts_fill_the_step_to_its_last_token(model: Path) -> None:
 
 @dataclass
 class Device:
-    """Memory of its own: what is taken, and the most that ever was."""
+    """A device that tracks the bytes allocated, and their peak."""
 
     taken: int = 0
     peak: int = 0
@@ -123,7 +123,7 @@ class Device:
 
 @dataclass
 class Graphs:
-    """The first takes a step's memory, each other one a little for itself."""
+    """Graphs of which the first allocates a step's memory, and each other one a little more."""
 
     device: Device
     num_sizes: int
@@ -140,7 +140,7 @@ class Graphs:
 
 
 class Runner:
-    """Takes memory while a step runs."""
+    """A runner that allocates memory while a step runs."""
 
     def __init__(self, device: Device, step_bytes: int) -> None:
         self.device, self.step_bytes = device, step_bytes
@@ -151,7 +151,7 @@ class Runner:
 
 
 @pytest.mark.parametrize("kind", ["meta", "cpu"])
-def test_graphs_are_counted_after_the_steps(kind: str) -> None:
+def test_graphs_are_added_to_the_memory_of_steps(kind: str) -> None:
     device = Device(taken=1000, kind=kind)
     kinds = [Graphs(device, 10, first=600, other=5), Graphs(device, 1, first=70, other=0)]
     runner: Any = Runner(device, 200)
@@ -160,7 +160,7 @@ def test_graphs_are_counted_after_the_steps(kind: str) -> None:
     assert len(kinds[0].captured) == (10 if kind == "cpu" else 2)
 
 
-def test_a_step_that_takes_more_than_the_graphs_is_the_peak() -> None:
+def test_step_larger_than_the_graphs_is_the_peak() -> None:
     device = Device(taken=1000)
     runner: Any = Runner(device, 5000)
     runtime: Any = device

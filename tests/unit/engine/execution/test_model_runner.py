@@ -38,7 +38,7 @@ SWAP_IN = StepPlan(0, swap_ins=((0, 1),), drains_copies=True)
 
 
 class LateDevice:
-    """Does its work in order, when somebody waits for it, and no sooner."""
+    """A device that runs its queued work in order, and only when a caller waits for it."""
 
     def __init__(self) -> None:
         self.num_enqueued = 0
@@ -62,7 +62,7 @@ class LateDevice:
 
 
 class LateEvent:
-    """One of a late device's."""
+    """An event of a late device."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device
@@ -79,7 +79,7 @@ class LateEvent:
 
 
 class LateOps:
-    """Copies blocks late; only ``scatter_blocks`` is asked for."""
+    """Ops that queue block copies on a late device; ``scatter_blocks`` only."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device = device
@@ -90,7 +90,7 @@ class LateOps:
 
 
 class InlineStream:
-    """Enqueues copies where it is told to: the late device is late enough."""
+    """A stream that enqueues copies at once: the late device defers them."""
 
     def submit(self, work: Callable[[], object]) -> FinishedEvent:
         work()
@@ -101,11 +101,11 @@ class InlineStream:
 
 
 class LateStage:
-    """Writes the KV of tokens late.
+    """A stage that queues the writes of tokens' KV on a late device.
 
     Args:
-        device: when.
-        is_last: else its hidden states go to another stage.
+        device: the device that runs the writes.
+        is_last: whether this is the last stage, whose hidden states go to no other one.
     """
 
     def __init__(self, device: LateDevice, is_last: bool) -> None:
@@ -162,10 +162,10 @@ def make_runner(
     [(CHUNK, True), (CHUNK, False), (SWAP_IN, True)],
     ids=["chunk", "chunk on an early stage", "swap-in alone"],
 )
-def test_a_peers_writes_to_freed_blocks_are_not_overwritten(
+def test_freed_blocks_are_not_written_after_the_step(
     device: LateDevice, pool: KVPool, plan: StepPlan, is_last: bool, is_fed: bool
 ) -> None:
-    """A request is aborted once the step is over, and its block given to a load."""
+    """A request is aborted once its step has completed, and its block is reused for a load."""
     runner = make_runner(device, pool, is_last=is_last, is_fed=is_fed)
     pending = runner.launch(plan)
     assert not device.is_idle, "launch() must not wait for the device"
@@ -178,15 +178,15 @@ def test_a_peers_writes_to_freed_blocks_are_not_overwritten(
 
 
 @pytest.mark.parametrize("is_fed", [False, True])
-def test_without_peers_a_step_does_not_wait_for_the_device(
+def test_step_without_peers_does_not_wait_for_the_device(
     device: LateDevice, pool: KVPool, is_fed: bool
 ) -> None:
     runner = make_runner(device, pool, is_last=True, is_fed=is_fed, has_peers=False)
     assert runner.launch(CHUNK).result().tokens == {}
-    assert not device.is_idle, "the next chunk is behind it on the device"
+    assert not device.is_idle, "the next chunk is queued after it on the device"
 
 
-def test_the_end_of_a_step_does_not_wait_for_the_next(device: LateDevice, pool: KVPool) -> None:
+def test_completion_of_a_step_does_not_wait_for_the_next(device: LateDevice, pool: KVPool) -> None:
     runner = make_runner(device, pool, is_last=False, is_fed=False)
     first, second = runner.launch(CHUNK), runner.launch(REST)
     first.result()

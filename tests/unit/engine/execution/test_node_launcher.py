@@ -1,4 +1,4 @@
-"""Which nodes may join an instance, and how others are reported."""
+"""Which nodes may join an instance, and how failures are reported."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def config(checkpoint: Path) -> EngineConfig:
 
 
 class Starting:
-    """Node 0, which waits for the others in a thread of its own."""
+    """Node 0, which waits for the other nodes in a thread of its own."""
 
     def __init__(self, config: EngineConfig) -> None:
         self.launcher = NodeLauncher(config)
@@ -66,7 +66,9 @@ class Starting:
 
 @pytest.fixture
 def starting(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting]:
-    monkeypatch.setattr(node_launcher, "_START_TIMEOUT_S", 0.2)  # no node here starts any rank
+    monkeypatch.setattr(
+        node_launcher, "_START_TIMEOUT_S", 0.2
+    )  # the nodes of these tests start no ranks
     node_0 = Starting(config)
     yield node_0
     node_0.close()
@@ -93,7 +95,7 @@ def join(starting: Starting, hello: NodeHello) -> Connection:
     return connection
 
 
-def test_another_secret_is_turned_away(starting: Starting, hello: NodeHello) -> None:
+def test_node_with_another_secret_is_rejected(starting: Starting, hello: NodeHello) -> None:
     with pytest.raises(AuthenticationError):
         connect_authenticated(starting.address, b"a guess")
     with join(starting, hello) as connection:
@@ -110,7 +112,7 @@ def test_another_secret_is_turned_away(starting: Starting, hello: NodeHello) -> 
         ({"node": 2}, "--node-rank must be from 1 to 1, got 2"),
     ],
 )
-def test_a_rejected_node_learns_why_and_the_next_one_is_accepted(
+def test_rejected_node_receives_the_reason_and_the_next_is_accepted(
     starting: Starting, hello: NodeHello, change: dict[str, object], reason: str
 ) -> None:
     with join(starting, msgspec.structs.replace(hello, **change)) as stranger:
@@ -123,7 +125,7 @@ def test_a_rejected_node_learns_why_and_the_next_one_is_accepted(
     assert (welcome.ranks, welcome.num_ports) == ((1,), 0)  # ranks meet at the first one's host
 
 
-def test_a_node_that_leaves_while_others_start_ends_the_instance(
+def test_node_that_disconnects_during_startup_ends_the_instance(
     starting: Starting, hello: NodeHello
 ) -> None:
     with join(starting, hello) as connection:
@@ -141,9 +143,7 @@ def test_other_nodes_are_notified_when_the_instance_ends(
         assert isinstance(receive_message(connection, TIMEOUT_S), InstanceOver)
 
 
-def test_a_node_that_never_comes_is_named(
-    config: EngineConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_node_is_named(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_launcher, "JOIN_TIMEOUT_S", 0.2)
     launcher = NodeLauncher(config)
     try:
@@ -153,7 +153,7 @@ def test_a_node_that_never_comes_is_named(
         launcher.close()
 
 
-def test_a_port_that_is_taken_is_named(config: EngineConfig) -> None:
+def test_port_in_use_is_named(config: EngineConfig) -> None:
     launcher = NodeLauncher(config)
     try:
         with pytest.raises(PortInUse, match="choose another --master-port on every node"):
@@ -162,7 +162,7 @@ def test_a_port_that_is_taken_is_named(config: EngineConfig) -> None:
         launcher.close()
 
 
-def test_a_name_that_is_no_address_is_named(config: EngineConfig) -> None:
+def test_invalid_master_address_is_named(config: EngineConfig) -> None:
     nodes = replace(config.nodes, master_addr="x" * 64)
     with pytest.raises(ConfigError, match=r"--master-addr x{64} is not an address"):
         NodeLauncher(replace(config, nodes=nodes))
@@ -177,19 +177,19 @@ def test_a_name_that_is_no_address_is_named(config: EngineConfig) -> None:
         ({"nnodes": 2, "master_port": 0}, "--master-port must be from 1 to 65535, got 0"),
     ],
 )
-def test_options_that_contradict_each_other(options: dict[str, int], said: str) -> None:
+def test_contradictory_node_options_are_rejected(options: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        NodeConfig(**options)  # type: ignore[arg-type]  # none of them is the secret
+        NodeConfig(**options)  # type: ignore[arg-type]  # no option here is the secret
 
 
-def test_options_that_conflict_with_nodes_are_rejected(config: EngineConfig) -> None:
+def test_options_incompatible_with_several_nodes_are_rejected(config: EngineConfig) -> None:
     with pytest.raises(ConfigError, match="--nnodes 2 was requested with 3 ranks"):
         replace(config, tp_size=3)
     with pytest.raises(ConfigError, match="--nnodes 2 was requested with --executor ray"):
         replace(config, executor=ExecutorKind.RAY)
 
 
-def test_a_secret_is_read_from_a_file_that_has_one(tmp_path: Path) -> None:
+def test_node_secret_is_read_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "secret"
     with pytest.raises(ConfigError, match="can't read --node-secret-file"):
         read_node_secret(file)

@@ -31,7 +31,7 @@ from mooncake_engine.node_config import NodeConfig
 
 SECRET = "of these tests"
 TIMEOUT_S = 60
-# What node 0 does with a node that says hello.
+# How node 0 answers the hello of a node.
 Answer = Callable[[Connection, NodeHello], None]
 
 
@@ -48,7 +48,7 @@ def listener() -> Iterator[socket.socket]:
 
 
 def join(checkpoint: Path, listener: socket.socket, answer: Answer, secret: str = SECRET) -> None:
-    """Run a node to its end, with a node 0 that answers so."""
+    """Run a node until it exits, with a node 0 that replies by ``answer``."""
     nodes = NodeConfig(nnodes=2, node_rank=1, master_port=listener.getsockname()[1], secret=SECRET)
     config = EngineConfig(checkpoint, tp_size=2, nodes=nodes, threads=1)
 
@@ -70,7 +70,7 @@ def join(checkpoint: Path, listener: socket.socket, answer: Answer, secret: str 
                 assert isinstance(answering.exception(TIMEOUT_S), EOFError)
 
 
-def test_it_joins_and_ends_with_the_instance(checkpoint: Path, listener: socket.socket) -> None:
+def test_node_joins_and_exits_with_the_instance(checkpoint: Path, listener: socket.socket) -> None:
     said: list[NodeHello] = []
 
     def answer(connection: Connection, hello: NodeHello) -> None:
@@ -89,7 +89,7 @@ def test_it_joins_and_ends_with_the_instance(checkpoint: Path, listener: socket.
     assert not Path(hello.scratch).exists()
 
 
-def test_a_rejection_says_why(checkpoint: Path, listener: socket.socket) -> None:
+def test_rejection_is_reported_with_its_reason(checkpoint: Path, listener: socket.socket) -> None:
     def refuse(connection: Connection, _: NodeHello) -> None:
         send_message(connection, NodeRefused("copies of the model differ"))
 
@@ -97,7 +97,7 @@ def test_a_rejection_says_why(checkpoint: Path, listener: socket.socket) -> None
         join(checkpoint, listener, refuse)
 
 
-def test_a_node_exits_when_node_0_is_gone(checkpoint: Path, listener: socket.socket) -> None:
+def test_node_exits_when_node_0_is_gone(checkpoint: Path, listener: socket.socket) -> None:
     def leave(connection: Connection, _: NodeHello) -> None:
         send_message(connection, NodeWelcome("token", (), 0))
 
@@ -105,7 +105,7 @@ def test_a_node_exits_when_node_0_is_gone(checkpoint: Path, listener: socket.soc
         join(checkpoint, listener, leave)
 
 
-def test_a_node_exits_on_a_signal(checkpoint: Path, listener: socket.socket) -> None:
+def test_node_exits_on_a_signal(checkpoint: Path, listener: socket.socket) -> None:
     def stop(connection: Connection, _: NodeHello) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         with pytest.raises(EOFError):
@@ -114,6 +114,6 @@ def test_a_node_exits_on_a_signal(checkpoint: Path, listener: socket.socket) -> 
     join(checkpoint, listener, stop)
 
 
-def test_another_secret_is_named(checkpoint: Path, listener: socket.socket) -> None:
+def test_different_secrets_are_reported(checkpoint: Path, listener: socket.socket) -> None:
     with pytest.raises(ConfigError, match="give both the same --node-secret-file"):
         join(checkpoint, listener, lambda *_: None, "another one")

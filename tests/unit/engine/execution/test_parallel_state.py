@@ -8,7 +8,7 @@ from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shards_of
 GEOMETRY = KVGeometry(AttentionKind.GQA, 7, 4, (16, 16), "float32", 4)
 
 
-def test_ranks_are_counted_stage_after_stage() -> None:
+def test_ranks_are_numbered_stage_by_stage() -> None:
     places = [RankInfo(rank, tp_size=2, pp_size=3) for rank in range(6)]
     assert [(place.stage, place.tp_rank) for place in places] == [
         (stage, tp_rank) for stage in range(3) for tp_rank in range(2)
@@ -16,7 +16,7 @@ def test_ranks_are_counted_stage_after_stage() -> None:
     assert [place.shard(GEOMETRY) for place in places] == shards_of(GEOMETRY, 2, 3)
 
 
-def test_the_last_stage_samples_and_its_first_rank_speaks() -> None:
+def test_last_stage_samples_and_its_first_rank_is_the_driver() -> None:
     places = [RankInfo(rank, tp_size=2, pp_size=2) for rank in range(4)]
     assert [place.is_last_stage for place in places] == [False, False, True, True]
     assert [place.is_driver for place in places] == [False, False, True, False]

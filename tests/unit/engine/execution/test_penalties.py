@@ -30,8 +30,8 @@ def expected(prompt: list[int], output: list[int]) -> tuple[list[float], list[bo
     return [float(output.count(i)) for i in range(VOCAB)], [i in seen for i in range(VOCAB)]
 
 
-def test_any_coming_and_going_of_requests() -> None:
-    """The table grows, and a row that is taken again has nothing of its last owner."""
+def test_counts_are_right_for_any_order_of_requests() -> None:
+    """The table grows, and a reused row keeps no counts of its previous owner."""
     chance, table = random.Random(3), TokenCountTable(VOCAB, CPU)
     assert len(table.output) == 0
     live: list[tuple[TokenCounts, list[int], list[int]]] = []
@@ -54,7 +54,7 @@ def test_any_coming_and_going_of_requests() -> None:
     assert len(table.output) > 8
 
 
-def test_a_copy_one_token_later_is_its_own() -> None:
+def test_counts_after_a_token_are_independent() -> None:
     counts = TokenCountTable(VOCAB, CPU).add_request((1, 2), (2,))
     later = counts.after(5)
     assert occurrences(later) == expected([1, 2], [2, 5])
@@ -70,8 +70,8 @@ def test_a_copy_one_token_later_is_its_own() -> None:
     assert not torch.equal(together, logits)
 
 
-def test_sampled_tokens_are_counted_where_they_are() -> None:
-    """Of requests with penalties alone; nothing is looked at where there are none."""
+def test_sampled_tokens_are_counted_on_the_device() -> None:
+    """Only for requests with penalties; a batch without any is not processed."""
     table = RequestTable(4, 4, VOCAB, CPU)
     plain = NewRequest("plain", (1, 2), 2, SamplingParams(), 0, ())
     table.admit([plain])

@@ -1,6 +1,6 @@
-"""Piecewise steps with prompts: what they compute, what they write, and who is called per layer.
+"""Piecewise graphs of steps with prompts: results, KV writes, and the hooks called per layer.
 
-A real model runs on the CPU's graphs, beside itself as it is.
+A real model runs on the CPU backend's graphs, and is compared with its eager execution.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from mooncake_hal_cpu.cpu_backend import CpuBackend
 
 BLOCK, SIZES = 16, (8, 24, 32)
 DISPATCHED = 10
-"""Fewest tokens of a step that is dispatched, where experts are divided over ranks."""
+"""Minimum tokens of a dispatched step, if experts are divided over ranks."""
 BLOCKS_PER_ROW, ROWS = 4, 3
 CPU = torch.device("cpu")
 
 
 class Counting:
-    """The CPU's runtime, and how many graphs it captured; ``refusal`` is raised instead."""
+    """The CPU's runtime, which counts captured graphs, or raises ``refusal`` if set."""
 
     def __init__(self, backend: CpuBackend) -> None:
         self._runtime = backend.runtime
@@ -58,7 +58,7 @@ class Counting:
 
 @dataclass
 class Rig:
-    """One model over two pools of its KV: as it is, and in pieces."""
+    """One model over two KV pools: run eagerly, and in piecewise graphs."""
 
     model: Model
     plain: PipelineStage
@@ -66,9 +66,9 @@ class Rig:
     pools: tuple[KVPool, KVPool]
     runtime: Counting
 
-    def run(self, step: ForwardInputs, heard: list[int] | None = None) -> tuple[Tensor, Tensor]:
-        """The step's hidden rows by both."""
-        listener = None if heard is None else heard.append
+    def run(self, step: ForwardInputs, fired: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Run the step both ways; return the hidden rows of each."""
+        listener = None if fired is None else fired.append
         rows = []
         stages: tuple[StageRunner, StageRunner] = (self.plain, self.pieces)
         with torch.inference_mode():
@@ -80,7 +80,7 @@ class Rig:
         return rows[0], rows[1]
 
     def kv(self) -> tuple[list[Tensor], list[Tensor]]:
-        """What both pools hold in the blocks of requests."""
+        """Return the contents of the requests' blocks in both pools."""
         first, second = self.pools
         blocks = first.num_blocks
         return (
@@ -102,7 +102,7 @@ def rig(folder: Path) -> Iterator[Rig]:
 
 @contextmanager
 def rig_of(folder: Path, group: Communicator | None, ep_size: int = 1) -> Iterator[Rig]:
-    """Of a rank, whose experts are divided over the group's."""
+    """Create the rig of a rank, with experts divided over the ranks of the group."""
     backend = CpuBackend()
     setup = make_plan(EngineConfig(folder, dtype="float32"), backend)
     parallel = ParallelContext(
@@ -125,7 +125,7 @@ def rig_of(folder: Path, group: Communicator | None, ep_size: int = 1) -> Iterat
 
 
 def step_of(*shares: tuple[int, int, int]) -> ForwardInputs:
-    """The step in which sequences, whose blocks are their own, get tokens: (row, start, count)."""
+    """Return a step of (row, start, count) shares; each row has blocks of its own."""
     tables = BlockTables(ROWS, BLOCKS_PER_ROW, CPU, is_accelerator=False)
     for row in range(ROWS):
         tables.take_row(tuple(range(row * BLOCKS_PER_ROW, (row + 1) * BLOCKS_PER_ROW)))
@@ -148,7 +148,7 @@ STEPS = (
 )
 
 
-def test_piecewise_steps_compute_and_write_the_same_as_the_model(rig: Rig) -> None:
+def test_piecewise_steps_equal_eager_steps(rig: Rig) -> None:
     for step in STEPS * 2:  # captured the first time, replayed the second
         plain, replayed = rig.run(step)
         torch.testing.assert_close(replayed, plain)
@@ -159,7 +159,7 @@ def test_piecewise_steps_compute_and_write_the_same_as_the_model(rig: Rig) -> No
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3"])
 def test_experts_of_other_ranks_are_launched_between_pieces(family: str, tmp_path: Path) -> None:
-    """Steps that are dispatched, smaller ones, and decodes; DeepSeek's first layer is dense."""
+    """In dispatched steps, smaller ones, and decodes; DeepSeek's first layer is dense."""
     model = write_checkpoint(random_model(family), tmp_path)
     steps = (*STEPS, step_of((0, 38, 1), (1, 29, 1)))
 
@@ -190,13 +190,13 @@ def test_all_sizes_are_captured_at_once(rig: Rig) -> None:
 
 
 def test_layer_hooks_fire_in_order(rig: Rig) -> None:
-    heard: list[int] = []
-    rig.run(STEPS[0], heard)
-    assert heard == [0, 1, 2] * 2
+    fired: list[int] = []
+    rig.run(STEPS[0], fired)
+    assert fired == [0, 1, 2] * 2
     assert rig.runtime.num_captured == 4
 
 
-def test_a_layer_is_written_when_its_hook_fires(rig: Rig) -> None:
+def test_kv_of_a_layer_is_written_before_its_hook_fires(rig: Rig) -> None:
     step, pool = STEPS[0], rig.pools[1]
     slots = step.attention.slot_mapping
     found: list[bool] = []
@@ -215,16 +215,16 @@ def test_a_layer_is_written_when_its_hook_fires(rig: Rig) -> None:
     assert found == [True] * 6
 
 
-def test_other_steps_run_as_they_are(rig: Rig) -> None:
+def test_other_steps_run_eagerly(rig: Rig) -> None:
     for step in (step_of((0, 0, 33)), step_of((0, 33, 1), (1, 0, 1))):
         plain, same = rig.run(step)
         assert torch.equal(plain, same)
     assert rig.runtime.num_captured == 0
     rig.run(step_of((0, 33, 1), (1, 0, 1)), [])
-    assert rig.runtime.num_captured == 4, "decodes that somebody listens to are in pieces"
+    assert rig.runtime.num_captured == 4, "decodes with a layer hook run piecewise"
 
 
-def test_steps_that_can_not_be_captured_run_eagerly_or_are_reported(
+def test_uncapturable_steps_run_eagerly_or_are_reported(
     rig: Rig, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.runtime.refusal = RuntimeError("moe waits for the device")

@@ -1,4 +1,4 @@
-"""Ranks that can't be started are reported, and leave nothing open."""
+"""A failure to start ranks is reported, and leaks no descriptors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mooncake_engine.errors import EngineDead
 from mooncake_engine.execution.rank_launcher import start_local_ranks
 
 
-def test_the_exit_of_the_forking_process_is_reported(
+def test_exit_of_the_forking_process_is_reported(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     broken = tmp_path / "python"

@@ -1,4 +1,4 @@
-"""The addresses at which transports of a rank on another Ray host listen, and peers connect."""
+"""The listen and advertised addresses of transports of a rank on another Ray host."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ OURS, THEIRS = "10.0.0.1", "10.0.0.2"
 PORTS = PortRange(21_000, 21_009)
 
 
-def adapted(host: str, told: str, rank_host: str = THEIRS) -> KVTransferConfig:
+def adapted(host: str, advertised_host: str, rank_host: str = THEIRS) -> KVTransferConfig:
     orders, messages = Pipe()
     with orders, messages:
         rank = RayRank(1, (orders, messages), None, None, RankLocation(rank_host, OURS, 7))
-        kv = KVTransferConfig(host=host, advertise_host=told, port_range=PORTS)
+        kv = KVTransferConfig(host=host, advertise_host=advertised_host, port_range=PORTS)
         config = rank.adapt(EngineConfig(Path("m"), role=Role.DECODE, kv_transfer=kv))
     assert config.kv_transfer is not None
     assert config.kv_transfer.port_range == PORTS
@@ -35,24 +35,26 @@ def adapted(host: str, told: str, rank_host: str = THEIRS) -> KVTransferConfig:
 
 
 @pytest.mark.parametrize(
-    ("host", "told", "expected"),
+    ("host", "advertised_host", "expected"),
     [
         (OURS, OURS, (THEIRS, THEIRS)),
         ("0.0.0.0", "192.0.2.9", ("0.0.0.0", THEIRS)),
         (OURS, "192.0.2.9", (THEIRS, THEIRS)),
     ],
 )
-def test_on_another_host_it_listens_there(host: str, told: str, expected: tuple[str, str]) -> None:
-    kv = adapted(host, told)
+def test_rank_on_another_host_uses_that_hosts_address(
+    host: str, advertised_host: str, expected: tuple[str, str]
+) -> None:
+    kv = adapted(host, advertised_host)
     assert (kv.host, kv.advertise_host) == expected
 
 
-def test_on_our_host_it_listens_as_we_do() -> None:
+def test_rank_on_our_host_keeps_the_configured_addresses() -> None:
     kv = adapted("0.0.0.0", "192.0.2.9", rank_host=OURS)
     assert (kv.host, kv.advertise_host) == ("0.0.0.0", "192.0.2.9")
 
 
-def test_loopback_does_not_reach_another_host() -> None:
+def test_loopback_for_a_rank_on_another_host_is_rejected() -> None:
     with pytest.raises(ConfigError, match=r"rank 1 is on 10.0.0.2, where peers can't reach"):
         adapted("127.0.0.1", "127.0.0.1")
 
@@ -61,7 +63,7 @@ KEY = b"0123456789abcdef0123456789abcdef"
 
 
 @pytest.mark.parametrize("drips", [False, True])
-def test_a_silent_or_slow_stranger_blocks_no_rank(
+def test_silent_or_slow_stranger_does_not_block_ranks(
     drips: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(node_connections, "_AUTH_TIMEOUT_S", 0.3)

@@ -1,4 +1,4 @@
-"""The newest sampled tokens on the device, whatever batches they were sampled in."""
+"""The buffer of each request's newest sampled token on the device, across batches."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def filled(
     return found
 
 
-def test_each_request_has_its_newest_token_after_any_batches() -> None:
+def test_each_request_has_its_newest_token() -> None:
     buffer = SampledTokenBuffer(1, torch.device("cpu"), depth=2)  # it grows
     buffer.store([A, B], torch.tensor([10, 20]))
     assert filled(buffer, [A, B], [0, 1]) == [10, 20, 0, 0]
@@ -40,7 +40,7 @@ def test_each_request_has_its_newest_token_after_any_batches() -> None:
     assert filled(buffer, [A, B, C], [1, 2, 3]) == [0, 12, 21, 31]
 
 
-def test_a_request_in_a_reused_row_has_its_own_token() -> None:
+def test_request_in_a_reused_row_has_its_own_token() -> None:
     buffer = SampledTokenBuffer(3, torch.device("cpu"), depth=2)
     buffer.store([A, B], torch.tensor([10, 20]))
     later = request(B.row)

@@ -1,4 +1,4 @@
-"""The sampler against plain definitions of each rule, one row at a time, in numpy float64."""
+"""The sampler, checked against plain definitions of each rule, row by row in numpy float64."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ FILTERS: list[dict[str, Any]] = [
 ]
 
 
-def test_all_rows_greedy_take_the_largest_logit() -> None:
+def test_greedy_rows_take_the_largest_logit() -> None:
     logits = random_logits(5)
     states = [make_state(SamplingParams(temperature=0.0)) for _ in range(5)]
     found = [token.token_id for token in sample(logits, states)]
@@ -112,7 +112,7 @@ def test_draws_follow_the_filtered_distribution(options: dict[str, Any]) -> None
 
 @settings(max_examples=40)
 @given(st.data())
-def test_a_row_draws_the_same_in_any_batch(data: st.DataObject) -> None:
+def test_row_draws_the_same_token_in_any_batch(data: st.DataObject) -> None:
     index = st.integers(0, len(FILTERS) - 1)
     choices = data.draw(st.lists(index, min_size=1, max_size=6))
     logits = random_logits(len(choices), vocab=3000, seed=data.draw(st.integers(0, 99)))
@@ -125,7 +125,7 @@ def test_a_row_draws_the_same_in_any_batch(data: st.DataObject) -> None:
     assert together == alone
 
 
-def test_nucleus_wider_than_the_sorted_candidates_is_still_exact() -> None:
+def test_nucleus_wider_than_the_sorted_candidates_is_exact() -> None:
     logits = random_logits(1, vocab=5000, seed=2) / 30  # almost flat: 95 % needs over 4000 tokens
     params = SamplingParams(top_p=0.95)
     allowed = support(logits[0].double().numpy(), params)
@@ -137,20 +137,20 @@ def test_nucleus_wider_than_the_sorted_candidates_is_still_exact() -> None:
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 9))
-def test_largest_values_by_blocks_are_those_of_a_sort(vocab: int, count: int, seed: int) -> None:
+def test_blockwise_largest_values_equal_a_sort(vocab: int, count: int, seed: int) -> None:
     logits = random_logits(3, vocab=vocab, seed=seed).round()  # rounded: many equal values
     expected = logits.sort(dim=-1, descending=True).values[:, :count]
     assert torch.equal(_largest(logits, min(count, vocab)), expected)
 
 
-def test_equal_logits_at_the_edge_of_top_k_stay_in_together() -> None:
+def test_ties_at_the_edge_of_top_k_are_all_kept() -> None:
     logits = torch.full((1, VOCAB), -10.0)
     logits[0, [4, 9, 30]] = 1.0
     states = [make_state(SamplingParams(top_k=2), seed=seed) for seed in range(300)]
     assert {t.token_id for t in sample(logits.expand(300, -1), states)} == {4, 9, 30}
 
 
-def test_the_draw_depends_on_the_output_position_and_not_on_the_path_to_it() -> None:
+def test_draw_depends_only_on_seed_and_output_position() -> None:
     logits = random_logits(1)
     params = SamplingParams()
     grown = make_state(params, seed=9)
@@ -164,7 +164,7 @@ def test_the_draw_depends_on_the_output_position_and_not_on_the_path_to_it() -> 
     assert sample(rows, fresh) != sample(rows, later)
 
 
-def test_penalties_are_those_of_their_papers() -> None:
+def test_penalties_follow_their_papers() -> None:
     params = SamplingParams(
         temperature=0.0, repetition_penalty=1.7, presence_penalty=0.4, frequency_penalty=0.3
     )
@@ -176,7 +176,7 @@ def test_penalties_are_those_of_their_papers() -> None:
             expected[token] *= 1 / 1.7 if expected[token] > 0 else 1.7
         for token, count in Counter(output).items():
             expected[token] -= 0.4 + 0.3 * count
-        # two routes to the same state: all at once, and token by token
+        # two ways to the same state: all tokens at once, and token by token
         at_once = make_state(params, prompt=prompt, output=output)
         grown = make_state(params, prompt=prompt)
         for token in output:
@@ -185,7 +185,7 @@ def test_penalties_are_those_of_their_papers() -> None:
             assert sample(logits, [state])[0].token_id == int(expected.argmax())
 
 
-def test_logit_bias_reaches_only_its_row() -> None:
+def test_logit_bias_changes_only_its_row() -> None:
     logits = random_logits(2)
     biased = make_state(SamplingParams(temperature=0.0, logit_bias=((17, 100.0), (18, -100.0))))
     plain = make_state(SamplingParams(temperature=0.0))
@@ -203,8 +203,8 @@ def test_end_tokens_are_masked_until_min_tokens() -> None:
     assert sample(logits, [make_state(ignoring)])[0].token_id == EOS
 
 
-def test_end_tokens_are_masked_step_by_step_for_the_same_requests() -> None:
-    """What the sampler keeps of a batch does not outlast what changes in it."""
+def test_end_token_masks_follow_the_steps_of_a_batch() -> None:
+    """The state that the sampler caches for a batch is updated when the batch changes."""
     sampler = Sampler((0,))
     state = make_state(SamplingParams(temperature=0.0, min_tokens=2))
     logits = torch.zeros(1, VOCAB)
@@ -219,7 +219,7 @@ def test_end_tokens_are_masked_step_by_step_for_the_same_requests() -> None:
     assert sampler.sample(logits.clone(), [other, state])[0].token_id == 0
 
 
-def test_logprobs_are_of_the_unmodified_distribution() -> None:
+def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
     logits = random_logits(3)
     params = SamplingParams(temperature=0.5, top_k=1, logprobs=4, logit_bias=((17, 100.0),))
     chosen_only = SamplingParams(temperature=0.0, logprobs=0)
@@ -240,7 +240,7 @@ def test_logprobs_are_of_the_unmodified_distribution() -> None:
 
 
 class CountingOps(ReferenceOps):
-    """The reference's sampling, which counts its rows."""
+    """The reference ops, which count sampled rows."""
 
     def __init__(self) -> None:
         self.rows = 0
@@ -251,8 +251,8 @@ class CountingOps(ReferenceOps):
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
-def test_a_device_samples_the_same_as_torch(filters: dict[str, Any]) -> None:
-    """Greedy rows among them; the numbers of seed and position decide on either side."""
+def test_device_samples_the_same_as_torch(filters: dict[str, Any]) -> None:
+    """With greedy rows as well; both use the random numbers of seed and position."""
     ops, logits = CountingOps(), random_logits(40)
     drawn = SamplingParams(**{"temperature": 1.0, **filters})
     greedy = SamplingParams(temperature=0.0)
@@ -270,15 +270,15 @@ NEEDS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("needs", NEEDS, ids=str)
-def test_a_device_samples_from_the_processed_logits(needs: dict[str, Any]) -> None:
-    """The log probabilities beside it are those of the model."""
+def test_device_samples_from_the_processed_logits(needs: dict[str, Any]) -> None:
+    """The log probabilities returned are those of the model."""
     ops, logits = CountingOps(), random_logits(2)
     states = [make_state(SamplingParams(**{"temperature": 1.0, **needs})) for _ in range(2)]
     assert Sampler((EOS,), ops).sample(logits.clone(), states) == sample(logits, states)
     assert ops.rows == 2
 
 
-def test_a_greedy_batch_is_not_drawn() -> None:
+def test_greedy_batch_is_not_sampled_on_the_device() -> None:
     ops, logits = CountingOps(), random_logits(2)
     states = [make_state(SamplingParams(temperature=0.0)) for _ in range(2)]
     assert Sampler((EOS,), ops).sample(logits.clone(), states) == sample(logits, states)
@@ -302,9 +302,7 @@ KINDS = {
 
 @pytest.mark.parametrize("broken", BROKEN)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_row_without_finite_logits_gets_no_token_and_spares_the_others(
-    broken: str, kind: str
-) -> None:
+def test_row_without_finite_logits_gets_no_token_and_others_do(broken: str, kind: str) -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
     states = [make_state(KINDS[kind], seed=seed) for seed in range(3)]
     expected = [token.token_id for token in sample(logits, states)]
@@ -314,7 +312,7 @@ def test_a_row_without_finite_logits_gets_no_token_and_spares_the_others(
 
 
 class Careless(ReferenceOps):
-    """A device whose kernel returns an id beyond the vocabulary where there is nothing to draw."""
+    """A device whose kernel returns an id beyond the vocabulary for rows without finite logits."""
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         finite = logits.amax(dim=-1).isfinite()
@@ -322,7 +320,7 @@ class Careless(ReferenceOps):
 
 
 @pytest.mark.parametrize("broken", BROKEN)
-def test_a_devices_own_sampling_is_not_trusted_with_such_rows(broken: str) -> None:
+def test_device_results_of_rows_without_finite_logits_are_ignored(broken: str) -> None:
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
     states = [make_state(SamplingParams(temperature=1.0), seed=seed) for seed in range(2)]
     BROKEN[broken](logits[0])
@@ -331,7 +329,7 @@ def test_a_devices_own_sampling_is_not_trusted_with_such_rows(broken: str) -> No
     assert found == [NO_TOKEN, int(logits[1].argmax())]
 
 
-def test_a_draft_model_without_finite_logits_drafts_nothing() -> None:
+def test_draft_row_without_finite_logits_gets_no_token() -> None:
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1))
     logits[0] = math.nan
     for params in (SamplingParams(temperature=0.0), SamplingParams(temperature=1.0)):

@@ -1,4 +1,4 @@
-"""Warm-up steps compile whatever requests would otherwise have to compile."""
+"""Warm-up steps compile every kernel that requests would otherwise have to compile."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plan_of(model: Path, **options: Any) -> EnginePlan:
     return make_plan(config, Registry.discover().select_backend("cpu"))
 
 
-def test_without_compilation_one_short_request_is_enough(model: Path) -> None:
+def test_backend_without_compilation_needs_one_short_request(model: Path) -> None:
     plan = plan_of(model)
     [(prompt, decode)] = warm_up_requests(plan, 100, compiles=False)
     assert prompt.num_tokens == plan.block_size.tokens - 1
@@ -36,7 +36,7 @@ def test_without_compilation_one_short_request_is_enough(model: Path) -> None:
 @pytest.mark.parametrize(
     ("num_blocks", "lengths"), [(100, [32, 64]), (4, [32]), (3, [32]), (1, [])]
 )
-def test_warm_up_covers_each_number_of_tokens_that_selects_a_kernel(
+def test_warm_up_covers_each_token_count_that_selects_a_kernel(
     num_blocks: int, lengths: list[int], model: Path
 ) -> None:
     plan = plan_of(model, max_num_batched_tokens=100, max_model_len=128)
@@ -54,10 +54,10 @@ def test_warm_up_covers_each_number_of_tokens_that_selects_a_kernel(
 
 
 @pytest.mark.parametrize(("budget", "beside"), [(100, 16), (9, 8)])
-def test_a_short_decode_runs_in_one_step_with_a_prompt(
+def test_warm_up_has_a_step_with_a_short_decode_and_a_prompt(
     budget: int, beside: int, model: Path
 ) -> None:
-    """Which graphs of decodes don't replay: what such a step launches is compiled here."""
+    """Decode graphs don't replay such a step, so its kernels must be compiled here."""
     plan = plan_of(model, max_num_batched_tokens=budget, max_model_len=128, block_size=16)
     [(_, step)] = [
         pair for pair in warm_up_requests(plan, 4, compiles=True) if pair[1].new_requests
@@ -69,11 +69,11 @@ def test_a_short_decode_runs_in_one_step_with_a_prompt(
     assert step.num_tokens <= budget
 
 
-def test_a_budget_of_one_token_has_no_room_for_both(model: Path) -> None:
+def test_too_small_budget_has_no_mixed_step(model: Path) -> None:
     plan = plan_of(model, max_num_batched_tokens=2, max_model_len=128)
     assert not any(step.new_requests for _, step in warm_up_requests(plan, 4, compiles=True))
 
 
-def test_blocks_are_copied_there_and_back() -> None:
+def test_copy_steps_cover_host_and_device_copies() -> None:
     assert [step.has_host_copies for step in copy_steps(4)] == [False, True, True]
     assert [step.block_copies for step in copy_steps(0)] == [((0, 0),)]

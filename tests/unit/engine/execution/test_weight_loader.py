@@ -1,4 +1,4 @@
-"""Loading: every rank gets exactly its part, and an incomplete checkpoint is reported."""
+"""The weight loader: every rank gets exactly its part, and invalid checkpoints are reported."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mooncake_hal.reference import ReferenceOps
 
 
 class RankOf(SingleRankCommunicator):
-    """A rank's place in a group that never speaks."""
+    """A rank of a group that never communicates."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
@@ -49,7 +49,7 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("tp_size", [1, 2, 3, 8])
-def test_the_ranks_parts_make_up_the_checkpoint(checkpoint: Path, tp_size: int) -> None:
+def test_parts_of_all_ranks_make_up_the_checkpoint(checkpoint: Path, tp_size: int) -> None:
     whole: dict[str, Tensor] = {}
     for path in checkpoint.glob("*.safetensors"):
         whole |= load_file(path)
@@ -71,7 +71,7 @@ def test_the_ranks_parts_make_up_the_checkpoint(checkpoint: Path, tp_size: int) 
 @pytest.mark.parametrize(
     ("family", "tp_size", "ep_size"), [("deepseek_v3", 4, 4), ("mixtral", 4, 2), ("mixtral", 4, 4)]
 )
-def test_a_rank_reads_its_own_experts_and_no_others(
+def test_rank_reads_only_its_own_experts(
     family: str, tp_size: int, ep_size: int, tmp_path: Path
 ) -> None:
     directory = write_checkpoint(random_model(family), tmp_path / "model")
@@ -94,7 +94,7 @@ def test_a_rank_reads_its_own_experts_and_no_others(
     }
 
 
-def test_an_expert_beyond_the_config_is_unexpected(tmp_path: Path) -> None:
+def test_expert_beyond_the_config_is_unexpected(tmp_path: Path) -> None:
     directory = write_checkpoint(random_model("mixtral"), tmp_path / "model")
     path = directory / "model.safetensors"
     tensors = load_file(path)
@@ -105,12 +105,12 @@ def test_an_expert_beyond_the_config_is_unexpected(tmp_path: Path) -> None:
 
 
 STAGES = (Span(0, 1), Span(1, 3))
-"""Of the small models' three layers."""
+"""Layer ranges of the stages of the small models, which have three layers."""
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3"])
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_every_tensor_is_of_one_stage_a_tied_embedding_of_both_ends(
+def test_every_tensor_belongs_to_one_stage_except_a_tied_embedding(
     family: str, is_tied: bool, tmp_path: Path
 ) -> None:
     model = random_model(family, tie_word_embeddings=is_tied)
@@ -127,7 +127,7 @@ def test_every_tensor_is_of_one_stage_a_tied_embedding_of_both_ends(
 @pytest.mark.parametrize(
     ("rank", "tp_size", "layers"), [(0, 1, None), (1, 2, None), (0, 1, STAGES[1])]
 )
-def test_a_separate_tied_head_must_equal_the_embedding(
+def test_separate_tied_head_must_equal_the_embedding(
     rank: int, tp_size: int, layers: Span | None, tmp_path: Path
 ) -> None:
     directory = write_checkpoint(random_model("qwen3", tie_word_embeddings=True), tmp_path / "m")
@@ -170,7 +170,7 @@ def test_files_that_hold_the_same_tensor_need_an_index(checkpoint: Path) -> None
         load_weights(build(checkpoint), checkpoint)
 
 
-def test_a_stage_opens_only_files_that_it_needs(checkpoint: Path) -> None:
+def test_stage_opens_only_the_files_it_needs(checkpoint: Path) -> None:
     last = json.loads((checkpoint / INDEX_NAME).read_text())["weight_map"]["lm_head.weight"]
     (checkpoint / last).write_bytes(b"damaged")
     assert load_weights(build(checkpoint, layers=STAGES[0]), checkpoint).fraction == 1.0
@@ -178,7 +178,7 @@ def test_a_stage_opens_only_files_that_it_needs(checkpoint: Path) -> None:
         load_weights(build(checkpoint, layers=STAGES[1]), checkpoint)
 
 
-def test_an_unexpected_tensor_is_found_by_the_stage_of_its_layer(tmp_path: Path) -> None:
+def test_unexpected_tensor_is_reported_by_the_stage_of_its_layer(tmp_path: Path) -> None:
     directory = write_checkpoint(random_model("llama"), tmp_path / "model")
     path = directory / "model.safetensors"
     tensors = load_file(path)
@@ -189,7 +189,7 @@ def test_an_unexpected_tensor_is_found_by_the_stage_of_its_layer(tmp_path: Path)
         load_weights(build(directory, layers=STAGES[1]), directory)
 
 
-def test_progress_ends_at_all_bytes_of_the_rank(checkpoint: Path) -> None:
+def test_progress_reaches_all_bytes_of_the_rank(checkpoint: Path) -> None:
     seen: list[LoadProgress] = []
     final = load_weights(build(checkpoint), checkpoint, seen.append)
     assert seen[-1] == final
@@ -204,7 +204,7 @@ def header_bytes(path: Path) -> int:
     return 8 + int.from_bytes(path.read_bytes()[:8], "little")
 
 
-def test_a_missing_shard_is_half_a_checkpoint(checkpoint: Path) -> None:
+def test_missing_shard_makes_the_checkpoint_incomplete(checkpoint: Path) -> None:
     shard = sorted(checkpoint.glob("*.safetensors"))[0]
     shard.unlink()
     with pytest.raises(CheckpointError, match=f"incomplete checkpoint.*{shard.name}"):
@@ -221,7 +221,7 @@ def test_missing_and_unexpected_tensors_are_both_named(tmp_path: Path) -> None:
         load_weights(build(directory), directory)
 
 
-def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
+def test_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
     directory = write_checkpoint(random_model("llama"), tmp_path / "model")
     config = json.loads((directory / "config.json").read_text())
     config["intermediate_size"] = 160
@@ -230,7 +230,7 @@ def test_a_tensor_of_another_shape_is_named(tmp_path: Path) -> None:
         load_weights(build(directory), directory)
 
 
-def test_integer_weights_are_refused(tmp_path: Path) -> None:
+def test_integer_weights_are_rejected(tmp_path: Path) -> None:
     directory = write_checkpoint(random_model("llama"), tmp_path / "model")
     path = directory / "model.safetensors"
     tensors = load_file(path)
@@ -241,7 +241,7 @@ def test_integer_weights_are_refused(tmp_path: Path) -> None:
         load_weights(build(directory), directory)
 
 
-def test_other_formats_and_damage_are_refused(checkpoint: Path) -> None:
+def test_other_formats_and_damaged_files_are_rejected(checkpoint: Path) -> None:
     model = build(checkpoint)
     (checkpoint / INDEX_NAME).write_text("{}")
     with pytest.raises(CheckpointError, match="weight_map"):
@@ -257,7 +257,7 @@ def test_other_formats_and_damage_are_refused(checkpoint: Path) -> None:
         load_weights(model, checkpoint)
 
 
-def test_a_tied_head_in_the_file_is_left_unread(tmp_path: Path) -> None:
+def test_tied_head_in_the_file_is_ignored(tmp_path: Path) -> None:
     model = random_model("llama", tie_word_embeddings=True)
     directory = write_checkpoint(model, tmp_path / "model")
     path = directory / "model.safetensors"

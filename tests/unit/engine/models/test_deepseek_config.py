@@ -1,4 +1,4 @@
-"""DeepSeek's config as a ModelConfig, and what of it is rejected."""
+"""DeepSeek's config as a ModelConfig, and unsupported values."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def write(directory: Path, fields: dict[str, Any], **changes: Any) -> Path:
     return directory
 
 
-def test_the_cache_is_a_latent_and_a_rotated_row_of_one_head(tmp_path: Path) -> None:
+def test_kv_geometry_is_one_head_of_latent_and_rope_planes(tmp_path: Path) -> None:
     geometry = kv_geometry(read_model_config(write(tmp_path, V2)), torch.bfloat16)
     assert (geometry.kind, geometry.kv_heads) == (AttentionKind.MLA, 1)
     assert geometry.plane_dims == (512, 64)
 
 
-def test_scores_are_scaled_for_a_stretched_context(tmp_path: Path) -> None:
+def test_attention_scale_follows_the_extended_context(tmp_path: Path) -> None:
     plain = read_model_config(write(tmp_path, V2)).mla
     stretched = read_model_config(write(tmp_path, V3)).mla
     assert plain is not None
@@ -73,7 +73,7 @@ def test_scores_are_scaled_for_a_stretched_context(tmp_path: Path) -> None:
     assert stretched.scale == pytest.approx(192**-0.5 * 1.3688879454113936**2)
 
 
-def test_further_layers_are_left_unread(tmp_path: Path) -> None:
+def test_layers_beyond_the_config_are_ignored(tmp_path: Path) -> None:
     config = read_model_config(write(tmp_path, V3))
     model = build_model(config, ParallelContext(NullOps(), torch.device("cpu"), torch.float32), 16)
     assert model.is_ignored("model.layers.3.eh_proj.weight")
@@ -99,7 +99,7 @@ WRONG: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("base", "changes", "message"), WRONG, ids=lambda value: str(value)[-40:])
-def test_what_is_wrong_is_named(
+def test_invalid_values_are_named(
     base: dict[str, Any], changes: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(CheckpointError, match=message):

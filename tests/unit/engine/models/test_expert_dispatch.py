@@ -19,7 +19,7 @@ HIDDEN, CHOSEN = 16, 3
 
 
 def routed(rank: int, tokens: int, experts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Rows of a rank, and what each chose."""
+    """Return the rows of a rank, and the expert ids and weights chosen by each."""
     generator = torch.Generator().manual_seed(rank)
     rows = torch.randn(tokens, HIDDEN, generator=generator)
     weights, ids = torch.rand(tokens, experts, generator=generator).topk(CHOSEN)
@@ -27,14 +27,14 @@ def routed(rank: int, tokens: int, experts: int) -> tuple[Tensor, Tensor, Tensor
 
 
 def run_experts(rows: Tensor, ids: Tensor, weights: Tensor, held: range) -> Tensor:
-    """Experts that multiply by their number plus one: the part of those that are held."""
+    """Apply the held experts, each of which multiplies by its number plus one."""
     mine = (ids >= held.start) & (ids < held.stop)
     return rows * ((ids + 1) * weights * mine).sum(1, keepdim=True)
 
 
 @pytest.mark.parametrize(("ranks", "ep_size"), [(2, 2), (3, 3), (4, 2)])
 @pytest.mark.parametrize("tokens", [(5, 0, 1, 9), (0, 0, 0, 0), (1, 30, 0, 0)])
-def test_every_token_comes_back_with_the_sum_of_its_experts(
+def test_every_token_gets_the_sum_of_its_experts(
     ranks: int, ep_size: int, tokens: tuple[int, ...]
 ) -> None:
     experts = 7
@@ -67,7 +67,7 @@ def test_every_token_comes_back_with_the_sum_of_its_experts(
         assert len(left) == 2
 
 
-def test_no_token_is_dropped_where_all_choose_the_same() -> None:
+def test_no_token_is_dropped_if_all_choose_the_same_expert() -> None:
     def run(group: CountingGroup) -> Tensor:
         rows = torch.full((50, HIDDEN), float(group.rank + 1))
         ids, weights = torch.tensor([[3]]).expand(50, 1), torch.ones(50, 1)
@@ -85,7 +85,7 @@ def test_no_token_is_dropped_where_all_choose_the_same() -> None:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 7])
-def test_shared_out_tokens_are_summed_and_gathered(num_tokens: int) -> None:
+def test_divided_tokens_are_summed_and_gathered(num_tokens: int) -> None:
     values = torch.arange(num_tokens * 4.0).view(num_tokens, 4)
 
     def run(group: CountingGroup) -> tuple[Tensor, Tensor, list[int]]:
@@ -101,7 +101,7 @@ def test_shared_out_tokens_are_summed_and_gathered(num_tokens: int) -> None:
         assert gathered == 2 * len(own) * 16
 
 
-def test_tokens_take_turns_on_the_replicas_of_an_expert() -> None:
+def test_replicas_of_an_expert_are_used_in_turn() -> None:
     replicas = ExpertReplicas((0, 1, 1, 2, 1, 0), 3, torch.device("cpu"))
     ids = torch.tensor([[0, 1], [0, 1], [1, 2], [1, 2], [0, 2]])
     assert replicas.choose(ids).tolist() == [[0, 1], [5, 2], [4, 3], [1, 3], [0, 3]]

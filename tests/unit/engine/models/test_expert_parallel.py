@@ -1,4 +1,4 @@
-"""Models whose experts are divided over ranks: the logits of one rank. The ranks are threads."""
+"""Models with experts divided over ranks have the logits of one rank. The ranks are threads."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from mooncake_hal_cpu.torch_ops import TorchOps
 
 FAMILIES = ["mixtral", "qwen3_moe", "deepseek_v2", "deepseek_v3"]
 DIVISIONS = [(2, 2, 1), (2, 2, 1000), (3, 3, 1), (4, 4, 1), (4, 2, 1), (4, 2, 1000), (4, 4, 10)]
-"""Ranks, parts with experts, and the fewest tokens of a step that is dispatched; with 1, decodes
-are, so that ranks have no tokens; with 10, chunks of prompts are and decodes are not."""
+"""tp_size, ep_size, and the minimum tokens of a dispatched step. With 1, decodes are dispatched, so
+that some ranks have no tokens; with 10, chunks of prompts are dispatched and decodes are not."""
 ALONE = ParallelContext(TorchOps(), torch.device("cpu"), torch.float32)
 
 
@@ -45,7 +45,7 @@ def expected(checkpoint: Path) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("tp_size", "ep_size", "least"), DIVISIONS)
-def test_every_rank_has_the_logits_of_one_rank(
+def test_every_rank_has_the_logits_of_a_single_rank(
     tp_size: int, ep_size: int, least: int, checkpoint: Path, expected: list[Tensor]
 ) -> None:
     def rank(group: Communicator) -> list[Tensor]:
@@ -62,7 +62,7 @@ def compare(found: list[Tensor], expected: list[Tensor]) -> None:
 
 
 @pytest.mark.parametrize("least", [1, 1000])
-def test_replicas_share_the_tokens_of_busy_experts_and_change_no_logits(
+def test_replicas_of_busy_experts_change_no_logits(
     least: int, checkpoint: Path, expected: list[Tensor]
 ) -> None:
     config = read_model_config(checkpoint)
@@ -85,10 +85,10 @@ def test_replicas_share_the_tokens_of_busy_experts_and_change_no_logits(
 
 
 @pytest.mark.parametrize(("tp_size", "ep_size", "least"), [(2, 2, 1), (4, 2, 1000), (4, 4, 1)])
-def test_experts_that_move_to_other_ranks_change_no_logits(
+def test_moving_experts_changes_no_logits(
     tp_size: int, ep_size: int, least: int, checkpoint: Path, expected: list[Tensor]
 ) -> None:
-    """After two of the steps, with replicas that others had before."""
+    """They move after two of the steps, to slots that held other experts before."""
     config = read_model_config(checkpoint)
     assert config.moe is not None
     num_experts = config.moe.routing.num_experts
@@ -116,7 +116,7 @@ def test_experts_that_move_to_other_ranks_change_no_logits(
     ("dp_size", "tp_size", "ep_size", "is_dispatched"),
     [(2, 1, 2, True), (2, 1, 2, False), (2, 2, 4, True), (2, 2, 2, False), (4, 1, 2, True)],
 )
-def test_data_parallel_ranks_with_tokens_and_without_have_the_logits_of_one(
+def test_data_parallel_ranks_have_the_logits_of_a_single_rank(
     dp_size: int,
     tp_size: int,
     ep_size: int,
@@ -124,7 +124,8 @@ def test_data_parallel_ranks_with_tokens_and_without_have_the_logits_of_one(
     checkpoint: Path,
     expected: list[Tensor],
 ) -> None:
-    """Each begins a round after the one before, and serves the others before and after."""
+    """Each rank starts one round after the previous one, and serves the others while it has no
+    tokens."""
     config = read_model_config(checkpoint)
     sizes = [sum(len(tokens) for tokens in step.tokens) for step in STEPS]
     num_rounds = len(STEPS) + dp_size - 1
@@ -163,7 +164,7 @@ def test_data_parallel_ranks_with_tokens_and_without_have_the_logits_of_one(
 
 @pytest.fixture(scope="module")
 def one_sided(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model all of whose tokens choose the last three of twelve experts."""
+    """A model in which all tokens choose the last three of twelve experts."""
     model = random_model("deepseek_v3", n_group=1, topk_group=1)
     for name, buffer in model.named_buffers():
         if name.endswith("correction_bias"):
@@ -172,7 +173,7 @@ def one_sided(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def peak(model: Model, kv: dict[int, tuple[Tensor, ...]], expert_round: ExpertRound | None) -> int:
-    """Of the largest step."""
+    """Return the peak memory of the largest step, in bytes."""
     ids, positions, batch = next(batches())
     with PeakBytes() as memory:
         model.forward(ids, positions, ForwardContext(batch, kv, expert_round=expert_round))
@@ -183,7 +184,7 @@ def peak(model: Model, kv: dict[int, tuple[Tensor, ...]], expert_round: ExpertRo
     ("dp_size", "tp_size", "ep_size", "least"),
     [(1, 4, 4, 1), (1, 4, 2, 1), (1, 4, 4, 1000), (4, 1, 4, 1), (2, 2, 2, 1), (2, 2, 4, 1000)],
 )
-def test_no_routing_takes_more_memory_than_the_worst_that_is_profiled(
+def test_profiled_routing_has_the_highest_memory_peak(
     dp_size: int, tp_size: int, ep_size: int, least: int, one_sided: Path
 ) -> None:
     config = read_model_config(one_sided)
@@ -212,7 +213,8 @@ def test_no_routing_takes_more_memory_than_the_worst_that_is_profiled(
 
 
 class GatheringExperts:
-    """``FusedExperts`` on the CPU: every rank has all rows, and gives back what its own made."""
+    """``FusedExperts`` on the CPU: each rank gathers all rows, and returns the results of its
+    own."""
 
     def __init__(self, group: Communicator, num_slots: int) -> None:
         self._group = group
@@ -252,10 +254,10 @@ class GatheringExperts:
 
 
 @pytest.mark.parametrize(("dp_size", "tp_size"), [(1, 2), (2, 1), (2, 2)])
-def test_ops_of_the_backend_take_the_tokens_that_fit_them(
+def test_fused_expert_ops_get_at_most_max_tokens(
     dp_size: int, tp_size: int, checkpoint: Path, expected: list[Tensor]
 ) -> None:
-    """The second data-parallel rank has no tokens; the first step's 23 are more than fit one."""
+    """The second data-parallel rank has no tokens; the first step's 23 exceed ``max_tokens``."""
     config = read_model_config(checkpoint)
     assert config.moe is not None
     num_experts = config.moe.routing.num_experts

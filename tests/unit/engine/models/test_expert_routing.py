@@ -1,4 +1,4 @@
-"""Routing against the definition, one token and one expert at a time."""
+"""Expert routing, checked against its definition, one token and one expert at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CONFIGS = [
 
 
 def expected(logits: list[float], bias: list[float], routing: RoutingConfig) -> dict[int, float]:
-    """Weight of every chosen expert of one token."""
+    """Return the weight of every expert chosen by one token."""
     if routing.scoring is Scoring.SOFTMAX:
         total = sum(math.exp(logit) for logit in logits)
         scores = [math.exp(logit) / total for logit in logits]
@@ -44,7 +44,7 @@ def expected(logits: list[float], bias: list[float], routing: RoutingConfig) -> 
 
 
 @pytest.mark.parametrize("routing", CONFIGS, ids=lambda routing: f"{routing.experts_per_token}")
-def test_every_token_goes_to_the_experts_of_the_definition(routing: RoutingConfig) -> None:
+def test_every_token_chooses_the_experts_of_the_definition(routing: RoutingConfig) -> None:
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(50, routing.num_experts, generator=generator)
     bias = torch.randn(routing.num_experts, generator=generator) * 0.3
@@ -57,6 +57,6 @@ def test_every_token_goes_to_the_experts_of_the_definition(routing: RoutingConfi
         assert dict(zip(*found, strict=True)) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_no_tokens_choose_nothing() -> None:
+def test_empty_batch_chooses_no_experts() -> None:
     ids, weights = choose_experts(torch.empty(0, 12), CONFIGS[3])
     assert ids.shape == weights.shape == (0, 3)

@@ -1,5 +1,5 @@
-"""Experts of fp8 checkpoints: kept in fp8, alone and divided over ranks, they make the logits of
-the same numbers unquantised. The ranks are threads."""
+"""Experts of fp8 checkpoints kept in fp8, on one rank and divided over ranks, give the logits of
+the same values unquantised. The ranks are threads."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from mooncake_hal.reference import dequantised
 from mooncake_hal_cpu.torch_ops import TorchOps
 
 FIELDS = {"hidden_size": 128, "num_hidden_layers": 2}
-"""One block wide; experts are two, so that two ranks can have one each."""
+"""The hidden size is one block; experts are two blocks wide, so that two ranks have one each."""
 INNER = {"mixtral": "intermediate_size"}
 KEPT = ("tensor", "blocks", "channel")
 
 
 class ExactOps(TorchOps):
-    """Multiplies fp8 weights by inputs as they are, to compare with dequantised ones."""
+    """Ops that multiply fp8 weights by unquantised inputs, to compare with dequantised weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def shapes_in_fp8(parallel: ParallelContext) -> set[torch.Size]:
 
 
 def write(tmp_path: Path, family: str, form: str) -> tuple[Path, list[Tensor]]:
-    """A checkpoint, and the logits of its dequantised twin."""
+    """Write a checkpoint; return it, and the logits of its dequantised twin."""
     fields = {**FIELDS, INNER.get(family, "moe_intermediate_size"): 256}
     plain = write_checkpoint(random_model(family, **fields), tmp_path / "plain")
     model, twin = write_fp8(plain, tmp_path / "model", form)
@@ -94,7 +94,7 @@ def compare(found: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
 
 @pytest.mark.parametrize("form", KEPT)
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
-def test_one_rank_keeps_them_in_fp8(tmp_path: Path, family: str, form: str) -> None:
+def test_single_rank_keeps_experts_in_fp8(tmp_path: Path, family: str, form: str) -> None:
     model, expected = write(tmp_path, family, form)
     parallel = alone(model)
     compare(run(model, parallel)[0], expected)
@@ -108,10 +108,10 @@ def test_one_rank_keeps_them_in_fp8(tmp_path: Path, family: str, form: str) -> N
 @pytest.mark.parametrize(
     ("ranks", "ep_size", "least"), [(2, 1, 1), (2, 2, 1), (2, 2, 1000), (4, 2, 1)]
 )
-def test_ranks_have_their_part_of_numbers_and_scales(
+def test_ranks_have_their_part_of_values_and_scales(
     tmp_path: Path, form: str, ranks: int, ep_size: int, least: int
 ) -> None:
-    """A slice of every expert, some experts whole, or slices of some."""
+    """A slice of every expert, some whole experts, or slices of some."""
     model, expected = write(tmp_path, "qwen3_moe", form)
 
     def rank(group: Communicator) -> tuple[list[Tensor], set[torch.Size]]:
@@ -127,7 +127,7 @@ def test_ranks_have_their_part_of_numbers_and_scales(
 @pytest.mark.parametrize("form", ["blocks", "channel"])
 @pytest.mark.parametrize(("ranks", "ep_size"), [(2, 2), (4, 2)])
 def test_scales_move_with_experts(tmp_path: Path, form: str, ranks: int, ep_size: int) -> None:
-    """After two of the steps; busy experts have replicas."""
+    """They move after two of the steps; busy experts have replicas."""
     model, expected = write(tmp_path, "qwen3_moe", form)
     before = place_experts([9, 1, 1, 9, 1, 1, 1, 1], 10, ExpertRanks(ep_size))
     size = 10 // ep_size
@@ -143,8 +143,8 @@ def test_scales_move_with_experts(tmp_path: Path, form: str, ranks: int, ep_size
         assert num_moved > 0
 
 
-def test_they_take_the_memory_of_the_checkpoint(tmp_path: Path) -> None:
-    """A byte per number and its scales; the same numbers in bfloat16 take two."""
+def test_fp8_experts_take_the_memory_of_the_checkpoint(tmp_path: Path) -> None:
+    """One byte per value plus the scales; bfloat16 takes two bytes per value."""
     model, _ = write(tmp_path, "qwen3_moe", "blocks")
 
     def expert_bytes(parallel: ParallelContext) -> int:
@@ -158,10 +158,10 @@ def test_they_take_the_memory_of_the_checkpoint(tmp_path: Path) -> None:
     assert expert_bytes(replace(alone(model), quantization=None)) == 2 * numbers
 
 
-def test_slices_that_are_not_whole_blocks_are_dequantised(
+def test_slices_of_partial_blocks_are_dequantised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By every rank, and said once by each."""
+    """By every rank, each of which logs it once."""
     model, expected = write(tmp_path, "qwen3_moe", "blocks")
 
     def rank(group: Communicator) -> tuple[list[Tensor], set[torch.Size]]:
@@ -174,8 +174,8 @@ def test_slices_that_are_not_whole_blocks_are_dequantised(
     assert "some fp8 weights are dequantised while they are loaded" in caplog.text
 
 
-def test_experts_with_scales_of_inputs_are_dequantised_by_the_plan(tmp_path: Path) -> None:
-    """Which has told ``Fp8Linears`` so; their scales of inputs are not wanted."""
+def test_experts_with_input_scales_are_dequantised(tmp_path: Path) -> None:
+    """The engine plan has configured ``Fp8Linears`` so; the input scales are not loaded."""
     model, expected = write(tmp_path, "qwen3_moe", "static")
     quantization = read_model_config(model).quantization
     assert quantization is not None
@@ -184,10 +184,10 @@ def test_experts_with_scales_of_inputs_are_dequantised_by_the_plan(tmp_path: Pat
     assert not shapes_in_fp8(parallel)
 
 
-def test_a_layer_of_which_one_linear_is_not_quantised_is_dequantised(
+def test_layer_with_an_unquantised_linear_is_dequantised(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On all ranks, whichever experts they have."""
+    """On all ranks, whichever experts each one holds."""
     model, _ = write(tmp_path, "qwen3_moe", "blocks")
     ignored = "model.layers.0.mlp.experts.7.down_proj"
 

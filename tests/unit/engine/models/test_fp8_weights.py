@@ -1,4 +1,4 @@
-"""Linear layers of fp8 checkpoints: each rank's part, kept in fp8 or dequantised, is the same."""
+"""Linear layers of fp8 checkpoints: each rank's part gives equal results in fp8 or dequantised."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ONE_EACH = pytest.mark.parametrize("form", FORMS)
 
 
 class ExactOps(ReferenceOps):
-    """Multiplies fp8 weights by inputs as they are, to compare with dequantised ones."""
+    """Ops that multiply fp8 weights by unquantised inputs, to compare with dequantised weights."""
 
     def fp8_linear(self, x: Tensor, weight: Fp8Weight, bias: Tensor | None) -> Tensor:
         return self.linear(x, dequantised(weight), bias)
@@ -45,7 +45,8 @@ def make_layers(parallel: ParallelContext) -> TwoLinears:
 
 
 def write(directory: Path, form: str) -> dict[str, Tensor]:
-    """A checkpoint of the layers, scales in a file of their own; returns what it means."""
+    """Write a checkpoint of the layers, with scales in a second file; return the dequantised
+    weights."""
     generator = torch.Generator().manual_seed(0)
     weights, scales, meant = {}, {}, {}
     for name, shape in {**{n: (r, IN) for n, r in ROWS.items()}, "down": (IN, WIDE)}.items():
@@ -77,8 +78,10 @@ def context(rank: int, ranks: int, form: str, *, keeps: bool) -> ParallelContext
 @ONE_EACH
 @pytest.mark.parametrize("keeps", [True, False], ids=["kept", "dequantised"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_rank_has_its_part(tmp_path: Path, form: str, keeps: bool, ranks: int) -> None:
-    """To the bit what rows and columns of the whole dequantised matrices give."""
+def test_rank_has_its_part_of_the_layers(
+    tmp_path: Path, form: str, keeps: bool, ranks: int
+) -> None:
+    """Bit for bit the result of its rows and columns of the whole dequantised matrices."""
     meant, generator = write(tmp_path, form), torch.Generator().manual_seed(1)
     x, y = (torch.randn(3, size, generator=generator) for size in (IN, WIDE))
     for rank in range(ranks):
@@ -95,7 +98,7 @@ def test_a_rank_has_its_part(tmp_path: Path, form: str, keeps: bool, ranks: int)
         torch.testing.assert_close(found, y[:, part] @ meant["down"][:, part].T)
 
 
-def test_of_several_scales_of_one_input_the_largest_counts(tmp_path: Path) -> None:
+def test_fused_layer_uses_the_largest_input_scale(tmp_path: Path) -> None:
     write(tmp_path, "static")
     layers = make_layers(context(0, 1, "static", keeps=True))
     load_weights(cast(Any, layers), tmp_path)
@@ -109,7 +112,7 @@ def test_of_several_scales_of_one_input_the_largest_counts(tmp_path: Path) -> No
     ("rows", "columns", "whole", "is_kept"),
     [
         ((0, 128), (0, 256), 128, True),
-        ((0, 192), (0, 256), 192, True),  # the end of the matrix may be a part of a block
+        ((0, 192), (0, 256), 192, True),  # the last block of the matrix may be partial
         ((64, 192), (0, 256), 256, False),
         ((0, 192), (0, 256), 256, False),
         ((0, 128), (128, 256), 128, True),
@@ -117,7 +120,7 @@ def test_of_several_scales_of_one_input_the_largest_counts(tmp_path: Path) -> No
         ((0, 120), (0, 256), 120, False),  # no multiple of 16
     ],
 )
-def test_parts_of_blocks_are_dequantised(
+def test_partial_blocks_are_dequantised(
     rows: tuple[int, int],
     columns: tuple[int, int],
     whole: int,
@@ -152,7 +155,7 @@ def test_weights_of_an_fp8_config_must_be_fp8(tmp_path: Path) -> None:
     ],
     ids=["none", "rows", "three dimensions", "blocks"],
 )
-def test_scales_that_do_not_fit_are_refused(
+def test_scales_of_the_wrong_shape_are_rejected(
     tmp_path: Path, scale: Tensor | None, message: str
 ) -> None:
     write(tmp_path, "blocks")
@@ -163,7 +166,7 @@ def test_scales_that_do_not_fit_are_refused(
         load_weights(cast(Any, make_layers(context(0, 1, "blocks", keeps=False))), tmp_path)
 
 
-def test_a_number_of_scales_that_is_not_the_rows_is_refused(tmp_path: Path) -> None:
+def test_wrong_number_of_row_scales_is_rejected(tmp_path: Path) -> None:
     write(tmp_path, "channel")
     scales = {f"{n}.weight_scale": torch.ones(3) for n in (*ROWS, "down")}
     save_file(scales, tmp_path / "model-2.safetensors")

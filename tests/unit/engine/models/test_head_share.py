@@ -23,13 +23,13 @@ def test_every_query_head_is_computed_once_with_its_kv_head(
     for rank, share in enumerate(shares):
         assert share.query_heads > 0
         assert (share.kv_start, share.kv_stop) == head_range(num_kv_heads, tp_size, rank)
-        # local query head q looks at local kv head q // (queries per kv head)
+        # local query head q uses local kv head q // (queries per kv head)
         ratio, rest = divmod(share.query_heads, share.kv_heads)
         assert rest == 0
         for index, head in enumerate(range(share.query_start, share.query_stop)):
             assert head // group == share.kv_start + index // ratio
 
 
-def test_the_error_says_how_many_ranks_are_possible() -> None:
+def test_error_names_the_largest_number_of_ranks() -> None:
     with pytest.raises(ConfigError, match="use at most 6 ranks"):
         share_heads(6, 2, 8, 0)

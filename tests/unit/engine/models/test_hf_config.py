@@ -1,4 +1,4 @@
-"""Errors in a model directory are reported by name."""
+"""Hugging Face configs: supported fields and spellings, and errors that name the field."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write(directory: Path, **changes: Any) -> Path:
     return directory
 
 
-def test_a_config_of_the_older_spelling_is_read(tmp_path: Path) -> None:
+def test_config_in_the_older_spelling_is_read(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
     config = read_model_config(write(tmp_path))
     assert (config.head_dim, config.dtype) == (8, "bfloat16")
@@ -47,10 +47,8 @@ def test_a_config_of_the_older_spelling_is_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_config_without_a_dtype_has_that_of_the_weights(
-    stored: torch.dtype, tmp_path: Path
-) -> None:
-    """Of most of their elements: routers and norms may be wider, scales of fp8 are."""
+def test_missing_dtype_is_that_of_the_weights(stored: torch.dtype, tmp_path: Path) -> None:
+    """That of most elements: routers and norms may be wider, and scales of fp8 weights are."""
     directory = write(tmp_path, torch_dtype=...)
     narrow = torch.zeros(1000, dtype=torch.float8_e4m3fn)
     save_file({"a": torch.zeros(30, dtype=stored), "b": narrow}, directory / "1.safetensors")
@@ -59,7 +57,7 @@ def test_a_config_without_a_dtype_has_that_of_the_weights(
     assert read_model_config(write(tmp_path, torch_dtype="float64")).dtype == "float64"
 
 
-def test_explicit_head_dim_wins_over_the_derived_one(tmp_path: Path) -> None:
+def test_explicit_head_dim_overrides_the_derived_one(tmp_path: Path) -> None:
     assert read_model_config(write(tmp_path, head_dim=32)).head_dim == 32
     assert read_model_config(write(tmp_path, head_dim=None)).head_dim == 8
 
@@ -67,7 +65,7 @@ def test_explicit_head_dim_wins_over_the_derived_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stated", "original", "longest"), [(40960, 32768, 131072), (163840, 32768, 163840)]
 )
-def test_yarn_stretches_the_context_that_the_file_states(
+def test_yarn_extends_the_stated_context(
     stated: int, original: int, longest: int, tmp_path: Path
 ) -> None:
     """Qwen3's model card has YaRN added beside ``max_position_embeddings`` of 40,960."""
@@ -76,7 +74,7 @@ def test_yarn_stretches_the_context_that_the_file_states(
     assert read_model_config(directory).max_positions == longest
 
 
-def test_a_sequence_is_no_longer_than_a_chunk_of_dual_chunk_attention(tmp_path: Path) -> None:
+def test_dual_chunk_attention_limits_sequences_to_one_chunk(tmp_path: Path) -> None:
     """Qwen2.5-7B-Instruct-1M: positions in other chunks are not those of plain attention."""
     chunks = {
         "chunk_size": 262144,
@@ -101,7 +99,7 @@ def test_a_sequence_is_no_longer_than_a_chunk_of_dual_chunk_attention(tmp_path: 
         ("Phi3ForCausalLM", {}, None),
     ],
 )
-def test_a_sequence_is_no_longer_than_a_sliding_window(
+def test_sliding_window_limits_the_sequence_length(
     architecture: str, fields: dict[str, Any], window: int | None, tmp_path: Path
 ) -> None:
     config = read_model_config(write(tmp_path, architectures=[architecture], **fields))
@@ -109,7 +107,7 @@ def test_a_sequence_is_no_longer_than_a_sliding_window(
     assert config.max_positions == (window or LLAMA["max_position_embeddings"])
 
 
-def test_a_window_has_tokens(tmp_path: Path) -> None:
+def test_sliding_window_of_zero_is_rejected(tmp_path: Path) -> None:
     directory = write(tmp_path, architectures=["MistralForCausalLM"], sliding_window=0)
     with pytest.raises(CheckpointError, match="'sliding_window' must be at least 1, found 0"):
         read_model_config(directory)
@@ -134,21 +132,19 @@ WRONG: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(
     "names", [{"qkv_bias": True, "bias": False}, {"attention_bias": True, "mlp_bias": False}]
 )
-def test_internlm3_is_llama_with_biases_of_other_names(
-    names: dict[str, bool], tmp_path: Path
-) -> None:
+def test_internlm3_is_llama_with_other_bias_fields(names: dict[str, bool], tmp_path: Path) -> None:
     fields = {"architectures": ["InternLM3ForCausalLM"], **names}
     config = read_model_config(write(tmp_path, **fields, rope_scaling={"rope_type": "dynamic"}))
     assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (True, False, False)
 
 
 @pytest.mark.parametrize(("changes", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_what_is_wrong_is_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_invalid_fields_are_named(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         read_model_config(write(tmp_path, **changes))
 
 
-def test_directories_that_are_no_checkpoint(tmp_path: Path) -> None:
+def test_invalid_directories_are_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="does not exist"):
         read_model_config(tmp_path / "absent")
     with pytest.raises(CheckpointError, match="expected a Hugging Face model directory"):

@@ -1,5 +1,5 @@
-"""Weights that are quantised while they are loaded: to the bit those of a checkpoint that was
-quantised beforehand, of the columns that a rank has. Ranks of experts are threads."""
+"""Weights quantised on load equal, bit for bit, those of a checkpoint that was quantised
+beforehand, for the columns of each rank. Ranks of experts are threads."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def context(group: Any = None, dtype: torch.dtype = torch.bfloat16) -> ParallelC
 
 
 def write(directory: Path, *, make: Callable[..., torch.Tensor] = torch.randn) -> dict[str, Any]:
-    """A checkpoint of the layers in bfloat16."""
+    """Write a checkpoint of the layers in bfloat16; return its weights."""
     torch.manual_seed(0)
     shapes = {**{name: (rows, IN) for name, rows in ROWS.items()}, "down": (IN, WIDE)}
     weights = {name: make(*shape).bfloat16() for name, shape in shapes.items()}
@@ -63,7 +63,7 @@ def write(directory: Path, *, make: Callable[..., torch.Tensor] = torch.randn) -
 
 
 def check(weight: Fp8Weight, *parts: torch.Tensor) -> None:
-    """Parts that are stacked, each quantised alone."""
+    """Check that a weight consists of stacked parts, each quantised alone."""
     whole = [quantise(part.float(), "channel") for part in parts]
     wanted = torch.cat([values.float() for values, _ in whole])
     assert weight.values.dtype is torch.float8_e4m3fn
@@ -73,10 +73,10 @@ def check(weight: Fp8Weight, *parts: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("chunk_bytes", [1, 4096, 32 << 20])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_rows_have_scales_of_the_columns_that_a_rank_has(
+def test_row_scales_cover_the_columns_of_the_rank(
     tmp_path: Path, ranks: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many rows are quantised at once."""
+    """For any number of rows quantised at once."""
     monkeypatch.setattr(fp8_weights, "_CHUNK_BYTES", chunk_bytes)
     weights = write(tmp_path)
     for rank in range(ranks):
@@ -92,7 +92,7 @@ def test_rows_have_scales_of_the_columns_that_a_rank_has(
         check(divided, weights["down"][:, own.start : own.stop])
 
 
-def test_a_row_of_zeros_stays_zeros(tmp_path: Path) -> None:
+def test_row_of_zeros_stays_zero(tmp_path: Path) -> None:
     write(tmp_path, make=torch.zeros)
     layers = make_layers(context())
     load_weights(cast(Any, layers), tmp_path)
@@ -102,7 +102,7 @@ def test_a_row_of_zeros_stays_zeros(tmp_path: Path) -> None:
 
 
 def test_weights_are_quantised_from_the_models_dtype(tmp_path: Path) -> None:
-    """As the unquantised model would have it."""
+    """From the values that the unquantised model would use."""
     exact = write(tmp_path)["down"].float() * 1.001
     path = tmp_path / "model.safetensors"
     save_file({**load_file(path), "down.weight": exact}, path)
@@ -112,15 +112,15 @@ def test_weights_are_quantised_from_the_models_dtype(tmp_path: Path) -> None:
         check(cast(Fp8LinearWeight, layers.divided._weight)._weight, exact.to(dtype))
 
 
-def test_a_size_that_is_not_multiplied_stays_unquantised(caplog: pytest.LogCaptureFixture) -> None:
+def test_layer_of_an_unsupported_size_stays_unquantised(caplog: pytest.LogCaptureFixture) -> None:
     layer = RowLinear(context(), "down", context().share(WIDE), (IN + 8, WIDE))
     assert isinstance(layer._weight, DenseWeight)
     assert layer._weight.values.shape == (IN + 8, WIDE)
     assert "some weights are not quantised, the first is down" in caplog.text
 
 
-def test_an_unquantised_checkpoint_has_no_scales(tmp_path: Path) -> None:
-    """What looks like one is as unknown as without quantisation."""
+def test_scale_in_an_unquantised_checkpoint_is_unexpected(tmp_path: Path) -> None:
+    """A tensor named like a scale is as unexpected as without quantisation."""
     write(tmp_path)
     path = tmp_path / "model.safetensors"
     save_file({**load_file(path), "down.weight_scale": torch.ones(1)}, path)
@@ -129,8 +129,8 @@ def test_an_unquantised_checkpoint_has_no_scales(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])
-def test_experts_of_ranks_are_quantised_alike(tmp_path: Path, ep_size: int) -> None:
-    """Slices of all, whose columns have scales of their own, or some of them whole."""
+def test_experts_of_all_ranks_are_quantised_alike(tmp_path: Path, ep_size: int) -> None:
+    """Slices of all experts, whose columns have scales of their own, or some whole experts."""
     model = write_checkpoint(random_model("qwen3_moe", **MOE, dtype="bfloat16"), tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
 
@@ -163,7 +163,7 @@ def test_experts_of_ranks_are_quantised_alike(tmp_path: Path, ep_size: int) -> N
 
 
 class OfExperts:
-    """Nothing but experts, of a checkpoint with more."""
+    """A model of experts only, for a checkpoint that has more."""
 
     tied_head = None
 
@@ -176,10 +176,8 @@ class OfExperts:
 
 
 @pytest.mark.parametrize("family", ["phi3", "mixtral", "qwen3_moe"])
-def test_a_model_makes_the_logits_of_the_one_that_was_quantised_beforehand(
-    tmp_path: Path, family: str
-) -> None:
-    """Whether the checkpoint has linears apart or in one."""
+def test_logits_equal_those_of_the_prequantised_model(tmp_path: Path, family: str) -> None:
+    """With separate or fused linear layers in the checkpoint."""
     plain = write_checkpoint(random_model(family, num_hidden_layers=1), tmp_path / "plain")
     model = write_fp8(plain, tmp_path / "model", "channel")[0]
     config = read_model_config(model).quantization
@@ -200,10 +198,10 @@ def test_latent_attention_keeps_reordered_weights_unquantised(tmp_path: Path) ->
     assert any(".shared_experts." in name for name in quantised)
 
 
-def test_only_linear_layers_and_experts_are_quantised_and_take_half_the_memory(
+def test_only_linears_and_experts_are_quantised_to_half_the_memory(
     tmp_path: Path,
 ) -> None:
-    """A byte per number and four per row; embeddings, head, norms and routers stay as they are."""
+    """One byte per value and four per row; embeddings, head, norms and routers are unchanged."""
     model = write_checkpoint(random_model("qwen3_moe", **MOE, dtype="bfloat16"), tmp_path / "model")
     shards = list(build_model(read_model_config(model), context(), 64).weight_shards())
     quantised = [shard for shard in shards if isinstance(shard, QuantizingShard)]

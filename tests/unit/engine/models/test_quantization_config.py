@@ -1,4 +1,4 @@
-"""``quantization_config`` of config.json: what is read, and what is rejected by name."""
+"""``quantization_config`` of config.json: supported formats, and rejected ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHANNEL = FORMS["channel"]
 
 
 def compressed(**changes: Any) -> dict[str, Any]:
-    """llm-compressor's, with weights and inputs changed."""
+    """Return the config of llm-compressor, with changed weights and inputs."""
     made = deepcopy(CHANNEL)
     group = made["config_groups"]["group_0"]
     group["weights"].update(changes.pop("weights", {}))
@@ -61,22 +61,22 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("name", READ)
-def test_published_forms_are_read(name: str) -> None:
+def test_published_formats_are_read(name: str) -> None:
     fields, wanted = READ[name]
     assert read_quantization(fields, "config.json") == wanted
 
 
-def test_unquantised_is_none() -> None:
+def test_missing_config_is_none() -> None:
     assert read_quantization(None, "config.json") is None
 
 
 @pytest.mark.parametrize("fields", REFUSED, ids=str)
-def test_everything_else_is_refused(fields: object) -> None:
+def test_other_formats_are_rejected(fields: object) -> None:
     with pytest.raises(CheckpointError, match=r"^config\.json: quantization_config .*: fp8"):
         read_quantization(fields, "config.json")
 
 
-def test_linears_are_ignored_by_name_by_part_and_by_expression() -> None:
+def test_linears_are_ignored_by_name_suffix_and_expression() -> None:
     config = Fp8Config(False, "weight_scale", False, ("lm_head", "mlp.gate", "re:.*k_proj$"))
     assert config.is_ignored("lm_head")
     assert config.is_ignored("model.layers.3.mlp.gate")

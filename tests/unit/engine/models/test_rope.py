@@ -1,4 +1,4 @@
-"""Inverse frequencies against transformers' own functions."""
+"""Rope tables and inverse frequencies, checked against transformers' own functions."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LONGROPE: dict[str, Any] = {
 
 @pytest.mark.parametrize("scaling", SCALINGS, ids=str)
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
-def test_table_is_that_of_transformers(scaling: dict[str, Any], theta: float) -> None:
+def test_table_equals_that_of_transformers(scaling: dict[str, Any], theta: float) -> None:
     parameters = {"rope_theta": theta, **scaling}
     theirs = LlamaConfig(head_dim=64, rope_parameters=parameters, max_position_embeddings=131072)
     positions = torch.arange(0, 600)[None]
@@ -52,7 +52,7 @@ def test_table_is_that_of_transformers(scaling: dict[str, Any], theta: float) ->
     torch.testing.assert_close(table, expected, rtol=0, atol=2e-5)
 
 
-def test_both_spellings_mean_the_same() -> None:
+def test_both_spellings_are_equivalent() -> None:
     common = {"max_position_embeddings": 131072}
     old = {"rope_theta": 5e5, "rope_scaling": {**LLAMA3, "type": "llama3"}}
     new = {"rope_parameters": {"rope_theta": 5e5, **LLAMA3}}
@@ -65,8 +65,8 @@ def test_both_spellings_mean_the_same() -> None:
     ("original", "changes"),
     [(4096, {}), (4096, {"factor": 8.0}), (4096, {"attention_factor": 1.3}), (131072, {})],
 )
-def test_longropes_table_is_that_of_transformers(original: int, changes: dict[str, Any]) -> None:
-    """Long factors where the context is longer than the original one, for all lengths."""
+def test_longrope_table_equals_that_of_transformers(original: int, changes: dict[str, Any]) -> None:
+    """The long factors are used for all lengths if the context exceeds the original one."""
     scaling = {**LONGROPE, "rope_theta": 1e4, "original_max_position_embeddings": original}
     parameters = {**scaling, **changes}
     theirs = LlamaConfig(head_dim=64, rope_parameters=parameters, max_position_embeddings=131072)
@@ -94,7 +94,7 @@ def test_phi3_has_its_original_context_outside_the_scaling() -> None:
     assert scaling.attention_factor == pytest.approx(1.1902, abs=1e-4)
 
 
-def test_longropes_short_factors_are_taken_where_no_sequence_is_longer_than_the_original() -> None:
+def test_longrope_uses_short_factors_within_the_original_context() -> None:
     parameters = {**LONGROPE, "rope_theta": 1e4, "original_max_position_embeddings": 4096}
     theirs = LlamaConfig(head_dim=64, rope_parameters=parameters, max_position_embeddings=131072)
     frequencies, factor = ROPE_INIT_FUNCTIONS["longrope"](theirs, seq_len=4096)
@@ -108,7 +108,7 @@ def test_longropes_short_factors_are_taken_where_no_sequence_is_longer_than_the_
 
 
 @pytest.mark.parametrize("name", ["short_factor", "long_factor"])
-def test_factors_of_another_width_are_refused(name: str) -> None:
+def test_factors_of_another_width_are_rejected(name: str) -> None:
     scaling = {**LONGROPE, "original_max_position_embeddings": 4096, name: [1.0] * 33}
     raw = RawConfig({"max_position_embeddings": 131072, "rope_parameters": scaling}, "config")
     with pytest.raises(CheckpointError, match=f"'{name}' must have 32 numbers, found 33"):
@@ -124,7 +124,7 @@ def test_attn_factor_multiplies_the_papers_value() -> None:
     assert scaling.attention_factor == pytest.approx(1.0, abs=1e-6)
 
 
-def test_a_share_of_the_extrapolation_is_refused() -> None:
+def test_partial_extrapolation_factor_is_rejected() -> None:
     published = {**YARN, "extrapolation_factor": 0.5}
     raw = RawConfig({"max_position_embeddings": 131072, "rope_scaling": published}, "config")
     with pytest.raises(CheckpointError, match=r"extrapolation_factor 0\.5 is not supported"):

@@ -11,36 +11,36 @@ BLOCK = 4
 
 
 class Memory:
-    """Slots of draft KV: each remembers all tokens up to its own."""
+    """Slots of draft KV: each records all tokens up to its own."""
 
     def __init__(self) -> None:
         self.slots: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def run(self, tokens: list[int], table: list[int], claim: TokenRange) -> None:
-        """The draft model runs these tokens; all before them must be there."""
+        """Run the tokens of ``claim``, whose preceding tokens must have KV."""
         for position in range(claim.start, claim.stop):
             place = (table[position // BLOCK], position % BLOCK)
             self.slots[place] = tuple(tokens[: position + 1])
 
     def check(self, tokens: list[int], table: list[int], count: int) -> None:
-        """The first ``count`` tokens' KV is in the table."""
+        """Check that the KV of the first ``count`` tokens is in the table."""
         for position in range(count):
             place = (table[position // BLOCK], position % BLOCK)
             assert self.slots.get(place) == tuple(tokens[: position + 1]), "foreign draft KV"
 
 
-def test_drafts_that_were_accepted_need_not_run_again() -> None:
+def test_accepted_drafts_are_not_run_again() -> None:
     books = DraftKV(BLOCK)
     tokens, table = [1, 2, 3], [7, 8, 9]
     assert books.claim("r", tokens, lambda i: table[i:], 100) == (0, 3)
-    drafted = [-1, -1, -1]  # not known before the model has run
+    drafted = [-1, -1, -1]  # unknown until the model has run
     for _ in range(3):
         books.add_draft("r", drafted)
     drafted[:] = 4, 5, 6
     assert books.claim("r", [*tokens, 4, 5, 9], lambda i: table[i:], 100) == (5, 6)
 
 
-def test_a_common_beginning_is_run_once() -> None:
+def test_common_prefix_is_run_once() -> None:
     books = DraftKV(BLOCK)
     prompt = list(range(10))
     assert books.claim("a", prompt, lambda i: [0, 1, 2][i:], 100) == (0, 10)
@@ -50,7 +50,7 @@ def test_a_common_beginning_is_run_once() -> None:
 
 
 def test_requests_with_another_salt_share_no_blocks() -> None:
-    """Such as a tenant's that gets another tenant's blocks: how soon drafts come would tell."""
+    """A tenant could otherwise infer another tenant's prompts from the latency of drafts."""
     books = DraftKV(BLOCK)
     prompt = list(range(8))
     books.claim("a", prompt, lambda i: [0, 1][i:], 100, "one")
@@ -62,22 +62,22 @@ def test_requests_with_another_salt_share_no_blocks() -> None:
     assert books.claim("d", prompt, lambda i: [0, 1][i:], 100) == (7, 8)
 
 
-def test_a_block_that_was_copied_is_run_again() -> None:
+def test_copied_block_is_run_again() -> None:
     books = DraftKV(BLOCK)
     tokens = list(range(6))
     books.claim("a", tokens, lambda i: [0, 1][i:], 100)
     assert books.claim("a", [*tokens, 6], lambda i: [0, 5][i:], 100) == (4, 7)
 
 
-def test_a_block_that_was_reallocated_meanwhile_is_run_again() -> None:
+def test_reallocated_block_is_run_again() -> None:
     books = DraftKV(BLOCK)
     books.claim("a", [1], lambda i: [7][i:], 100)
-    books.claim("b", [5, 6], lambda i: [7][i:], 100)  # while a was elsewhere
+    books.claim("b", [5, 6], lambda i: [7][i:], 100)  # while a was preempted
     assert books.claim("a", [1, 2], lambda i: [7][i:], 100) == (0, 2)
 
 
 class DraftKVMachine(RuleBasedStateMachine):
-    """Requests over few blocks, which are shared, given back and taken again in any order."""
+    """Requests over few blocks, which are shared, freed and reallocated in any order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class DraftKVMachine(RuleBasedStateMachine):
 
     @rule(length=st.integers(1, 14), family=st.integers(0, 1), shared=st.integers(0, 3))
     def begin(self, length: int, family: int, shared: int) -> None:
-        """A request comes, with the full blocks of an earlier one if it begins alike."""
+        """Add a request, which shares the full blocks of an earlier one with an equal prefix."""
         tokens = [10 * family + index % 3 for index in range(length)]
         table: list[int] = []
         for name, others in self.tokens.items():
@@ -108,7 +108,7 @@ class DraftKVMachine(RuleBasedStateMachine):
         accepted=st.integers(0, 4),
     )
     def step(self, data: st.DataObject, limit: int, drafted: list[int], accepted: int) -> None:
-        """Catch up, draft token, and learn what was sampled."""
+        """Catch up, draft tokens, and append the sampled ones."""
         name = data.draw(st.sampled_from(sorted(self.tokens)))
         self._grow(name, len(drafted))
         tokens, table = self.tokens[name], self.tables[name]
@@ -124,7 +124,7 @@ class DraftKVMachine(RuleBasedStateMachine):
             run = TokenRange(position, position + 1)
             self.memory.run([*tokens, *drafted[: index + 1]], table, run)
         tokens += [*drafted[:accepted], data.draw(st.integers(0, 2))]
-        del table[-(-(len(tokens) - 1) // BLOCK) :]  # what was lent goes back
+        del table[-(-(len(tokens) - 1) // BLOCK) :]  # blocks lent for drafts are freed
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data())
@@ -142,7 +142,7 @@ class DraftKVMachine(RuleBasedStateMachine):
         self.books.forget([name])
 
     @invariant()
-    def what_is_known_of_blocks_is_true(self) -> None:
+    def recorded_blocks_have_the_right_kv(self) -> None:
         for name, tokens in self.tokens.items():
             progress = self.books._progress.get(name)
             if progress is not None:

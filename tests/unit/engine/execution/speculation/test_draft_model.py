@@ -22,22 +22,22 @@ VOCAB = 11
 CPU = torch.device("cpu")
 GREEDY = SamplingParams(temperature=0.0)
 PROMPTS = {"a": (1, 2, 3), "b": (5, 6), "c": (9,)}
-LOOKS = (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__index__)
+READS = (Tensor.tolist, Tensor.item, Tensor.__bool__, Tensor.__index__)
 
 
 class OnDevice(Tensor):
-    """Counts how often the host looks at what comes of it."""
+    """A tensor that counts how often the host reads it or its results."""
 
-    num_looks = 0
+    num_reads = 0
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        cls.num_looks += func in LOOKS
+        cls.num_reads += func in READS
         return super().__torch_function__(func, types, args, kwargs or {})
 
 
 class CountingModel:
-    """Says that each token is followed by the next number; behind a 6, nothing finite."""
+    """A model that predicts the next number after each token, and no finite logits after a 6."""
 
     def __init__(self) -> None:
         self.pool = SimpleNamespace(block_size=4, device=CPU)
@@ -57,13 +57,13 @@ class CountingModel:
 def propose(
     num_tokens: dict[str, int], params: SamplingParams = GREEDY
 ) -> tuple[StepDrafts, CountingModel]:
-    """Drafts of so many tokens for each of the prompts."""
+    """Return drafts of ``num_tokens`` tokens for each prompt."""
     table = RequestTable(4, 4, VOCAB, CPU)
     for index, (name, prompt) in enumerate(PROMPTS.items()):
         table.admit([NewRequest(name, prompt, len(prompt), params, 7, (2 * index, 2 * index + 1))])
     model = CountingModel()
     proposer = DraftModelProposer(cast(DraftModel, model), table.tables, Sampler(()))
-    OnDevice.num_looks = 0
+    OnDevice.num_reads = 0
     wanted = [DraftRequest(table[name], count) for name, count in num_tokens.items()]
     return proposer.propose(wanted), model
 
@@ -73,27 +73,27 @@ def known(drafts: StepDrafts) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.1])
-def test_the_host_looks_once_at_a_steps_drafts(temperature: float) -> None:
+def test_host_reads_the_drafts_of_a_step_once(temperature: float) -> None:
     params = SamplingParams(temperature=temperature)
     drafts, model = propose({"a": 3, "b": 1, "c": 2}, params)
     unknown = {"a": [NO_TOKEN] * 3, "b": [NO_TOKEN], "c": [NO_TOKEN] * 2}
-    assert (known(drafts), OnDevice.num_looks) == (unknown, 0)
-    assert model.positions[1:] == [[3, 1], [4]]  # of those that are not done
+    assert (known(drafts), OnDevice.num_reads) == (unknown, 0)
+    assert model.positions[1:] == [[3, 1], [4]]  # only requests with tokens left to draft
     drafts.copy_to_host()
     assert (known(drafts)["a"], known(drafts)["c"]) == ([4, 5, 6], [10, 0])
-    assert OnDevice.num_looks == 1
+    assert OnDevice.num_reads == 1
 
 
-def test_a_row_without_finite_logits_yields_no_token() -> None:
+def test_row_without_finite_logits_yields_no_token() -> None:
     drafts, _ = propose({"a": 1, "b": 3})
     drafts.copy_to_host()
     assert known(drafts) == {"a": [4], "b": [NO_TOKEN, 1, 2]}
 
 
-def test_penalties_have_to_know_each_token() -> None:
+def test_penalties_read_each_draft_token() -> None:
     drafts, _ = propose({"a": 3, "b": 3}, SamplingParams(temperature=0.0, presence_penalty=0.5))
-    assert OnDevice.num_looks == 3
-    assert known(drafts) == {"a": [4, 5, 6]}  # b's ended where there was none
+    assert OnDevice.num_reads == 3
+    assert known(drafts) == {"a": [4, 5, 6]}  # b's draft ended at a row without finite logits
     drafts.copy_to_host()
     assert known(drafts) == {"a": [4, 5, 6]}
 

@@ -1,4 +1,4 @@
-"""Prompt lookup against a search of the whole sequence."""
+"""Prompt lookup, checked against a search of the whole sequence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ sequences = st.lists(st.integers(0, 3), min_size=1, max_size=200)
 
 
 def search(tokens: list[int], shortest: int, longest: int, count: int) -> list[int]:
-    """The definition: the newest place that agrees longest, repeated when it is too new."""
+    """The definition: the newest of the longest matches, repeated if it is too close to the end."""
     best, best_length = 0, shortest - 1
     for end in range(len(tokens) - 1, 0, -1):
         length = 0
@@ -50,7 +50,7 @@ def test_lookup_equals_a_full_search(
 
 
 @given(st.lists(st.integers(0, 2**31), max_size=300), st.integers(1, 3))
-def test_a_prompt_at_once_or_token_by_token_is_the_same(tokens: list[int], shortest: int) -> None:
+def test_prompt_indexed_at_once_equals_token_by_token(tokens: list[int], shortest: int) -> None:
     tokens = tokens + tokens[: len(tokens) // 2]
     at_once, by_token = NGramIndex(shortest, 5), NGramIndex(shortest, 5)
     at_once.extend(tokens)
@@ -66,7 +66,7 @@ def running(name: str, tokens: tuple[int, ...]) -> CachedRequest:
     return table[name]
 
 
-def test_each_request_is_looked_up_in_its_own_tokens() -> None:
+def test_each_request_uses_its_own_tokens() -> None:
     proposer = NGramProposer(2, 4)
     one, other = running("a", (5, 6, 7, 5, 6)), running("b", (7, 8, 9, 1, 2))
     drafts = proposer.propose([DraftRequest(one, 3), DraftRequest(other, 3)]).by_request
@@ -75,7 +75,7 @@ def test_each_request_is_looked_up_in_its_own_tokens() -> None:
     assert proposer.propose([DraftRequest(one, 1)]).by_request["a"].token_ids == [5]
 
 
-def test_a_restarted_request_is_indexed_again() -> None:
+def test_restarted_request_is_indexed_again() -> None:
     proposer = NGramProposer(1, 2)
     proposer.propose([DraftRequest(running("a", (1, 2, 3, 1)), 2)])
     proposer.forget(["a", "unknown"])

@@ -1,5 +1,4 @@
-"""Accepted draft tokens leave the distribution as it is: exactly, for any target and any
-proposal."""
+"""Rejection sampling keeps the target distribution exactly, for any target and any proposal."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ def drawn(token_id: int, distribution: Tensor) -> SampledDrafts:
 
 
 def chance_of_keeping(target: Tensor, token_id: int, proposed: Tensor) -> float:
-    """The largest number for which the draft token is kept, by bisection."""
+    """Return the largest random number for which the draft token is kept, by bisection."""
     low, high = 0.0, 1.0
     for _ in range(40):
         middle = (low + high) / 2
@@ -53,10 +52,10 @@ def chance_of_keeping(target: Tensor, token_id: int, proposed: Tensor) -> float:
 
 @settings(max_examples=60)
 @given(weights, weights)
-def test_choice_and_draft_together_follow_the_target(
+def test_acceptance_and_replacement_follow_the_target(
     target: list[int], num_drafted: list[int]
 ) -> None:
-    """The sum over all draft tokens, of keeping each and of replacing it."""
+    """Summed over all draft tokens, each accepted or replaced."""
     p, q = normal(target), normal(num_drafted)
     total = torch.zeros(VOCAB)
     for token_id in q.nonzero().flatten().tolist():
@@ -69,17 +68,17 @@ def test_choice_and_draft_together_follow_the_target(
 
 
 @given(weights)
-def test_a_draft_token_from_the_target_itself_is_always_kept(target: list[int]) -> None:
+def test_draft_token_from_the_target_is_always_accepted(target: list[int]) -> None:
     p = normal(target)
     for token_id in p.nonzero().flatten().tolist():
-        almost_one = 0.9999  # what is left is for rounding
+        almost_one = 0.9999  # the rest is a rounding margin
         kept = rejection_weights(3 * p.unsqueeze(0), drawn(token_id, p), [almost_one])
         assert kept[0].argmax().item() == token_id
         assert kept[0].count_nonzero() == 1
 
 
 @given(st.lists(st.integers(0, 3), max_size=6), st.lists(st.integers(0, 3), min_size=7))
-def test_drafts_are_accepted_up_to_the_first_other_choice(
+def test_drafts_are_accepted_up_to_the_first_mismatch(
     num_drafted: list[int], chosen: list[int]
 ) -> None:
     count = count_accepted(num_drafted, chosen)
@@ -87,19 +86,19 @@ def test_drafts_are_accepted_up_to_the_first_other_choice(
     assert count == len(num_drafted) or num_drafted[count] != chosen[count]
 
 
-def test_no_token_is_never_accepted() -> None:
+def test_missing_draft_token_is_never_accepted() -> None:
     assert count_accepted([4, NO_TOKEN, 5], [4, NO_TOKEN, 5, 6]) == 1
 
 
-def test_a_draft_model_that_overflows_leaves_the_choice_to_the_model() -> None:
+def test_overflowed_draft_distribution_falls_back_to_the_model() -> None:
     weights = torch.tensor([[1.0, 0.0, 2.0]])
     left = rejection_weights(weights, drawn(NO_TOKEN, torch.full((3,), math.nan)), [0.5])
     assert torch.allclose(left, weights / 3)
 
 
 def test_two_steps_of_drafts_follow_the_models_distribution() -> None:
-    """Pairs of tokens from a made-up model that looks at the token before, drafted by another one:
-    a chi-square test over fixed seeds."""
+    """Pairs of tokens from a bigram model, drafted by another one: a chi-square test over fixed
+    seeds."""
     generator = torch.Generator().manual_seed(5)
     target, other = (torch.randn(VOCAB, VOCAB, generator=generator) * 1.5 for _ in range(2))
     params = SamplingParams(temperature=0.9, top_k=5, presence_penalty=0.4)
@@ -143,7 +142,7 @@ def test_two_steps_of_drafts_follow_the_models_distribution() -> None:
 
 
 def pair_probabilities(logits: Tensor, params: SamplingParams) -> dict[tuple[int, int], float]:
-    """Of the first two tokens, by the definitions of the parameters."""
+    """Return the probabilities of the first two tokens, by the definitions of the parameters."""
 
     def choose(last: int, seen: tuple[int, ...]) -> Tensor:
         row = logits[last].clone()
