@@ -60,7 +60,7 @@ async def generate(
     if context.parsed.stream:
         await _stream(router, context, instance, payload, forwarder_class)
         return
-    with await instance.connections.exchange(payload, context.deadline, whole=True) as answer:
+    with await instance.connections.exchange(payload, context.deadline, await_body=True) as answer:
         whole = answer.body
     if context.record is not None:
         whole = context.record.record_answer(whole, instance.name)
@@ -85,7 +85,7 @@ async def _stream(
     else:
         forwarder = forwarder_class(context, instance.name, note_first)
     forwarder.on_tokens = router.token_clock(context)
-    with await instance.connections.exchange(payload, context.deadline, whole=False) as answer:
+    with await instance.connections.exchange(payload, context.deadline, await_body=False) as answer:
         check_streams(answer)
         if context.on_accepted is not None:
             context.on_accepted()

@@ -282,7 +282,7 @@ async def _send_prefill(
     )
     abandon = partial(_hang_up, router, instance)
     with await instance.connections.exchange(
-        payload, context.deadline, whole=True, abandon=abandon
+        payload, context.deadline, await_body=True, abandon=abandon
     ) as answer:
         body = answer.body
     router.metrics.stage_seconds.observe(router.now() - started, "prefill", instance.name)

@@ -48,7 +48,7 @@ class ConnectionPool:
         payload: bytes,
         deadline: float,
         *,
-        whole: bool,
+        await_body: bool,
         abandon: Callable[[UpstreamConnection], object] = UpstreamConnection.finish,
     ) -> UpstreamConnection:
         """Send a request and wait for its response.
@@ -59,7 +59,7 @@ class ConnectionPool:
         Args:
             payload: bytes of the request.
             deadline: loop time at which the exchange fails.
-            whole: wait for the whole response instead of its head.
+            await_body: wait for the whole response instead of its head.
             abandon: called with the connection if the caller is cancelled while it waits: finishes
                 (closes) it, or half-closes it.
 
@@ -74,7 +74,7 @@ class ConnectionPool:
             if connection is None:
                 connection = await self._reconnect(deadline, lost)
             try:
-                waiter = connection.send(payload, deadline, whole=whole)
+                waiter = connection.send(payload, deadline, await_body=await_body)
                 if waiter is not None:
                     await waiter
                 if not connection.is_good:
@@ -111,7 +111,7 @@ class ConnectionPool:
 
     async def fetch(self, payload: bytes, deadline: float) -> bytes:
         """Send a request and return the whole body of the response."""
-        with await self.exchange(payload, deadline, whole=True) as answer:
+        with await self.exchange(payload, deadline, await_body=True) as answer:
             return answer.body
 
     def release(self, connection: UpstreamConnection) -> None:

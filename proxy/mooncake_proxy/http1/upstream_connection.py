@@ -99,7 +99,7 @@ class UpstreamConnection(asyncio.Protocol):
         "_time",
         "_transport",
         "_waiter",
-        "_waits_for_whole",
+        "_waits_for_body",
         "deadline",
         "name",
         "num_received",
@@ -122,7 +122,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head = b""
         self._has_head = False
         self._is_complete = True
-        self._waits_for_whole = False
+        self._waits_for_body = False
         self._is_hung_up = False
         # Future of the task that waits for the head, the end of the body, or a failure.
         self._waiter: asyncio.Future[None] | None = None
@@ -150,13 +150,15 @@ class UpstreamConnection(asyncio.Protocol):
 
     # ------------------------------------------------ one exchange
 
-    def send(self, payload: bytes, deadline: float, *, whole: bool) -> asyncio.Future[None] | None:
+    def send(
+        self, payload: bytes, deadline: float, *, await_body: bool
+    ) -> asyncio.Future[None] | None:
         """Start an exchange.
 
         Args:
             payload: bytes of the request.
             deadline: loop time at which the exchange fails.
-            whole: wait for the whole response instead of its head.
+            await_body: wait for the whole response instead of its head.
 
         Returns:
             A future that completes when the head or the whole response has arrived, or the exchange
@@ -165,7 +167,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._head = b""
         self._has_head = self._is_complete = self.reusable = False
         self.status = 0
-        self._waits_for_whole = whole
+        self._waits_for_body = await_body
         self.was_sent = True
         self.num_received = 0
         self.deadline = deadline
@@ -291,7 +293,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     async def _more(self) -> None:
         """Wait until the response is complete. Raises the exchange's failure."""
-        self._waits_for_whole = True
+        self._waits_for_body = True
         if self.is_busy:
             self._waiter = self._context.loop.create_future()
             await self._waiter
@@ -343,7 +345,7 @@ class UpstreamConnection(asyncio.Protocol):
         sink = self._sink
         if sink is not None and self._parts:
             self._flush(sink)
-        if self._is_complete or (self._has_head and not self._waits_for_whole):
+        if self._is_complete or (self._has_head and not self._waits_for_body):
             self._wake()
 
     def _flush(self, sink: Sink) -> None:

@@ -55,7 +55,7 @@ def test_slow_client_at_end_of_response_does_not_pause_next_response(
         pool = ConnectionPool(Origin("http", "127.0.0.1", port), context)
         deadline = context.loop.time() + 60.0
         try:
-            with await pool.exchange(GET, deadline, whole=False) as answer:
+            with await pool.exchange(GET, deadline, await_body=False) as answer:
                 may_end.set()
                 client = SlowClient(answer)
                 await answer.forward(client)
@@ -165,7 +165,7 @@ def test_body_is_complete_despite_trailing_garbage(rest: bytes) -> None:
         async with pool_of(serve) as pool:
             deadline = pool.context.loop.time() + 60.0
             gathered = Gathered()
-            with await pool.exchange(GET, deadline, whole=False) as answer:
+            with await pool.exchange(GET, deadline, await_body=False) as answer:
                 may_end.set()
                 await asyncio.wait_for(answer.forward(gathered), 10.0)
             assert gathered.data == b"ok"
@@ -192,7 +192,7 @@ def test_reset_response_without_length_is_incomplete(
 
         async with pool_of(serve) as pool:
             deadline = pool.context.loop.time() + 60.0
-            with await pool.exchange(GET, deadline, whole=False) as answer:
+            with await pool.exchange(GET, deadline, await_body=False) as answer:
                 may_reset.set()
                 with pytest.raises(ConnectionLost, match="connection lost after"):
                     await asyncio.wait_for(answer.read(), 10.0)
