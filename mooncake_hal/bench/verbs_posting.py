@@ -73,8 +73,8 @@ class WirelessQueuePair:
     def connect(self, remote: QueuePairInfo) -> None:
         return
 
-    def completions(self, most: int) -> list[verbs.IbvWc]:
-        return self._poller.poll(most)
+    def completions(self, max_count: int) -> list[verbs.IbvWc]:
+        return self._poller.poll(max_count)
 
     def take_event(self) -> None:
         try:

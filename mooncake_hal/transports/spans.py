@@ -47,15 +47,17 @@ def split_spans(spans: Spans, parts: int) -> list[Spans]:
     return [_between(spans, ends, low, high) for low, high in pairwise(edges)]
 
 
-def limit_spans(spans: Spans, most: int) -> list[Spans]:
-    """Divide spans into groups of at most ``most`` spans."""
-    if len(spans) <= most:
+def limit_spans(spans: Spans, max_count: int) -> list[Spans]:
+    """Divide spans into groups of at most ``max_count`` spans."""
+    if len(spans) <= max_count:
         return [spans]
     return [
         Spans(
-            spans.local[at : at + most], spans.remote[at : at + most], spans.nbytes[at : at + most]
+            spans.local[at : at + max_count],
+            spans.remote[at : at + max_count],
+            spans.nbytes[at : at + max_count],
         )
-        for at in range(0, len(spans), most)
+        for at in range(0, len(spans), max_count)
     ]
 
 
@@ -102,9 +104,9 @@ for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
 def vectors(
     addresses: NDArray[np.uint64],  # [n]
     nbytes: NDArray[np.uint64],  # [n]
-    most: int,
+    max_bytes: int,
 ) -> Iterator[NDArray[np.uint64]]:
-    """Yield arrays of struct iovec, [k, 2], of at most ``most`` bytes and IOV_MAX pieces each.
+    """Yield arrays of struct iovec, [k, 2], of at most ``max_bytes`` bytes and IOV_MAX pieces each.
 
     Together they cover every piece, in order; a piece that does not fit into a vector is cut.
     """
@@ -113,8 +115,8 @@ def vectors(
         sizes = nbytes[first : first + IOV_MAX].copy()
         sizes[0] -= np.uint64(offset)
         ends = np.cumsum(sizes)
-        count = min(int(np.searchsorted(ends, most, side="left")) + 1, len(sizes))
-        beyond = max(int(ends[count - 1]) - most, 0)
+        count = min(int(np.searchsorted(ends, max_bytes, side="left")) + 1, len(sizes))
+        beyond = max(int(ends[count - 1]) - max_bytes, 0)
         sizes = sizes[:count]
         sizes[-1] -= np.uint64(beyond)
         vector = np.stack([addresses[first : first + count], sizes], axis=1)

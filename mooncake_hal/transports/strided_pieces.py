@@ -46,27 +46,27 @@ def pack_strides(addresses: U64, nbytes: U64) -> Rows:
     return np.stack(shortest, axis=1)
 
 
-def unpack_strides(data: bytes, levels: int, most: int) -> tuple[U64, U64]:
+def unpack_strides(data: bytes, levels: int, max_count: int) -> tuple[U64, U64]:
     """Decode and validate rows from another process: [pieces] addresses and lengths.
 
     Args:
         data: the rows as bytes.
         levels: number of levels of the rows.
-        most: maximum number of pieces.
+        max_count: maximum number of pieces.
 
     Raises:
-        ValueError: the rows are malformed, or have more than ``most`` pieces.
+        ValueError: the rows are malformed, or have more than ``max_count`` pieces.
     """
     width = 2 + 2 * levels
     if not 0 <= levels <= MAX_LEVELS or not data or len(data) % (8 * width):
         raise ValueError(f"{len(data)} bytes are no rows of {levels} levels")
     rows: Rows = np.frombuffer(data, np.uint64).reshape(-1, width)
     counts = rows[:, 2::2]
-    if len(rows) > most or (counts > most).any() or not counts.all():
-        raise ValueError(f"rows are of 1 to {most} pieces each")
+    if len(rows) > max_count or (counts > max_count).any() or not counts.all():
+        raise ValueError(f"rows are of 1 to {max_count} pieces each")
     pieces = counts.prod(axis=1, dtype=np.uint64)  # below 2^64: there are three counts at most
-    if (pieces > most).any() or pieces.sum() > most:
-        raise ValueError(f"{most} pieces at most are described at once")
+    if (pieces > max_count).any() or pieces.sum() > max_count:
+        raise ValueError(f"{max_count} pieces at most are described at once")
     for _ in range(levels):
         rows = _unfold(rows)
     return rows[:, 0].copy(), rows[:, 1].copy()

@@ -287,11 +287,11 @@ class QueuePair:
             self._require_open()
             self._post(requests, batch, first_id)
 
-    def completions(self, most: int) -> list[verbs.IbvWc]:
-        """Return up to ``most`` work completions, valid until the next call; never blocks."""
+    def completions(self, max_count: int) -> list[verbs.IbvWc]:
+        """Return up to ``max_count`` work completions, valid until the next call; never blocks."""
         with self._lock:
             self._require_open()
-            return self._poller.poll(most)
+            return self._poller.poll(max_count)
 
     def take_event(self) -> None:
         """Consume the event that made ``fd`` readable, and request the next one."""

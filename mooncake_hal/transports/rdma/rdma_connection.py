@@ -95,8 +95,8 @@ class SendingQueuePair(Protocol):
         """Post a batch, numbered from ``first_id``; raises OSError if not all of it is accepted."""
         ...
 
-    def completions(self, most: int) -> Sequence[Completion]:
-        """Return up to ``most`` completions, valid until the next call; never blocks."""
+    def completions(self, max_count: int) -> Sequence[Completion]:
+        """Return up to ``max_count`` completions, valid until the next call; never blocks."""
         ...
 
     def take_event(self) -> None:

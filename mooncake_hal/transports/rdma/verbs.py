@@ -416,9 +416,9 @@ class CompletionPoller:
         self._request_event = operations.req_notify_cq
         self._completions = (IbvWc * POLL_BATCH)()
 
-    def poll(self, most: int) -> list[IbvWc]:
-        """Return up to ``most`` completions, valid until the next call; raises OSError."""
-        count = self._poll(self._cq, min(most, POLL_BATCH), self._completions)
+    def poll(self, max_count: int) -> list[IbvWc]:
+        """Return up to ``max_count`` completions, valid until the next call; raises OSError."""
+        count = self._poll(self._cq, min(max_count, POLL_BATCH), self._completions)
         if count < 0:
             raise OSError(-count, "ibv_poll_cq failed")
         return self._completions[:count]
