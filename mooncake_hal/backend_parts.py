@@ -340,5 +340,5 @@ def convert_rope_order(
         # not every device can index one-byte floats
         numbers = plane.view(torch.uint8) if plane.element_size() == 1 else plane
         rows = numbers[blocks, offsets]
-        turned = rows.view(*rows.shape[:-1], *shape).transpose(-1, -2)
-        numbers[blocks, offsets] = turned.reshape(rows.shape)
+        converted = rows.view(*rows.shape[:-1], *shape).transpose(-1, -2)
+        numbers[blocks, offsets] = converted.reshape(rows.shape)

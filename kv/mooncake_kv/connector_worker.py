@@ -418,9 +418,9 @@ class ConnectorWorker(ABC):
         """Convert the part of a prompt that came from a peer into this rank's order of rotated
         elements, before it is reported as loaded. Blocks until the device is done. Runs on a thread
         that is bound to the device."""
-        turn = self.context.memory.convert_rope_order
-        assert turn is not None, "the handshake refuses what this rank can't turn"
-        turn(block_ids, tokens, order)
+        convert = self.context.memory.convert_rope_order
+        assert convert is not None, "the handshake refuses what this rank can't convert"
+        convert(block_ids, tokens, order)
         event = self.context.make_event()
         event.record()
         event.synchronize()
