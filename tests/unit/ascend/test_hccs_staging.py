@@ -326,7 +326,7 @@ class Lender:
         self.target = HostMemory().allocate(64 << 10, 0)
         self.local = AttachedRegions("this side")
         self.local.add(1, self.target.region, b"")
-        self.guest = Session.__new__(Session)  # a key, no more
+        self.guest = Session.__new__(Session)  # used only as a key
 
     def ask(self, call: Borrow | ScatterBuffer, guest: Session | None = None) -> bytes:
         return self.lent.handle_request(guest or self.guest, encode(call), self.local)

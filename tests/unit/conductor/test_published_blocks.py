@@ -168,13 +168,13 @@ def test_orphan_removed_before_its_parent_is_known_is_not_indexed() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5)), unique=True), st.integers(1, 2))
 @settings(deadline=None, max_examples=100)
-def test_index_does_not_depend_on_the_order_of_stores(said, times) -> None:
+def test_index_does_not_depend_on_the_order_of_stores(store_events, times) -> None:
     stores = Stores(3)
-    for store, number in said:
+    for store, number in store_events:
         stores.publish(store, *[_chunk_event(number)] * times)
-    known = {number for _, number in said}
+    known = {number for _, number in store_events}
     num_leading = next(number for number in range(7) if number not in known)
-    expected = [sum(at == key for _, at in said) for key in range(num_leading)]
+    expected = [sum(at == key for _, at in store_events) for key in range(num_leading)]
     assert [stores.index.num_copies(key) for key in PROMPT_KEYS[:num_leading]] == expected
     assert not any(stores.index.num_copies(key) for key in PROMPT_KEYS[num_leading:])
 

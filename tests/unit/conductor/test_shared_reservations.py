@@ -134,8 +134,8 @@ def test_snapshot_portions_are_bounded_for_any_prompt_length(
         member.conductor.joined(f"r{number}", 0.0)
     portions = list(member.exchange.portions(lambda: 0.0))
     assert max(len(msgspec.json.encode(portion)) for portion in portions) < 150_000
-    told = [change for portion in portions for change in portion]
-    assert [change.request_id for change in told if isinstance(change, Reserved)] == [
+    published = [change for portion in portions for change in portion]
+    assert [change.request_id for change in published if isinstance(change, Reserved)] == [
         f"r{number}" for number in range(num_requests)
     ]
-    assert told == member.exchange.snapshot(0.0)
+    assert published == member.exchange.snapshot(0.0)

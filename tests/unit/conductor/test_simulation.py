@@ -95,10 +95,10 @@ def test_index_equals_the_caches_at_the_end(trace: Path) -> None:
 def test_policies_rank_as_in_the_paper(trace: Path) -> None:
     requests = scaled(read_trace(trace), 0.6)
     names = ("random", "least-loaded", "cache-local", "mooncake")
-    room = {"cache_tokens": 2_000_000}
-    mean = [summarise(run(requests, name, **room), WANTED).mean_ttft for name in names]
+    cache_size = {"cache_tokens": 2_000_000}
+    mean = [summarise(run(requests, name, **cache_size), WANTED).mean_ttft for name in names]
     assert mean == sorted(mean, reverse=True)
-    cost = summarise(run(requests, "cost", **room), WANTED).mean_ttft
+    cost = summarise(run(requests, "cost", **cache_size), WANTED).mean_ttft
     assert cost <= 1.05 * mean[-1]
 
 

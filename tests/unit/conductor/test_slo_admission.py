@@ -149,7 +149,11 @@ def test_predictive_mode_admits_if_a_slot_is_free_after_the_prefill() -> None:
 def test_decision_is_explained_as_plain_data() -> None:
     conductor = make_conductor(2, 1)
     decision = conductor.route(ask("r", 4), now=3.0)
-    told = decision.explain(conductor.fleet.names)
-    assert told["prefill"]["instance"] in ("p0", "p1")
-    assert told["prefill"]["plan"] == "recompute"
-    assert (told["request"], told["refusal"], told["decode"]["instance"]) == ("r", None, "d0")
+    data = decision.explain(conductor.fleet.names)
+    assert data["prefill"]["instance"] in ("p0", "p1")
+    assert data["prefill"]["plan"] == "recompute"
+    assert (data["request"], data["refusal"], data["decode"]["instance"]) == (
+        "r",
+        None,
+        "d0",
+    )

@@ -73,8 +73,8 @@ class Protocol:
             return replace(moved, halves=_with(state.halves, rank, own))
         step -= WORDS
         if step < self.ranks:
-            told = _with(state.arrivals, step, state.arrivals[step] + 1)
-            return replace(moved, arrivals=told)
+            arrivals = _with(state.arrivals, step, state.arrivals[step] + 1)
+            return replace(moved, arrivals=arrivals)
         step -= self.ranks
         if step == 0:
             passes = state.arrivals[rank] >= number * self.ranks - self.early

@@ -133,8 +133,8 @@ def test_invalid_port_range_is_rejected(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_role_both_has_no_kv_transfer_without_a_connector() -> None:
     assert kv_transfer_config(parse("serve", "--model", "m")) is None
-    told = parse("serve", "--model", "m", "--kv-connector", "MooncakeConnector")
-    assert kv_transfer_config(told) == KVTransferConfig()
+    with_connector = parse("serve", "--model", "m", "--kv-connector", "MooncakeConnector")
+    assert kv_transfer_config(with_connector) == KVTransferConfig()
 
 
 def test_empty_secret_file_is_rejected(tmp_path: Path) -> None:
@@ -270,8 +270,8 @@ def test_file_of_another_kind_is_not_reported_as_missing(
     path = tmp_path / "notes.txt"
     path.touch()
     assert main(["serve", "--model", str(path)]) == 2
-    said = capsys.readouterr().err
-    assert said.endswith(f"ORG/NAME[@REVISION] of a hub: {path} is a file of another kind\n")
+    stderr = capsys.readouterr().err
+    assert stderr.endswith(f"ORG/NAME[@REVISION] of a hub: {path} is a file of another kind\n")
 
 
 class Terminal(io.StringIO):

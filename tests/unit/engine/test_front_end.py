@@ -159,8 +159,8 @@ def test_a_slow_front_end_loses_only_its_own_requests(
     while not caplog.records:  # the core may log only after the other request has finished
         ask(other, "read, too")
         assert read_answer(other)[0] == ANSWER
-    said = [record.getMessage() for record in caplog.records]
-    assert said == ["front 1 is more than 0 MiB of tokens behind: ending 1 of its requests"]
+    logged = [record.getMessage() for record in caplog.records]
+    assert logged == ["front 1 is more than 0 MiB of tokens behind: ending 1 of its requests"]
     tokens, last = read_answer(slow)
     assert (last.finish, last.error) == (FinishReason.ERROR, core_process.BEHIND)
     assert tokens == ANSWER[: len(tokens)], "no gap"

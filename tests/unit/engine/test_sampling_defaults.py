@@ -72,7 +72,7 @@ def test_model_without_defaults_uses_the_engines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "reason"),
     [
         ({"temperature": "warm"}, "temperature must be a number, found 'warm'"),
         ({"top_k": 1.5}, "top_k must be a number, found 1.5"),
@@ -80,8 +80,8 @@ def test_model_without_defaults_uses_the_engines() -> None:
         ({"max_new_tokens": 0}, "max_tokens must be in"),
     ],
 )
-def test_invalid_values_are_named(tmp_path: Path, values: dict[str, Any], said: str) -> None:
-    with pytest.raises(CheckpointError, match=f"generation_config.json: {said}"):
+def test_invalid_values_are_named(tmp_path: Path, values: dict[str, Any], reason: str) -> None:
+    with pytest.raises(CheckpointError, match=f"generation_config.json: {reason}"):
         read_sampling_defaults(write(tmp_path, values))
 
 

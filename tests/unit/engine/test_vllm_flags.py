@@ -67,15 +67,15 @@ def test_flags_without_effect_are_ignored_with_a_warning(
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("argv", "message"),
     [
         (["--kv-transfer-config", "{}"], "is an option of vLLM; use instead: --role pref"),
         (["--revision=v1"], "--revision is an option of vLLM; use instead: --model ORG/NAME@"),
         (["--trust-remote-code"], "a checkpoint's code is never run"),
     ],
 )
-def test_unsupported_flags_are_rejected_with_an_alternative(argv: list[str], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_unsupported_flags_are_rejected_with_an_alternative(argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         without_vllm_flags(argv)
 
 

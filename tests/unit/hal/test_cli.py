@@ -76,18 +76,18 @@ def test_unknown_arguments_are_rejected(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("variable", "said"),
+    ("variable", "message"),
     [
         ("cpu", "--backend auto: cpu"),
         ("foo", "--backend auto: none: MOONCAKE_HAL_BACKEND=foo is not installed"),
     ],
 )
 def test_devices_prints_the_backend_that_auto_selects(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str, said: str
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str, message: str
 ) -> None:
     monkeypatch.setenv("MOONCAKE_HAL_BACKEND", variable)
     _, text = run(capsys, "devices")
-    assert text.splitlines()[-1] == said
+    assert text.splitlines()[-1] == message
 
 
 def test_invalid_environment_is_reported_in_one_line(

@@ -25,7 +25,7 @@ from mooncake_proxy.ops.worker_processes import describe_exit as by_proxy
 
 @pytest.mark.parametrize("describe", [by_engine, by_proxy])
 @pytest.mark.parametrize(
-    ("status", "said"),
+    ("status", "message"),
     [
         (0, "exited with status 0"),
         (3, "exited with status 3"),
@@ -34,12 +34,14 @@ from mooncake_proxy.ops.worker_processes import describe_exit as by_proxy
         (-(signal.SIGRTMIN + 1), f"killed by signal {signal.SIGRTMIN + 1}"),
     ],
 )
-def test_exit_status_is_described(describe: Callable[[int], str], status: int, said: str) -> None:
-    assert describe(status) == said
+def test_exit_status_is_described(
+    describe: Callable[[int], str], status: int, message: str
+) -> None:
+    assert describe(status) == message
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["serve", "--modle", "x"], "required: --model; did you mean --model, not --modle?"),
         (["serve", "--model", "x", "--prot=1"], "--prot=1; did you mean --port, not --prot?"),
@@ -48,12 +50,12 @@ def test_exit_status_is_described(describe: Callable[[int], str], status: int, s
     ],
 )
 def test_misspelt_option_is_corrected(
-    capsys: pytest.CaptureFixture[str], words: list[str], said: str
+    capsys: pytest.CaptureFixture[str], words: list[str], message: str
 ) -> None:
     with pytest.raises(SystemExit) as caught:
         engine_main(words)
     assert caught.value.code == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def hide(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
@@ -107,10 +109,10 @@ def test_invalid_option_prints_one_line_without_usage(
 ) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(wrong)
-    said = capsys.readouterr().err
-    assert said.startswith(f"{command}: error: argument {wrong[-2]}: ")
-    assert said.endswith(f"'a'; see {command} --help\n")
-    assert said.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message.startswith(f"{command}: error: argument {wrong[-2]}: ")
+    assert message.endswith(f"'a'; see {command} --help\n")
+    assert message.count("\n") == 1
 
 
 def test_invalid_proxy_option_prints_a_short_usage(capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,7 +151,7 @@ def test_ctrl_c_exits_with_130_without_traceback(
 def test_ctrl_c_while_the_proxy_loads_exits_at_once() -> None:
     before = signal.getsignal(signal.SIGINT)
     try:
-        assert proxy_main([]) == 2  # nothing to serve with
+        assert proxy_main([]) == 2  # no instances to serve with
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, before)

@@ -19,10 +19,10 @@ from mooncake_hal.transports.tcp.tcp_transport import load as load_tcp
 
 def test_no_arguments_fails_and_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 1
-    said = capsys.readouterr().out
-    assert said.startswith("FAIL  arguments")
+    output = capsys.readouterr().out
+    assert output.startswith("FAIL  arguments")
     for flag in ("--instance", "--file", "--transport", "--peer"):
-        assert flag in said
+        assert flag in output
 
 
 @pytest.mark.parametrize(
@@ -46,9 +46,9 @@ def test_missing_file_is_named(
     option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["doctor", option, str(tmp_path / "missing")]) == 1
-    said = capsys.readouterr().err
-    assert said.startswith(f"mooncake-hal: can't read {option}: ")
-    assert "missing" in said
+    output = capsys.readouterr().err
+    assert output.startswith(f"mooncake-hal: can't read {option}: ")
+    assert "missing" in output
 
 
 @pytest.mark.parametrize("content", ["{}", "instances: []", "[]", '{"instances": ["prefill"]}'])
@@ -85,33 +85,33 @@ def plan(capsys: pytest.CaptureFixture[str], *instances: str) -> tuple[int, str]
 def test_plan_of_absent_hardware_is_checked_by_known_constraints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    status, said = plan(
+    status, output = plan(
         capsys,
         "role=prefill,name=p,backend=cuda,generation=sm_90,tp=4",
         "role=decode,name=d,backend=ascend,tp=3",
         "role=decode,name=c,backend=cpu",
     )
-    assert status == 0, said
-    assert "cuda is not on this machine" in said
-    assert "A2 is assumed, as no generation was given" in said
-    assert "ok    deployment of p (prefill), d (decode), c (decode)" in said
-    assert "ok    p to d: KV goes over staged\n" in said
+    assert status == 0, output
+    assert "cuda is not on this machine" in output
+    assert "A2 is assumed, as no generation was given" in output
+    assert "ok    deployment of p (prefill), d (decode), c (decode)" in output
+    assert "ok    p to d: KV goes over staged\n" in output
 
 
 def test_plan_lists_the_usable_transports(capsys: pytest.CaptureFixture[str]) -> None:
-    status, said = plan(
+    status, output = plan(
         capsys,
         "role=prefill,name=p,backend=ascend,generation=A2,tp=4",
         "role=decode,name=d,backend=ascend,generation=A2,tp=2",
         "role=decode,name=e,backend=ascend,generation=A3,tp=3",
     )
-    assert status == 0, said
-    assert "ok    p to d: KV goes over hccs or staged\n" in said
+    assert status == 0, output
+    assert "ok    p to d: KV goes over hccs or staged\n" in output
     assert (
         "ok    p to e: KV goes over staged; not over hccs: it needs the same device generation "
         "on both sides, but prefill has 'A2' and decode 'A3'; it needs a tensor-parallel size of "
         "prefill that is a multiple of decode's, but they are 4 and 3\n"
-    ) in said
+    ) in output
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_plan_lists_the_usable_transports(capsys: pytest.CaptureFixture[str]) ->
 def test_unsupported_request_of_absent_hardware_is_reported(
     capsys: pytest.CaptureFixture[str], instance: str, wanted: str
 ) -> None:
-    status, said = plan(capsys, instance)
+    status, output = plan(capsys, instance)
     assert status == 1
-    assert wanted in said
+    assert wanted in output
 
 
 def test_pair_without_a_common_transport_is_reported(
@@ -135,13 +135,13 @@ def test_pair_without_a_common_transport_is_reported(
 ) -> None:
     links_alone = replace(ASCEND, transports={"hccs": ASCEND.transports["hccs"]})
     monkeypatch.setattr(Registry, "known_hardware", lambda self, name: links_alone)
-    status, said = plan(
+    status, output = plan(
         capsys,
         "role=prefill,name=p,backend=ascend,generation=A2",
         "role=decode,name=d,backend=ascend,generation=A3",
     )
     assert status == 1
-    assert "p and d: hccs: it needs the same device generation on both sides" in said
+    assert "p and d: hccs: it needs the same device generation on both sides" in output
 
 
 def test_invalid_peer_url_is_rejected_with_the_form(capsys: pytest.CaptureFixture[str]) -> None:

@@ -211,7 +211,7 @@ def test_damaged_files_are_reported(tmp_path: Path) -> None:
     original = checkpoint(tmp_path, "llama", {})
     path = write_gguf(original, tmp_path / "model.gguf")
     whole = path.read_bytes()
-    for data, said in (
+    for data, message in (
         (whole[:100], "100 bytes"),
         (whole[:-4096], "ends at byte"),
         (b"GGUX" + whole[4:], "does not start with GGUF"),
@@ -220,7 +220,7 @@ def test_damaged_files_are_reported(tmp_path: Path) -> None:
         (b"", "damaged or not a GGUF"),
     ):
         path.write_bytes(data)
-        with pytest.raises(CheckpointError, match=said):
+        with pytest.raises(CheckpointError, match=message):
             read_header(path)
 
 

@@ -122,7 +122,7 @@ def test_complete_files_of_a_killed_download_are_reused(
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "message"),
     [
         ("acme/none", "ConfigError: no directory acme/none here, and no model of that name at"),
         ("acme/tiny@v9", "has no revision 'v9'"),
@@ -130,14 +130,16 @@ def test_complete_files_of_a_killed_download_are_reused(
         ("acme/empty:Q4_K_M", "must have one GGUF file of quantisation Q4_K_M, found none"),
     ],
 )
-def test_missing_model_is_reported_in_one_line(fetcher: Fetcher, name: str, said: str) -> None:
-    assert said in fetcher.error(name)
+def test_missing_model_is_reported_in_one_line(fetcher: Fetcher, name: str, message: str) -> None:
+    assert message in fetcher.error(name)
 
 
 def test_gated_model_error_links_to_its_terms(hub: ModelHub, fetcher: Fetcher) -> None:
     hub.gated.add("acme/tiny")
-    said = fetcher.error("acme/tiny")
-    assert f"acme/tiny is gated: accept its terms at {hub.url}/acme/tiny, then set HF_TOKEN" in said
+    message = fetcher.error("acme/tiny")
+    assert (
+        f"acme/tiny is gated: accept its terms at {hub.url}/acme/tiny, then set HF_TOKEN" in message
+    )
 
 
 def test_missing_local_copy_is_reported_offline(fetcher: Fetcher) -> None:

@@ -107,15 +107,13 @@ def test_parameters_are_copied_once_per_request(monkeypatch: pytest.MonkeyPatch)
         hot.num_output_tokens = greedy.num_output_tokens = step
         sampling.sample(torch.zeros(2, 8), [hot, greedy])
     sampling.sample(torch.zeros(2, 8), [greedy, hot])
-    warm = State(
-        0, 5, SamplingParams(temperature=0.75, top_k=-1)
-    )  # in the row of a finished request
+    warm = State(0, 5, SamplingParams(temperature=0.75, top_k=-1))  # a finished request's row
     late = State(40, 6, SamplingParams(temperature=0.25, top_p=0.5))
     batch = [warm, hot, late]
     sampling.sample(torch.zeros(3, 8), batch)
     sampling.sample(torch.zeros(3, 8), batch)
     sampling.sample(torch.zeros(2, 8), batch[1:])
-    # random numbers and rows, then what is new: rows and four parameters
+    # random numbers and rows, then those of new requests: rows and four parameters
     assert copied.lengths == [[2, 2, *[2] * 5], [2], [2], [2, 2], [3, 3, *[2] * 5], [3], [2, 2]]
     for step, metadata in enumerate(ops.given[:3]):
         assert metadata.temperatures.tolist() == [0.5, 0.0]

@@ -134,7 +134,7 @@ def test_a_replay_equals_the_eager_step(
             found, old = plane[0].view(-1, 2)[: BLOCKS * BLOCK_SIZE], old.view(-1, 2)
             wanted = old[: BLOCKS * BLOCK_SIZE].clone()
             wanted[batch.slot_mapping] = token_ids.float().unsqueeze(1)
-            assert torch.equal(found, wanted), "a block of somebody's was written to"
+            assert torch.equal(found, wanted), "a block of another request was written to"
     fitting = min(size for size in SIZES if size >= count)
     assert stage.sizes == [fitting] * 3, "captured once, replayed twice"
 
@@ -152,8 +152,8 @@ def test_host_lengths_equal_those_of_the_tensors(
 
 def test_other_steps_run_eagerly(graphs: DecodeGraphRunner, pool: KVPool, stage: Stage) -> None:
     token_ids, positions, batch = decodes(1, 2, 3)
-    heard: list[int] = []
-    watched = ForwardContext(batch, pool.layers, heard.append)
+    fired: list[int] = []
+    watched = ForwardContext(batch, pool.layers, fired.append)
     graphs.forward(token_ids, positions, watched)
     mixed = replace(batch, num_decodes=2)
     graphs.forward(token_ids, positions, ForwardContext(mixed, pool.layers))

@@ -257,7 +257,7 @@ def test_unsupported_kv_dtype_is_rejected(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("multiplied", "form", "said"),
+    ("multiplied", "form", "warned"),
     [
         ((), "blocks", "backend 'cpu' does not support fp8 on this device"),
         (("fp8",), "blocks", "experts .* backend 'cpu' supports only linear layers in fp8"),
@@ -272,18 +272,18 @@ def test_experts_stay_in_fp8_if_the_backend_multiplies_fp8(
     caplog: pytest.LogCaptureFixture,
     multiplied: tuple[str, ...],
     form: str,
-    said: str | None,
+    warned: str | None,
 ) -> None:
     """Otherwise the log says why not; the backend's fused ops for experts don't support fp8."""
     model = write_checkpoint(random_model("qwen3_moe"), tmp_path / "model")
     edit_config(model, lambda config: config.update(quantization_config=FORMS[form]))
     able = multiplying(backend, *multiplied)
     plan = make_plan(EngineConfig(model, num_kv_blocks=10, tp_size=2, ep_size=2), able)
-    assert plan.keeps_fp8_experts(plan.model) == (said is None)
-    assert (plan.whole_experts is None) == (said is None)
+    assert plan.keeps_fp8_experts(plan.model) == (warned is None)
+    assert (plan.whole_experts is None) == (warned is None)
     warnings = [r.getMessage() for r in caplog.records if "are dequantised" in r.getMessage()]
-    assert len(warnings) == (said is not None)
-    assert all(said is not None and re.search(said, warning) for warning in warnings)
+    assert len(warnings) == (warned is not None)
+    assert all(warned is not None and re.search(warned, warning) for warning in warnings)
 
 
 def multiplying(backend: Backend, *quantization: str) -> Backend:

@@ -66,9 +66,7 @@ class Starting:
 
 @pytest.fixture
 def starting(config: EngineConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[Starting]:
-    monkeypatch.setattr(
-        node_launcher, "_START_TIMEOUT_S", 0.2
-    )  # the nodes of these tests start no ranks
+    monkeypatch.setattr(node_launcher, "_START_TIMEOUT_S", 0.2)  # nodes start no ranks here
     node_0 = Starting(config)
     yield node_0
     node_0.close()
@@ -169,7 +167,7 @@ def test_invalid_master_address_is_named(config: EngineConfig) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"nnodes": 2}, "--nnodes 2 needs --node-secret-file"),
         ({"nnodes": 2, "node_rank": 2}, "--node-rank must be from 0 to 1 with --nnodes 2, got 2"),
@@ -177,8 +175,8 @@ def test_invalid_master_address_is_named(config: EngineConfig) -> None:
         ({"nnodes": 2, "master_port": 0}, "--master-port must be from 1 to 65535, got 0"),
     ],
 )
-def test_contradictory_node_options_are_rejected(options: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_contradictory_node_options_are_rejected(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         NodeConfig(**options)  # type: ignore[arg-type]  # no option here is the secret
 
 

@@ -71,10 +71,10 @@ def join(checkpoint: Path, listener: socket.socket, answer: Answer, secret: str 
 
 
 def test_node_joins_and_exits_with_the_instance(checkpoint: Path, listener: socket.socket) -> None:
-    said: list[NodeHello] = []
+    hellos: list[NodeHello] = []
 
     def answer(connection: Connection, hello: NodeHello) -> None:
-        said.append(hello)
+        hellos.append(hello)
         send_message(connection, NodeWelcome("token", (), 2))
         ready = receive_message(connection, TIMEOUT_S)
         assert isinstance(ready, NodeReady)
@@ -83,7 +83,7 @@ def test_node_joins_and_exits_with_the_instance(checkpoint: Path, listener: sock
         send_message(connection, InstanceOver())
 
     join(checkpoint, listener, answer)
-    [hello] = said
+    [hello] = hellos
     assert (hello.node, hello.num_nodes, hello.num_ranks) == (1, 2, 2)
     assert (hello.host, hello.model) == ("127.0.0.1", str(checkpoint.resolve()))
     assert not Path(hello.scratch).exists()

@@ -49,8 +49,8 @@ def test_warm_up_covers_each_token_count_that_selects_a_kernel(
         sequence = decode.sequences[0]
         assert len(decode.sequences) == 1 + len(decode.new_requests)
         assert len(set(request.block_ids)) == len(request.block_ids) <= num_blocks
-        room = len(request.block_ids) * plan.block_size.tokens
-        assert sequence.start + sequence.count <= room
+        capacity = len(request.block_ids) * plan.block_size.tokens
+        assert sequence.start + sequence.count <= capacity
 
 
 @pytest.mark.parametrize(("budget", "beside"), [(100, 16), (9, 8)])

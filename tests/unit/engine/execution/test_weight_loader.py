@@ -165,8 +165,8 @@ def test_files_that_hold_the_same_tensor_need_an_index(checkpoint: Path) -> None
     first, *_ = sorted(checkpoint.glob("*.safetensors"))
     names = sorted(load_file(first))
     save_file({names[0]: torch.ones(2)}, checkpoint / "of-another-training.safetensors")
-    said = f"{first.name} and of-another.* both hold {names[0]}"
-    with pytest.raises(CheckpointError, match=said):
+    message = f"{first.name} and of-another.* both hold {names[0]}"
+    with pytest.raises(CheckpointError, match=message):
         load_weights(build(checkpoint), checkpoint)
 
 

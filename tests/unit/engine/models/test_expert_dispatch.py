@@ -61,7 +61,7 @@ def test_every_token_gets_the_sum_of_its_experts(
 
     for found, wanted, left, visits in on_ranks(ranks, run):
         torch.testing.assert_close(found, wanted)
-        # once per other rank with experts of its choice, 8 bytes per choice, nothing for padding
+        # one row per other rank with a chosen expert, 8 bytes per choice, none for padding
         assert left[0] == visits * (HIDDEN * 4 + CHOSEN * 8)
         assert visits <= len(found) * min(CHOSEN * sliced, ranks - 1)
         assert len(left) == 2

@@ -96,7 +96,7 @@ def test_moving_experts_changes_no_logits(
     loads = [9 if expert in (0, 3) else 1 for expert in range(num_experts)]
     before = place_experts(loads, num_slots, ExpertRanks(ep_size))
     size = num_slots // ep_size
-    after = (*before[size:], *before[:size])  # each part gets what its neighbour had
+    after = (*before[size:], *before[:size])  # each part gets its neighbour's experts
 
     def rank(group: Communicator) -> tuple[list[Tensor], int]:
         parallel = replace(

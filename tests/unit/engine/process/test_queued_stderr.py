@@ -40,8 +40,8 @@ def test_unread_pipe_drops_lines_and_does_not_block() -> None:
         reading = pool.submit(out.read)
         stream.drain(30.0)
         os.close(writer)
-        told = re.findall(rb"(\d+) writes to standard error were dropped", reading.result())
-    assert stream.num_dropped + sum(map(int, told)) >= MAX_QUEUED_WRITES // 2
+        reported = re.findall(rb"(\d+) writes to standard error were dropped", reading.result())
+    assert stream.num_dropped + sum(map(int, reported)) >= MAX_QUEUED_WRITES // 2
 
 
 def test_write_errors_are_counted() -> None:

@@ -35,8 +35,8 @@ def test_last_errors_are_reported_in_order() -> None:
 
 
 def test_ordinary_lines_are_reported_as_such() -> None:
-    told = after(*INFO, "")
-    assert told == f"it logged no error; its last lines are: {'; '.join(INFO[-3:])}"
+    summary = after(*INFO, "")
+    assert summary == f"it logged no error; its last lines are: {'; '.join(INFO[-3:])}"
 
 
 def test_empty_stderr_is_reported() -> None:

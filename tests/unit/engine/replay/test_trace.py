@@ -78,12 +78,12 @@ def test_an_invalid_trace_is_rejected(tmp_path: Path, content: str, words: str) 
         read_trace(written(tmp_path, content))
 
 
-def test_a_missing_trace_is_refused(tmp_path: Path) -> None:
+def test_missing_trace_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"can't read the trace .*No such file"):
         read_trace(tmp_path / "none")
 
 
-def test_the_example_has_what_a_replay_needs() -> None:
+def test_example_trace_can_be_replayed() -> None:
     requests = read_trace(EXAMPLE)
     assert len(requests) == 40
     assert all(len(request.block_ids) == -(-request.num_input // 64) for request in requests), (
@@ -136,7 +136,7 @@ REQUESTS = [TraceRequest(at_s, 10, 4) for at_s in (1.0, 1.0, 3.0)]
         (Pacing(concurrency=2), [0.0, 0.0, 0.0]),
     ],
 )
-def test_times(pacing: Pacing, times: list[float]) -> None:
+def test_pacing_determines_the_send_times(pacing: Pacing, times: list[float]) -> None:
     assert pacing.times_s(REQUESTS) == times
 
 
@@ -156,7 +156,7 @@ def test_a_rate_is_kept_on_average() -> None:
         ({"rate": 1.0, "concurrency": 2}, "exclude each other"),
     ],
 )
-def test_wrong_pacing_is_refused(options: dict[str, float], words: str) -> None:
+def test_invalid_pacing_is_rejected(options: dict[str, float], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Pacing(**options)  # type: ignore[arg-type]
 

@@ -95,7 +95,7 @@ def test_step_after_drafts_is_planned_before_its_start_is_known() -> None:
     assert [(s.start, s.num_unverified_drafts, s.num_draft_tokens) for s in shares] == [
         (11, 0, 3),
         (12, 3, 3),  # it runs at 15
-        (16, 3, 1),  # at 19: the last of 22 tokens comes with it
+        (16, 3, 1),  # it runs at 19, and samples the last of 22 tokens
     ]
     assert [[u.token_ids for u in updates] for _, updates in steps] == [
         [(7,)],

@@ -37,7 +37,7 @@ def test_finished_request_is_no_load() -> None:
     placement = RequestPlacement(2)
     placement.place(request("a", 1000), NOTHING)
     placement.note(TokenUpdate("a", (5,), finish=FinishReason.LENGTH))
-    placement.remove("a")  # an abort that comes late
+    placement.remove("a")  # a late abort
     placement.place(request("b"), NOTHING)
     assert placement.place(request("c"), NOTHING) == 1
 

@@ -883,16 +883,16 @@ def test_prefix_sources_beyond_the_device_cache_are_queried():
 
 def test_lookup_timeout_of_prefix_sources_is_the_prefill_time():
     sources = (PrefixSource("10.0.0.1", 7701, "epoch", 24),)
-    patience = []
+    timeouts = []
     for step_s in (1e-3, 0.3, 30.0):
         bench = PoolBench(token=None)
         for _ in range(50):
             bench.scheduler._pool._prefill.learn(31, 31 * 15, step_s, 0.0)
         bench.add("asks", prompt_of(31), prefix_sources=sources)
-        patience.append(bench.pool.hints[-1][1])
-    assert patience[0] == MIN_HINT_TIMEOUT_S
-    assert MIN_HINT_TIMEOUT_S < patience[1] < MAX_HINT_TIMEOUT_S
-    assert patience[2] == MAX_HINT_TIMEOUT_S
+        timeouts.append(bench.pool.hints[-1][1])
+    assert timeouts[0] == MIN_HINT_TIMEOUT_S
+    assert MIN_HINT_TIMEOUT_S < timeouts[1] < MAX_HINT_TIMEOUT_S
+    assert timeouts[2] == MAX_HINT_TIMEOUT_S
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -196,7 +196,7 @@ def test_prompt_tokens_fit_the_target_tbt() -> None:
         tokens = times.prompt_tokens_within(0.05)
         times.learn(32, tokens, 0.010 + tokens * 1e-4)
     assert times.prompt_tokens_within(0.05) == pytest.approx(400, rel=0.02)
-    for _ in range(40):  # a longer context, a hotter device: everything takes twice as long
+    for _ in range(40):  # a longer context, a throttled device: all steps take twice as long
         times.learn(32, 0, 0.020)
         tokens = times.prompt_tokens_within(0.05)
         times.learn(32, tokens, 0.020 + tokens * 2e-4)
@@ -242,7 +242,7 @@ def test_scheduler_meets_the_target_tbt() -> None:
         scheduler.update(plan, bench.worker.execute(plan), now)
         took.append(seconds)
     assert max(took[1:]) <= 0.055
-    assert max(took[1:]) > 0.04, "the room there is goes unused"
+    assert max(took[1:]) > 0.04, "the time available goes unused"
 
 
 def test_last_chunks_of_a_long_prompt_meet_the_target_tbt() -> None:

@@ -14,17 +14,17 @@ from mooncake_kv.config import KVTransferConfig
 TINY_LLAMA = Path(__file__).parents[4] / "examples" / "tiny-llama"
 
 
-def test_the_engine_knows_the_port_of_its_api() -> None:
+def test_engine_config_has_the_port_of_the_api() -> None:
     """The engine needs it to keep transports from using that port."""
-    told: list[EngineConfig] = []
+    configs: list[EngineConfig] = []
 
     def start(config: EngineConfig) -> None:
-        told.append(config)
-        raise ConfigError("it was told")
+        configs.append(config)
+        raise ConfigError("the engine was started")
 
     config = EngineConfig(TINY_LLAMA, role=Role.DECODE, kv_transfer=KVTransferConfig())
-    with pytest.raises(ConfigError, match="it was told"):
-        serve(config, "127.0.0.1", 0, start)  # type: ignore[arg-type]  # it does not come back
-    [found] = told
+    with pytest.raises(ConfigError, match="the engine was started"):
+        serve(config, "127.0.0.1", 0, start)  # type: ignore[arg-type]  # it never returns
+    [found] = configs
     assert found.kv_transfer is not None
     assert found.kv_transfer.api_port > 0

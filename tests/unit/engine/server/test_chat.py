@@ -60,7 +60,7 @@ def test_generates_up_to_the_contexts_end_by_default(
 
 
 @pytest.mark.parametrize("field", ["max_tokens", "max_completion_tokens"])
-def test_limits(client: AsgiClient, field: str) -> None:
+def test_both_limit_fields_bound_the_output(client: AsgiClient, field: str) -> None:
     choice = client.post(PATH, messages=[USER], **{field: 2}).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("te", "length")
 

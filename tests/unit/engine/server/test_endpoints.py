@@ -26,18 +26,18 @@ from mooncake_kv.store.chunk_store import StoreStats
 from mooncake_kv.store.store_metrics import prometheus_text
 
 
-def test_models(client: AsgiClient) -> None:
+def test_models_lists_the_served_model(client: AsgiClient) -> None:
     card = client.get("/v1/models").json()["data"][0]
     assert card["id"] == "fake"
     assert card["max_model_len"] == 256
 
 
-def test_one_model(client: AsgiClient) -> None:
+def test_model_is_found_by_name(client: AsgiClient) -> None:
     assert client.get("/v1/models/fake").json() == client.get("/v1/models").json()["data"][0]
     assert client.get("/v1/models/some/other").status_code == 404
 
 
-def test_version(client: AsgiClient) -> None:
+def test_version_is_that_of_the_package(client: AsgiClient) -> None:
     assert client.get("/version").json() == {"version": version("mooncake-engine")}
 
 
@@ -135,7 +135,7 @@ def test_a_request_may_select_its_data_parallel_rank(
     assert "must be a number from 0 on" in refused.json()["error"]["message"]
 
 
-def test_health(client: AsgiClient, engine: FakeEngine) -> None:
+def test_health_is_503_after_a_death(client: AsgiClient, engine: FakeEngine) -> None:
     assert client.get("/health").status_code == 200
     engine.death = EngineDead("a worker ended: status 9")
     response = client.get("/health")
@@ -180,7 +180,9 @@ def test_tokenize_counts_like_a_chat_request(client: AsgiClient) -> None:
         ("/abort", {}, "request_id is required"),
     ],
 )
-def test_refusals(client: AsgiClient, path: str, body: dict[str, object], words: str) -> None:
+def test_invalid_bodies_are_rejected(
+    client: AsgiClient, path: str, body: dict[str, object], words: str
+) -> None:
     response = client.post(path, **body)
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]

@@ -24,11 +24,11 @@ class Held:
     def __init__(self, method: Any) -> None:
         self._method = method
         self.is_reached = threading.Event()
-        self.may_go_on = threading.Event()
+        self.may_continue = threading.Event()
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         self.is_reached.set()
-        assert self.may_go_on.wait(30), "nobody was answered meanwhile"
+        assert self.may_continue.wait(30), "no other request was answered meanwhile"
         return self._method(*args, **options)
 
 
@@ -41,7 +41,7 @@ def check_others_are_answered(app: Any, held: Held, path: str, body: dict[str, A
             assert (await client.get("/health")).status_code == 200
             quick = await client.post("/v1/completions", json={"prompt": "tea"})
             assert quick.status_code == 200
-            held.may_go_on.set()
+            held.may_continue.set()
             return await slow
 
     assert asyncio.run(scenario()).status_code in (200, 400)

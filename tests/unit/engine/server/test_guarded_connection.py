@@ -242,7 +242,7 @@ def test_the_longest_idle_connection_is_closed_for_a_new_one() -> None:
         assert len(server.server_state.connections) == 3
 
 
-def test_a_new_connection_is_refused_if_none_is_idle() -> None:
+def test_new_connection_is_rejected_if_none_is_idle() -> None:
     with served(replace(PATIENT, connections=2)) as (address, _), ExitStack() as stack:
         busy = [stack.enter_context(connect(address)) for _ in range(2)]
         for connection in busy:

@@ -159,7 +159,7 @@ def test_a_body_that_is_not_a_json_object_is_rejected(client: AsgiClient, body: 
     assert "the body must be a JSON object" in response.json()["error"]["message"]
 
 
-def test_a_deeply_nested_body_is_refused(client: AsgiClient) -> None:
+def test_deeply_nested_body_is_rejected(client: AsgiClient) -> None:
     body = b'{"prompt":"x","kv_transfer_params":{"a":' + b"[" * 100_000
     assert client.request("POST", COMPLETIONS, content=body).status_code == 400
 
@@ -214,7 +214,9 @@ def test_another_model_is_404(client: AsgiClient) -> None:
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/no", 404), ("GET", CHAT, 405)])
-def test_wrong_addresses(client: AsgiClient, method: str, path: str, status: int) -> None:
+def test_unknown_paths_and_methods_have_an_error_status(
+    client: AsgiClient, method: str, path: str, status: int
+) -> None:
     response = client.request(method, path)
     assert response.status_code == status
     assert response.json()["error"]["message"].startswith(f"GET {path}: ")

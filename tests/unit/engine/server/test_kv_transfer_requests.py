@@ -264,7 +264,7 @@ def test_several_choices_sample_their_own_tokens_from_one_prefill(
     is_chat = "chat" in path
     body: Json = {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
     params = vllm_params(first_token_delivered=False)
-    if is_chat:  # the template makes more of it
+    if is_chat:  # the template adds tokens
         del params["num_prompt_tokens"]
     body |= {"n": 2, "kv_transfer_params": params}
     if is_streamed:

@@ -89,7 +89,7 @@ def test_prompts_are_checked_one_by_one(
         ({"prompt": ["tea"] * 1000, "n": 5}, "n", "at most 4096 choices, got 5000"),
     ],
 )
-def test_extreme_values_are_refused(
+def test_extreme_values_are_rejected(
     client: AsgiClient, engine: FakeEngine, fields: dict[str, Any], param: str, words: str
 ) -> None:
     error = refusal(client, COMPLETIONS, **{"prompt": "tea", **fields})

@@ -50,7 +50,9 @@ TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
         ),
     ],
 )
-def test_phases(times: RequestTimes | None, tokens_at: list[float], phases: list[Any]) -> None:
+def test_phases_follow_from_the_timestamps(
+    times: RequestTimes | None, tokens_at: list[float], phases: list[Any]
+) -> None:
     stats = ChoiceStats(7)
     for at in tokens_at:
         stats.advance(TextUpdate("x", (1,)), at)

@@ -24,7 +24,7 @@ BUSY = EngineStats(
 )
 
 
-def test_the_line() -> None:
+def test_line_has_rates_queues_and_cache_usage() -> None:
     assert stats_line(EngineStats(), BUSY, 10.0) == (
         "prompts: 100.0 tokens/s, generation: 5.0 tokens/s, running: 3, waiting: 4 (1 for KV), "
         "swapped: 2, KV cache usage: 25.0%, prefix cache hit rate: 20.0%"

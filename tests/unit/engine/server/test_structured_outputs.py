@@ -87,7 +87,7 @@ def as_schema(schema: Any) -> dict[str, Any]:
         (as_schema({}) | {"ignore_eos": True}, "min_tokens or ignore_eos"),
     ],
 )
-def test_refusals(
+def test_invalid_structured_outputs_are_rejected(
     client: AsgiClient, engine: FakeEngine, wanted: dict[str, Any], words: str
 ) -> None:
     response = client.post(CHAT[0], **CHAT[1], **wanted)

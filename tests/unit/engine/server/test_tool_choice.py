@@ -206,13 +206,15 @@ def test_an_answer_is_a_call_or_follows_its_schema(client: AsgiClient, engine: F
         ),
     ],
 )
-def test_refusals(client: AsgiClient, body: dict[str, Any], words: str) -> None:
+def test_invalid_tool_choices_are_rejected(
+    client: AsgiClient, body: dict[str, Any], words: str
+) -> None:
     response = client.post(PATH, **{"messages": [ASK], "tools": [BREW], **body})
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
 
 
-def test_a_model_without_tools_says_so(engine: FakeEngine, byte_tokenizer: Tokenizer) -> None:
+def test_model_without_tools_rejects_them(engine: FakeEngine, byte_tokenizer: Tokenizer) -> None:
     client = AsgiClient(create_app(engine, byte_tokenizer))
     response = ask(client)
     assert response.status_code == 400

@@ -72,7 +72,7 @@ def test_the_number_of_warnings_is_bounded(caplog: pytest.LogCaptureFixture) -> 
 
 
 @pytest.mark.parametrize(
-    ("field", "said"),
+    ("field", "reason"),
     [
         ("temprature", "unknown field temprature; did you mean temperature?"),
         ("max_token", "did you mean max_tokens?"),
@@ -81,8 +81,8 @@ def test_the_number_of_warnings_is_bounded(caplog: pytest.LogCaptureFixture) -> 
         ("mirostat", "mirostat is not supported; remove it"),
     ],
 )
-def test_fields_that_change_the_answer_are_rejected(field: str, said: str) -> None:
-    with pytest.raises(InvalidRequest, match=said) as caught:
+def test_fields_that_change_the_answer_are_rejected(field: str, reason: str) -> None:
+    with pytest.raises(InvalidRequest, match=reason) as caught:
         decode_request(json.dumps({"prompt": "x", "abc": 1, field: 1}).encode(), CompletionRequest)
     assert caught.value.param == field
 
@@ -104,13 +104,13 @@ CHANGED_ANSWERS = [
 ]
 
 
-@pytest.mark.parametrize(("field", "value", "said", "neutral"), CHANGED_ANSWERS)
+@pytest.mark.parametrize(("field", "value", "reason", "neutral"), CHANGED_ANSWERS)
 def test_fields_are_rejected_unless_they_have_no_effect(
-    field: str, value: Any, said: str, neutral: Any
+    field: str, value: Any, reason: str, neutral: Any
 ) -> None:
     """Clients that send every parameter send values without effect, too."""
     body = {"messages": [{"role": "user", "content": "x"}]}
-    with pytest.raises(InvalidRequest, match=f"{field} is not supported.*{said}") as caught:
+    with pytest.raises(InvalidRequest, match=f"{field} is not supported.*{reason}") as caught:
         decode_request(json.dumps(body | {field: value}).encode(), ChatRequest)
     assert caught.value.param == field
     for harmless in (neutral, None):

@@ -19,7 +19,7 @@ from mooncake_engine.text.background_work import (
 
 def waiting_for(event: threading.Event) -> Callable[[], str]:
     def work() -> str:
-        assert event.wait(30), "nobody let it go on"
+        assert event.wait(30), "the event was never set"
         return threading.current_thread().name
 
     return work

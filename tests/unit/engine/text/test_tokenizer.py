@@ -65,12 +65,12 @@ def test_an_error_of_the_template_is_a_client_error(byte_tokenizer: Tokenizer) -
     assert info.value.param == "messages"
 
 
-def test_reserved_template_kwargs_are_refused(byte_tokenizer: Tokenizer) -> None:
+def test_reserved_template_kwargs_are_rejected(byte_tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="may not set 'chat_template'"):
         byte_tokenizer.render_chat([USER], template_kwargs={"chat_template": "{{ 1 }}"})
 
 
-def test_a_model_without_template_says_what_to_do(tmp_path: Path) -> None:
+def test_missing_template_error_says_what_to_do(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_byte_tokenizer(tmp_path, chat_template=None))
     with pytest.raises(InvalidRequest, match="no chat template; use /v1/completions"):
         tokenizer.render_chat([USER])
@@ -86,12 +86,12 @@ def test_fingerprint_follows_the_files(tmp_path: Path) -> None:
     assert tokenizer_fingerprint(first) != tokenizer_fingerprint(twin)
 
 
-def test_an_empty_directory_is_refused(tmp_path: Path) -> None:
+def test_empty_directory_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"wanted tokenizer.json .* found none"):
         Tokenizer.load(tmp_path)
 
 
-def test_half_a_tokenizer_is_refused(tmp_path: Path) -> None:
+def test_incomplete_tokenizer_is_rejected(tmp_path: Path) -> None:
     directory = write_byte_tokenizer(tmp_path)
     content = (directory / "tokenizer.json").read_text()
     (directory / "tokenizer.json").write_text(content[: len(content) // 2])
@@ -99,7 +99,7 @@ def test_half_a_tokenizer_is_refused(tmp_path: Path) -> None:
         Tokenizer.load(directory)
 
 
-def test_a_decoder_that_cannot_stream_is_refused(tmp_path: Path) -> None:
+def test_decoder_that_cannot_stream_is_rejected(tmp_path: Path) -> None:
     directory = write_byte_tokenizer(tmp_path)
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
     tokenizer["decoder"] = {"type": "WordPiece", "prefix": "##", "cleanup": True}
@@ -116,6 +116,6 @@ def test_sentencepiece_tokens(token: str, expected: bytes) -> None:
     assert token_to_bytes({"type": "Metaspace"})(token) == expected
 
 
-def test_no_decoder_is_refused() -> None:
+def test_missing_decoder_is_rejected() -> None:
     with pytest.raises(CheckpointError, match="found no decoder"):
         token_to_bytes(None)

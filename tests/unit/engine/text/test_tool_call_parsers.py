@@ -62,7 +62,7 @@ HERMES = [
     (f"<tool_call>oh\n{TEA}", "<tool_call>oh\n", [("brew", '{"cups": 2}')]),
     ("a <tool_ b", "a <tool_ b", []),
     ("a <tool_call", "a <tool_call", []),
-    # malformed after the arguments have begun: the call keeps what was its own
+    # malformed after the start of the arguments: the call keeps the text before the error
     ('<tool_call>{"name": "f", "arguments": {"a": [1}', "}", [("f", '{"a": [1')]),
     ('<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
     ('<tool_call>{"name": "f", "arguments": {}, "id": 7}', ', "id": 7}', [("f", "{}")]),
@@ -108,7 +108,7 @@ CODER = [
     ("<function=f>\n</function>\n</tool_call>\n", "", [("f", "{}")]),
     ("So: <function=f></function> <function=g></function>", "So: ", [("f", "{}"), ("g", "{}")]),
     ("<tool_call>\n<function=f>\n</tool_call> so", " so", [("f", "{}")]),
-    # one line, and what looks like a tag in a value
+    # on one line, and with a value that looks like a tag
     ("<function=f><parameter=a>x</parameter></function>", "", [("f", '{"a": "x"}')]),
     (
         "<function=f><parameter=a>\n</function>\n</parameter></function>",

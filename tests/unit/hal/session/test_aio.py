@@ -109,7 +109,7 @@ def test_failing_handler_ends_only_its_session() -> None:
 
 
 @pytest.mark.parametrize(
-    ("credentials", "epoch", "error", "said"),
+    ("credentials", "epoch", "error", "reason"),
     [
         (replace(OURS, secret=b"other"), None, AccessDenied, "does not know this deployment"),
         (replace(OURS, version=2), None, VersionMismatch, "we speak version 2, the peer 1"),
@@ -117,10 +117,10 @@ def test_failing_handler_ends_only_its_session() -> None:
     ],
 )
 def test_client_with_other_credentials_or_epoch_is_rejected(
-    credentials: Credentials, epoch: bytes | None, error: type[HalError], said: str
+    credentials: Credentials, epoch: bytes | None, error: type[HalError], reason: str
 ) -> None:
     async def case(listener: AsyncListener) -> None:
-        with pytest.raises(error, match=said):
+        with pytest.raises(error, match=reason):
             await connect(HOST, listener.port, credentials, timeout=5, epoch=epoch)
         assert not listener.sessions
 

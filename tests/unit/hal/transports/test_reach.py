@@ -127,18 +127,18 @@ def test_incomplete_tls_settings_are_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("scope", "said"),
+    ("scope", "explanation"),
     [("0", "shared mappings"), ("1", "ptrace_scope 1"), ("2", "shared mappings only")],
 )
 def test_ptrace_scope_is_explained(
-    scope: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scope: str, explanation: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "scope"
     path.write_text(scope + "\n")
     monkeypatch.setattr(process_memory, "PTRACE_SCOPE", path)
     monkeypatch.setattr(process_memory, "_has_ptrace_capability", lambda: False)
     assert process_memory.ptrace_scope() == int(scope)
-    assert said in process_memory.describe_ptrace_scope()
+    assert explanation in process_memory.describe_ptrace_scope()
     wanted = "set it to 1 or 0" if scope == "2" else "run both as one user"
     assert wanted in process_memory.explain_refused_call(1)
 

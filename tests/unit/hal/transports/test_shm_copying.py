@@ -33,15 +33,15 @@ def test_copies_move_exactly_the_wanted_bytes(flag: str, streaming: Streaming, w
     library = native.compile_c("shm_copy", SOURCE, ("-O3", flag))
     rng = np.random.default_rng(11)
     sizes = [*rng.integers(1, MAX_PIECE, 60), *(4 * 4096 * n + d for n in (1, 2) for d in (-1, 0))]
-    room = MAX_PIECE + 2 * GUARD + 64
-    source = rng.integers(0, 256, (len(sizes), room), dtype=np.uint8)
-    target = rng.integers(0, 256, (len(sizes), room), dtype=np.uint8)
+    row_bytes = MAX_PIECE + 2 * GUARD + 64
+    source = rng.integers(0, 256, (len(sizes), row_bytes), dtype=np.uint8)
+    target = rng.integers(0, 256, (len(sizes), row_bytes), dtype=np.uint8)
     wanted = target.copy()
     starts = GUARD + rng.integers(0, 64, (2, len(sizes)))
     for row, size in enumerate(sizes):
         here, there = starts[0, row], starts[1, row]
         wanted[row, there : there + size] = source[row, here : here + size]
-    rows = np.arange(len(sizes)) * room
+    rows = np.arange(len(sizes)) * row_bytes
     ours = (source.ctypes.data + rows + starts[0]).astype(np.uint64)
     theirs = (target.ctypes.data + rows + starts[1]).astype(np.uint64)
     local, remote = (ours, theirs) if write else (theirs, ours)

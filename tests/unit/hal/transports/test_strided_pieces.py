@@ -131,7 +131,7 @@ def placements(tp_size: int, layout: str, block_size: int) -> list[KVShardSpec]:
 def test_description_of_a_prompt_is_half_a_percent_of_its_kv(
     layouts: tuple[str, str], blocks: tuple[int, int], ranks: tuple[int, int]
 ) -> None:
-    """Of any two layouts, block sizes and numbers of ranks; blocks lie anyhow."""
+    """For any two layouts, block sizes and numbers of ranks, with scattered blocks."""
     rng = np.random.default_rng(6)
     sides = zip(ranks, layouts, blocks, strict=True)
     theirs, ours = (placements(*each) for each in sides)
@@ -139,11 +139,11 @@ def test_description_of_a_prompt_is_half_a_percent_of_its_kv(
         *(rng.permutation(8 * -(-TOKENS // size))[:490].tolist() for size in reversed(blocks)),
         (0, TOKENS),
     )
-    said = moved = 0
+    description_bytes = moved = 0
     for plan in (plan for each in ours for plan in plan_transfer(GEOMETRY, each, theirs, transfer)):
         for begin, end in split_parts(plan.spans.nbytes, PART):
             part = plan.spans.remote[begin:end], plan.spans.nbytes[begin:end]
-            said += pack_strides(*part).nbytes
+            description_bytes += pack_strides(*part).nbytes
             moved += int(part[1].sum())
     assert moved == GEOMETRY.token_bytes * TOKENS
-    assert said <= 0.005 * moved
+    assert description_bytes <= 0.005 * moved

@@ -31,7 +31,7 @@ OURS = {  # structs that we allocate, which must be whole
     "ibv_ah_attr": verbs.IbvAhAttr,
     "ibv_qp_attr": verbs.IbvQpAttr,
 }
-THEIRS = {  # structs that the library allocates, described up to what is read
+THEIRS = {  # structs that the library allocates, described up to the last field that we read
     "ibv_context": verbs.IbvContext,
     "ibv_pd": verbs.IbvPd,
     "ibv_mr": verbs.IbvMr,

@@ -69,7 +69,7 @@ def _memory(address: int, nbytes: int) -> Any:
 
 
 def test_layout_equals_that_of_the_verbs() -> None:
-    class SendRequest(ctypes.Structure):  # struct ibv_send_wr up to what one-sided requests use
+    class SendRequest(ctypes.Structure):  # struct ibv_send_wr, as far as one-sided requests use it
         _fields_ = (
             ("wr_id", ctypes.c_uint64),
             ("next", ctypes.c_void_p),
