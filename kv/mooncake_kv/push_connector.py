@@ -47,14 +47,14 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
     def _open_flows(self, context: ConnectorContext) -> list[Coroutine[Any, Any, None]]:
         self._ranks.broadcast(LocalRanks(context.instance.ranks))
         address = (self._address.host, self._address.port)
-        self._turns = self._make_rank_loads(context)
+        self._conversions = self._make_rank_loads(context)
         self._inquiry = StatusInquiry(self._peers)
         self._sender = PushSender(context, self._ranks, self._peers, address)
         self._receiver = PushReceiver(
             context,
             lambda writer, names, is_local: self._inquiry.ask(writer, names, is_local=is_local),
             partial(post_params, rule=self._rule),
-            self._turns.run,
+            self._conversions.run,
             max_load_s=self._config.push_timeout_s,
         )
         return [self._sender.keep_alive(), self._receiver.sweep()]
@@ -66,7 +66,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
 
     def _on_rank_report(self, rank: int, report: LoadReport | PushReport) -> None:
         if isinstance(report, LoadReport):  # of a TurnRope: this connector's workers load no KV
-            self._turns.report(rank, report)
+            self._conversions.report(rank, report)
         else:
             self._sender.report(rank, report)
 

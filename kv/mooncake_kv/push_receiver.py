@@ -67,7 +67,7 @@ StatusInquiry = Callable[[Writer, list[str], bool], Awaitable[StatusReply]]
 """Asks a writer's instance for the status of pushes. Takes the writer, its own names of the
 requests, and whether it is on this host. Raises as ``StatusInquiry.ask``."""
 
-Turn = Callable[[TurnRope], Awaitable[object]]
+RopeConversion = Callable[[TurnRope], Awaitable[object]]
 """Converts rope rows on all ranks; returns when it is done. Raises KVTransferError."""
 
 PostParams = Callable[[Metaserver, KVTransferDict], Awaitable[None]]
@@ -81,7 +81,7 @@ class PushReceiver:
         context: services of the connector.
         inquire: asks a silent writer for its status.
         post: asks the metaserver for a prefill.
-        turn: has all ranks convert the rope rows of KV that a writer has left into our order.
+        convert_rope: has all ranks convert the rope rows of received KV into our order.
         max_load_s: timeout of a request's load, its prefill included, in seconds; applies even if
             the writer is alive.
     """
@@ -91,7 +91,7 @@ class PushReceiver:
         context: ConnectorContext,
         inquire: StatusInquiry,
         post: PostParams,
-        turn: Turn,
+        convert_rope: RopeConversion,
         *,
         max_load_s: float,
     ) -> None:
@@ -106,7 +106,7 @@ class PushReceiver:
         )
         self._inquire = inquire
         self._post = post
-        self._turn = turn
+        self._convert_rope = convert_rope
         self._max_load_s = max_load_s
         self._pause_s = KeepaliveInterval(context.lease_s, MAX_PUSH_INTERVAL_S).of(())
         self._table = ReservationTable(context.lease_s, MISSED_KEEPALIVES * self._pause_s)
@@ -239,8 +239,8 @@ class PushReceiver:
         name, writer = message.request_id, self._writers[message.writer.engine_id]
         order = foreign_rope_order(self._context.instance.numerics, writer.numerics)
         if order:
-            turn = TurnRope(name, self._blocks[name], *held.tokens, order)
-            self._context.spawn(self._convert_and_finish(turn, message.first_token), name)
+            conversion = TurnRope(name, self._blocks[name], *held.tokens, order)
+            self._context.spawn(self._convert_and_finish(conversion, message.first_token), name)
         else:
             self._finish(name, None, message.first_token)
 
@@ -248,7 +248,7 @@ class PushReceiver:
         """Convert rope rows, then complete the load. The writer has stopped, and the request keeps
         waiting even if it was cancelled, so the blocks stay ours meanwhile."""
         try:
-            await self._turn(order)
+            await self._convert_rope(order)
         except KVTransferError as exc:
             self._finish(order.request_id, str(exc))
         else:

@@ -303,7 +303,7 @@ class PushWorker(ConnectorWorker):
     """
 
     def __init__(self, context: RankContext) -> None:
-        self._turns = single_thread(f"kv-turn-{context.rank}", context.bind_thread)
+        self._conversions = single_thread(f"kv-turn-{context.rank}", context.bind_thread)
         super().__init__(context)
         shard = context.memory.shard
         self._layers = (shard.layer_start, shard.layer_stop)
@@ -323,11 +323,11 @@ class PushWorker(ConnectorWorker):
         elif isinstance(command, ForgetPeer):
             self._forget(command.engine_id)
         elif isinstance(command, TurnRope):
-            self._turns.submit(self._turn, command)
+            self._conversions.submit(self._convert_rope, command)
         elif isinstance(command, StartPush | StopPush | EndPush):
             self._control_session(command)
 
-    def _turn(self, order: TurnRope) -> None:
+    def _convert_rope(self, order: TurnRope) -> None:
         """Top of the thread that converts the rope rows of KV that peers have pushed; reports the
         outcome, whatever happens."""
         began, error = time.monotonic(), None
@@ -501,4 +501,4 @@ class PushWorker(ConnectorWorker):
             threads, self._send_threads = list(self._send_threads.values()), {}
         for thread in threads:
             thread.close()
-        self._turns.shutdown(wait=True)
+        self._conversions.shutdown(wait=True)

@@ -71,7 +71,7 @@ def metadata_of(engine_id: str) -> InstanceMetadata:
     return InstanceMetadata(engine_id, "m", "t", GEOMETRY, 16, Hardware("cpu", "x86"), (rank,))
 
 
-async def turn_nothing(order: TurnRope) -> None:
+async def convert_nothing(order: TurnRope) -> None:
     """Never called: both sides keep latents in the same layout."""
     raise AssertionError(order)
 
@@ -218,7 +218,7 @@ class Talk:
         )
         group = RankGroup(1, self.rank.send)
         self.p = PushSender(p, group, Book(self), P_ADDRESS)  # type: ignore[arg-type]  # line
-        self.d = PushReceiver(d, self._inquire, self._post, turn_nothing, max_load_s=LOAD_S)
+        self.d = PushReceiver(d, self._inquire, self._post, convert_nothing, max_load_s=LOAD_S)
         self.rank.report = self.p.report
         self._spawn_p(self.p.keep_alive())
         self.tasks.spawn(self.d.sweep())

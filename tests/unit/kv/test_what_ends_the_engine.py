@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.push_line import metadata_of, turn_nothing
+from support.push_line import convert_nothing, metadata_of
 
 from mooncake_hal.errors import PeerLost, TransferError
 from mooncake_kv import push_worker
@@ -428,7 +428,7 @@ def test_a_metaserver_post_that_fails_oddly_fails_its_request() -> None:
             return tasks[-1]
 
         context = ConnectorContext(metadata_of("d"), 30.0, events.append, spawn)
-        receiver = PushReceiver(context, None, post, turn_nothing, max_load_s=300.0)  # type: ignore[arg-type]
+        receiver = PushReceiver(context, None, post, convert_nothing, max_load_s=300.0)  # type: ignore[arg-type]
         params = {"num_prompt_tokens": 3, "remote_cached_tokens": 0}
         receiver.load("r", (0,), Metaserver("http://x"), params)
         [outcome] = await asyncio.gather(*tasks, return_exceptions=True)
