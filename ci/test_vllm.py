@@ -1,15 +1,20 @@
-"""Our connector inside a real vLLM (its CPU build): tokens, bookkeeping, and who frees what.
+"""Tests our connector inside vLLM's CPU build: tokens, counters, and the release of blocks.
 
     python ci/test_vllm.py [--parts unit,pairs] [--pairs 1:1/shm,2:1/tcp,1:2/shm/push]
         [--pairs 1:1/shm/pull/recompute/sliding]
 
-Parts: unit is tests/vllm, vLLM's own scheduler and views without a server; up what make up
-ENGINE=vllm starts; pool the pool's connector; multi vLLM's MultiConnector with ours in it; mixed P
-on vLLM with D on our own engine, and back, also by the pool; fleet two Ps, of which the proxy's
-conductor chooses and one dies; pairs a P and a D (vllm_pairs.py says how they are written), in
-fp32. One vLLM alone says what is wanted of all of them.
+Parts:
+    unit: tests/vllm, with vLLM's own scheduler and views but without a server.
+    up: what ``make up ENGINE=vllm`` starts.
+    pool: the pool's connector.
+    multi: vLLM's MultiConnector with ours in it.
+    mixed: P on vLLM with D on our own engine, and vice versa, also through the pool.
+    fleet: two Ps behind the proxy's conductor, one of which is killed.
+    pairs: a P and a D (vllm_pairs.py describes the notation), in fp32.
+A single vLLM instance gives the expected answers.
 
-Exit 0: all as wanted; 1: something was not; 77: "skipped: ..." and why vLLM can't be run here.
+Exits 0 if everything is as expected, 1 if not, 77 with "skipped: ..." and the reason if vLLM can't
+run here.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ PARTS = ("unit", "up", *BESIDE_PAIRS, "pairs")
 
 
 def main() -> int:
-    """Install, serve, compare."""
+    """Run the requested parts; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
         "--pairs", default=ALL_PAIRS, help="P:D/transport[/flow[/policy[/model]]], ...: all"
@@ -52,10 +57,10 @@ def main() -> int:
 
 
 def find_problems(args: argparse.Namespace) -> list[str]:
-    """All parts that are asked for; returns what was wrong.
+    """Run the requested parts; returns the problems.
 
     Raises:
-        Skip: vLLM can't be run here.
+        Skip: vLLM can't run here.
     """
     python, parts = prepare(), args.parts.split(",")
     install_connector(python)
@@ -79,9 +84,9 @@ def find_problems(args: argparse.Namespace) -> list[str]:
 
 
 def run_tests(python: Path) -> list[str]:
-    """Those that need vLLM and no server, in its environment; returns what was wrong."""
+    """Run the tests that need vLLM but no server, in its environment; returns the problems."""
     command = [python, "-m", "pytest", "-q", "--timeout=900", "tests/vllm"]
-    # Warnings of other people's packages are not ours to mend.
+    # Warnings of third-party packages can't be fixed here.
     status = subprocess.run([*command, "-o", "filterwarnings=default"], cwd=ROOT, check=False)
     return ["tests/vllm failed"] if status.returncode else []
 

@@ -1,23 +1,24 @@
-"""Kills and freezes of a real vLLM pair with our connector inside: nobody may say a wrong word.
+"""Kills and freezes the processes of a vLLM pair with our connector: no answer may ever be wrong.
 
     python ci/test_vllm_faults.py [--flow pull,push] [--tp 2:1] [--pool] [--only freeze,worker]
 
-P, D (vLLM's CPU build) and our proxy serve eight streams at a time, each with a prompt that no
-cache knows. In every phase - while P prefills, while KV goes over, while D decodes - every process
-is killed, and every one is stopped for a while and continued: the API servers, EngineCores and
-workers of P and D, and the proxy. Who was killed is started again under its old names. Then: every
-stream has ended; what it said is the answer of one vLLM, or the beginning of it and an error; the
-survivors are healthy, nobody holds a lease, and all blocks are free.
+P, D (vLLM's CPU build) and our proxy serve eight streams at a time, each with an uncached prompt.
+In every phase (while P prefills, while KV is transferred, while D decodes), every process is killed
+once, and stopped for a while and continued once: the API servers, EngineCores and workers of P and
+D, and the proxy. A killed process is restarted with the same addresses and ids. Afterwards, every
+stream must have ended with a single vLLM's answer, or with a prefix of it and an error; the
+survivors must be healthy, no lease may be held, and all blocks must be free.
 
-With ``--pool`` both have the pool's connector, too, in vLLM's MultiConnector, and a store in a
-process of its own, which is killed and stopped like the others. What P has computed for every
-second prompt before is in that store, and D is asked for those directly. After each row D loads
-what P saves.
+With ``--pool``, both also have the pool's connector in vLLM's MultiConnector, and a store in a
+separate process, which is killed and stopped like the others. P has saved every second prompt to
+the store beforehand, and D receives these requests directly. After each row, D must load what P
+saves.
 
-Then leases that have lapsed, with P's blocks written over, beside vLLM's own NIXL connector, which
-is only shown.
+Finally tests expired leases whose blocks P has overwritten. vLLM's own NIXL connector is run for
+comparison; its result is not checked.
 
-Exit 0: all as wanted; 1: something was not; 77: "skipped: ..." and why vLLM can't be run here.
+Exits 0 if everything is as expected, 1 if not, 77 with "skipped: ..." and the reason if vLLM can't
+run here.
 """
 
 from __future__ import annotations
@@ -74,11 +75,12 @@ NUM_TOKENS = 32
 LENGTHS = (130, 256, 300, 390, 511, 640, 700, 900)
 FROZEN_S = 8.0  # longer than a lease and than a transfer may take
 END_S = 150.0
-"""Within which every stream has to end, on machines that others use."""
+"""Seconds within which every stream must end, on machines with other load."""
 LEASE_S = 4
 HEALTHY_S = 60.0
 APART_S = 0.02
-"""Between streams that are to be at different places of a transfer: a load takes about as long."""
+"""Seconds between the starts of streams, about the duration of a load, so that they are at
+different points of their transfers."""
 FALLBACKS = "mooncake_proxy_local_prefill_total"
 VICTIMS = ("P api", "P core", "P worker", "D api", "D core", "D worker", "proxy")
 STORE = "store"
@@ -88,7 +90,7 @@ TITLES = {"core": "EngineCore", "worker": "Worker"}
 
 
 def main() -> int:
-    """Serve, break, look."""
+    """Run the requested rows; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--flow", default="pull,push", help="pull, push or both")
     parser.add_argument("--tp", default="1:1", help="tensor-parallel ranks of P and of D")
@@ -102,10 +104,10 @@ def main() -> int:
 
 
 def find_problems(args: argparse.Namespace) -> list[str]:
-    """Break, and come late; returns what was wrong.
+    """Run the faults and the expired leases; returns the problems.
 
     Raises:
-        Skip: vLLM can't be run here.
+        Skip: vLLM can't run here.
     """
     python = prepare()
     install_connector(python)
@@ -118,7 +120,7 @@ def find_problems(args: argparse.Namespace) -> list[str]:
 
 
 def questions() -> dict[str, tuple[str, Json]]:
-    """What is asked, by name."""
+    """Paths and bodies of the requests, by name."""
     return {
         str(length): (COMPLETIONS, completion(tokens(length, 20), max_tokens=NUM_TOKENS))
         for length in LENGTHS
@@ -126,19 +128,20 @@ def questions() -> dict[str, tuple[str, Json]]:
 
 
 def faults_log(role: str) -> Path:
-    """Where an instance of that role writes."""
+    """Log file of the instance with that role."""
     return CACHE / f"vllm-faults-{role}.log"
 
 
 def victims(args: argparse.Namespace) -> list[str]:
-    """Whose turn it is; of several ranks the last one's, and the first one's, whom vLLM hears."""
+    """The processes to kill or freeze: of several ranks the last one, and the first one, whose
+    output vLLM uses."""
     several = [size != "1" for size in args.tp.split(":")]
     first = [f"{name} first worker" for name, has in zip("PD", several, strict=True) if has]
     return [*VICTIMS, *first, *([STORE] if args.pool else [])]
 
 
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
-    """Deed, victim and phase of each row."""
+    """Action, target process and phase of each row."""
     words = [word for word in args.only.replace(",", " ").split() if word]
     found = [
         (deed, victim, phase) for deed in DEEDS for victim in victims(args) for phase in PHASES
@@ -153,7 +156,7 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
 
 @dataclass
 class Part:
-    """A vLLM instance, the proxy or the store: can be started again under its old names."""
+    """A vLLM instance, the proxy or the store; can be restarted with the same addresses and ids."""
 
     name: str
     url: str
@@ -163,7 +166,7 @@ class Part:
 
     @property
     def port(self) -> int:
-        """Of its API."""
+        """Port of its API."""
         return int(self.url.rpartition(":")[2])
 
     def start(self) -> None:
@@ -171,10 +174,10 @@ class Part:
         self.child = self.begin()
 
     def wait(self, timeout_s: float) -> None:
-        """Until it can be used.
+        """Wait until it is ready.
 
         Raises:
-            DidNotStart: that takes too long, or it has ended.
+            DidNotStart: it is not ready in time, or has exited.
         """
         assert self.child is not None
         if self.name != STORE:
@@ -191,7 +194,7 @@ class Part:
         raise DidNotStart(f"nobody listens on {self.url}, see {self.log}")
 
     def stop(self) -> None:
-        """End whatever is left of it."""
+        """Kill all of its remaining processes."""
         if self.child is not None:
             stop(self.child)
 
@@ -209,7 +212,7 @@ class Part:
 
 @dataclass
 class Pair:
-    """P, D and the proxy before them, maybe a store, and what was wrong so far."""
+    """P, D, the proxy in front of them, optionally a store, and the problems so far."""
 
     flow: str
     parts: dict[str, Part]
@@ -224,7 +227,7 @@ class Pair:
         return STORE in self.parts
 
     def url(self, name: str) -> str:
-        """Of P, D or the proxy."""
+        """URL of P, D or the proxy."""
         return self.parts[name].url
 
 
@@ -232,7 +235,7 @@ class Pair:
 def running(
     python: Path, flow: str, wanted: dict[str, str], args: argparse.Namespace
 ) -> Iterator[Pair]:
-    """All of them, up."""
+    """Start everything, and wait until it is ready."""
     parts: dict[str, Part] = {}
     of_prefill, of_decode = map(int, args.tp.split(":"))
     timeout_s = args.start_timeout
@@ -253,7 +256,7 @@ def running(
             if pool is None
             else multi_config((flow, "pool"), role, pool, **settings)
         )
-        # The old names: a restarted instance has the engine id that it had before.
+        # A restarted instance keeps its engine id.
         transfer["engine_id"] = f"{name}-of-faults"
         launch = Launch(
             python,
@@ -281,7 +284,7 @@ def running(
 
 
 def start_pool(parts: dict[str, Part]) -> str:
-    """Add a store; what the pool's connector is told."""
+    """Add a store; returns the pool option of the connector."""
     port, log = free_port(), faults_log(STORE)
     log.unlink(missing_ok=True)
     command = [sys.executable, "-m", "mooncake_kv", "store", "--dram", "256MiB"]
@@ -294,7 +297,7 @@ def start_pool(parts: dict[str, Part]) -> str:
 
 
 def bodies(pair: Pair) -> dict[str, Json]:
-    """Each row's own: a salt keeps them out of all caches."""
+    """New request bodies for each row: a cache salt makes them uncached."""
     pair.salt += 1
     salt = f"{pair.flow} row {pair.salt}"
     return {name: body | {"cache_salt": salt} for name, (_, body) in questions().items()}
@@ -303,7 +306,7 @@ def bodies(pair: Pair) -> dict[str, Json]:
 def break_everything(
     python: Path, flow: str, wanted: dict[str, str], args: argparse.Namespace
 ) -> list[str]:
-    """All rows of one flow; returns what was wrong."""
+    """Run all rows of one flow; returns the problems."""
     try:
         with running(python, flow, wanted, args) as pair:
             one_row(pair, "nothing", "", "decode")
@@ -317,7 +320,7 @@ def break_everything(
 
 
 def one_row(pair: Pair, deed: str, victim: str, phase: str) -> None:
-    """Break one process in one phase; prints and notes how it ended."""
+    """Kill or freeze one process in one phase; prints the row and records problems."""
     name = f"{pair.flow} {deed} {victim}, {phase}"
     asked = bodies(pair)
     before = len(pair.problems)
@@ -349,12 +352,12 @@ def send(
     streams: dict[str, Stream],
     threads: ThreadPoolExecutor,
 ) -> list[Future[Stream]]:
-    """Begin eight streams, and return when the phase has come."""
+    """Start eight streams; returns when the phase is reached."""
     started = threading.Event()
     stored = keep_in_store(pair, asked)
     url = pair.url("proxy")
     if phase == "transfer" and pair.flow == "pull":
-        # By hand: everything is prefilled and nothing fetched when D is asked.
+        # Without the proxy, so that all prompts are prefilled before D loads any KV.
         held = [body for prompt, body in asked.items() if prompt not in stored]
         params = threads.map(lambda body: hold(pair.url("P"), body), held)
         for body, found in zip(held, list(params), strict=True):
@@ -374,7 +377,7 @@ def send(
 
 
 def keep_in_store(pair: Pair, asked: dict[str, Json]) -> set[str]:
-    """Have P compute and save every second prompt, if there is a store; which ones."""
+    """Have P compute and save every second prompt, if there is a store; returns their names."""
     if not pair.has_pool:
         return set()
     prompts = list(asked)[1::2]
@@ -385,14 +388,14 @@ def keep_in_store(pair: Pair, asked: dict[str, Json]) -> set[str]:
 
 
 def hold(url: str, body: Json) -> Json:
-    """Have P compute a prompt; its answer's parameters."""
+    """Have P compute a prompt; returns its ``kv_transfer_params``."""
     extra = {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     found: Json = post(url, COMPLETIONS, body | extra)["kv_transfer_params"]
     return found
 
 
 def harm(pair: Pair, deed: str, victim: str) -> Callable[[], None]:
-    """Kill or stop a process; returns what brings its part back to life."""
+    """Kill or stop a process; returns a function that restarts or continues it."""
     part_name, _, what = victim.partition(" ")
     if deed == "nothing":
         return lambda: None
@@ -408,14 +411,14 @@ def harm(pair: Pair, deed: str, victim: str) -> Callable[[], None]:
 
 
 def revive(pair: Pair, part: Part) -> None:
-    """Start a killed part again, once what is left of it has gone."""
+    """Restart a killed part, after stopping its remaining processes."""
     part.stop()
     part.start()
     part.wait(pair.timeout_s)
 
 
 def judge(pair: Pair, name: str, streams: dict[str, Stream], hung: int) -> None:
-    """Only right words, and an end for everybody."""
+    """Check that every stream has ended, with correct text only."""
     for prompt, stream in streams.items():
         wanted = pair.wanted[prompt]
         is_right = wanted.startswith(stream.text) if stream.error else stream.text == wanted
@@ -429,7 +432,8 @@ def judge(pair: Pair, name: str, streams: dict[str, Stream], hung: int) -> None:
 
 
 def look_after(pair: Pair, name: str) -> None:
-    """Everybody is healthy, nothing is held, and the next request is answered, by both."""
+    """Check that all parts are healthy and hold nothing, and that P and D both serve the next
+    request."""
     for part in pair.parts.values():
         try:
             part.wait(HEALTHY_S)
@@ -448,7 +452,7 @@ def look_after(pair: Pair, name: str) -> None:
 
 
 def what_is_left(pair: Pair) -> Iterator[str]:
-    """Whatever P and D still hold, and hooks of theirs that have failed."""
+    """Resources that P and D still hold, and their failed hooks."""
     for who in ("P", "D"):
         for gauge in NOTHING_LEFT:
             if value := until_zero(pair.url(who), gauge):
@@ -460,9 +464,11 @@ def what_is_left(pair: Pair) -> Iterator[str]:
 
 
 def until_split(proxy: str, body: Json) -> tuple[object, bool]:
-    """An answer, and whether P had a part in it; asked for until it had, or that takes too long.
-    The proxy looks for who has come back once in a while, and until then D does all: the next row
-    would break a P that nobody asks."""
+    """Send requests until P takes part in one, or a timeout; returns the answer and whether it did.
+
+    The proxy checks for recovered instances periodically, and until then D computes everything: the
+    next row would kill a P that serves no requests.
+    """
     deadline = time.monotonic() + HEALTHY_S
     while True:
         before = figure(proxy, FALLBACKS)
@@ -474,8 +480,11 @@ def until_split(proxy: str, body: Json) -> tuple[object, bool]:
 
 
 def until_loaded(pair: Pair) -> str:
-    """P saves and D loads what others ask for, or what was wrong. Who has lost a store looks for it
-    once in a while, and until then all is a miss, which no answer shows."""
+    """Wait until D loads a chunk that P saves; returns the problem, empty if none.
+
+    An instance that lost its store reconnects periodically. Until then all lookups are misses,
+    which answers don't reveal.
+    """
     deadline = time.monotonic() + HEALTHY_S
     while True:
         prompt, body = next(iter(bodies(pair).items()))
@@ -496,7 +505,7 @@ def until_loaded(pair: Pair) -> str:
 
 
 def lapsed_leases(python: Path, wanted: dict[str, str], args: argparse.Namespace) -> list[str]:
-    """D comes after P's lease has lapsed and its blocks are others'; returns what was wrong."""
+    """Query D after P's lease has expired and its blocks were reused; returns the problems."""
     problems = []
     for connector in ("HalPullConnector", "NixlConnector"):
         try:
@@ -519,7 +528,7 @@ def lapsed_leases(python: Path, wanted: dict[str, str], args: argparse.Namespace
 def come_late(
     python: Path, connector: str, wanted: dict[str, str], timeout_s: float
 ) -> tuple[int, int, int]:
-    """How many answers were right, errors, wrong."""
+    """Numbers of right answers, errors, and wrong answers."""
     few = ("--num-gpu-blocks-override", "32", "--max-num-batched-tokens", "256")
     with ExitStack() as stack:
         pair = []
@@ -541,7 +550,7 @@ def come_late(
 
 
 def ask_late(prefill: str, decode: str, wanted: dict[str, str]) -> tuple[int, int, int]:
-    """Prefill, wait until the lease is over, write over P's blocks, then ask D."""
+    """Prefill, wait until the lease expires, overwrite P's blocks, then query D."""
     asked = {name: body for name, (_, body) in questions().items() if int(name) < 600}
     held = {name: hold(prefill, body) for name, body in asked.items()}
     time.sleep(12)

@@ -1,12 +1,13 @@
-"""P and D as vLLM instances (its CPU build) with our connector, and our proxy in front.
+"""Serves a model with P and D on vLLM's CPU build with our connector, behind our proxy.
 
     make up ENGINE=vllm [MODEL=DIR] [ARGS="--flow push --port 8000 --vllm-args='--dtype bfloat16'"]
 
-What ``mooncake-engine up`` does for our own engine: starts everything, prints a command to try and
-what it answers, and serves until Ctrl-C. Logs go to .cache/vllm-*.log. The example model gets wider
-heads first, as vLLM's CPU attention has none of 16.
+Does what ``mooncake-engine up`` does for our own engine: starts everything, prints a command to try
+and its answer, and serves until Ctrl-C. Logs go to .cache/vllm-*.log. The example model is
+converted to wider heads first, as vLLM's CPU attention does not support a head size of 16.
 
-Exit 0: stopped; 1: a part did not come up or ended; 77: why vLLM can't be run here.
+Exits 0 after Ctrl-C, 1 if a process did not start or ended, 77 with the reason if vLLM can't run
+here.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ PROMPT, MAX_TOKENS = "What is prefill?", 64
 
 
 def main() -> int:
-    """Start, introduce, wait."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--model", type=Path, default=EXAMPLE, help="directory of a model")
     parser.add_argument("--port", type=int, default=8000, help="of the proxy; 0 takes a free one")
@@ -70,17 +71,18 @@ def main() -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """The first signal ends everything; later ones must not leave half of it behind."""
+    """Stop everything at the first signal; ignore later ones, which would interrupt the
+    shutdown."""
     for each in (signal.SIGINT, signal.SIGTERM):
         signal.signal(each, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
 def proxy_port(wanted: int) -> int:
-    """That port, or a free one for 0. Better to know now than after the models are loaded.
+    """That port, or a free one for 0; checked before the models are loaded.
 
     Raises:
-        OSError: somebody has it.
+        OSError: the port is in use.
     """
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -92,11 +94,11 @@ def proxy_port(wanted: int) -> int:
 
 
 def serve(args: argparse.Namespace, port: int) -> int:
-    """Until a part ends, or the user ends it; the exit status.
+    """Serve until a process ends, or the user stops it; returns the exit status.
 
     Raises:
-        DidNotStart: a part does not come up.
-        Skip: vLLM can't be run here.
+        DidNotStart: a process does not start.
+        Skip: vLLM can't run here.
     """
     python = prepare()
     install_connector(python)
@@ -120,7 +122,7 @@ def serve(args: argparse.Namespace, port: int) -> int:
 
 
 def launch(python: Path, name: str, args: argparse.Namespace) -> Launch:
-    """How an instance is started."""
+    """The parameters with which an instance is started."""
     role = ROLES[name]
     size = args.prefill_tp if name == "prefill" else args.decode_tp
     log = CACHE / f"vllm-up-{name}.log"
@@ -138,7 +140,7 @@ def launch(python: Path, name: str, args: argparse.Namespace) -> Launch:
 
 
 def introduce(url: str) -> None:
-    """Print a command to try, and what it answers."""
+    """Print a command to try, and its answer."""
     with urllib.request.urlopen(f"{url}/v1/models", timeout=60) as answer:
         model = json.load(answer)["data"][0]["id"]
     body: Json = {"model": model, "messages": [{"role": "user", "content": PROMPT}]}
@@ -154,7 +156,7 @@ def introduce(url: str) -> None:
 
 
 def ended(parts: dict[str, subprocess.Popen[bytes]]) -> list[str]:
-    """Those that have ended, once one has."""
+    """Wait until a process ends; returns the names of those that have."""
     while not (found := [name for name, part in parts.items() if part.poll() is not None]):
         time.sleep(1)
     return found

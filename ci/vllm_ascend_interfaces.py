@@ -1,12 +1,13 @@
-"""What vLLM-Ascend's releases look like to our connector: facts read from their sources, not code.
+"""Extracts the interfaces of vLLM-Ascend releases that our connector uses, from their sources.
 
-    python ci/vllm_ascend_interfaces.py            # write tests/contract/vllm_ascend/*.json anew
-    python ci/vllm_ascend_interfaces.py --check    # exit 1 where a release differs from its file
+    python ci/vllm_ascend_interfaces.py            # rewrite tests/contract/vllm_ascend/*.json
+    python ci/vllm_ascend_interfaces.py --check    # exit 1 if a release differs from its file
 
-Beside ``ci/vllm_interfaces.py``, which has vLLM itself: vLLM-Ascend calls the same hooks from
-attention layers of its own, one more, and has other tensors. No NPU and no torch-npu is needed.
+Complements ``ci/vllm_interfaces.py``, which covers vLLM itself: vLLM-Ascend calls the same hooks
+and one more from its own attention layers, and has different tensors. Needs no NPU and no
+torch-npu.
 
-Exit 77: "skipped: ..." and why a source distribution can't be had here.
+Exits 77 with "skipped: ..." and the reason if a source distribution can't be downloaded.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from vllm_interfaces import SOURCES, download, unpack, write_or_compare
 VERSIONS = ("0.30.0rc2",)
 CONTRACTS = ROOT / "tests" / "contract" / "vllm_ascend"
 HOOKS = ("wait_for_layer_load", "save_kv_layer", "on_kv_cache_written")
-"""That it calls from its attention layers, in ``attention/utils.py``."""
+"""Hooks that its attention layers call, in ``attention/utils.py``."""
 
 
 def main(arguments: list[str]) -> int:
-    """Write the files, or compare them."""
+    """Write the files, or with ``--check`` compare them."""
     texts = {version: partial(_text_of, version) for version in VERSIONS}
     return write_or_compare("vLLM-Ascend", CONTRACTS, texts, arguments)
 
@@ -38,7 +39,7 @@ def _text_of(version: str) -> str:
 
 
 def fetch(version: str) -> Path:
-    """The folder of a release's package, from its source distribution."""
+    """Download a release's source distribution; returns the package's folder."""
     package = SOURCES / f"vllm_ascend-{version}" / "vllm_ascend"
     if not package.exists():
         archive = SOURCES / f"vllm_ascend-{version}.tar.gz"
@@ -54,7 +55,7 @@ def fetch(version: str) -> Path:
 
 
 def describe(package: Path) -> dict[str, Any]:
-    """All that is to be known of a release."""
+    """The facts about a release that our connector depends on."""
     runner = (package / "worker" / "model_runner_v1.py").read_text()
     return {
         "calls": hook_calls(ast.parse((package / "attention" / "utils.py").read_text())),
@@ -73,7 +74,7 @@ def describe(package: Path) -> dict[str, Any]:
 
 
 def hook_calls(tree: ast.Module) -> dict[str, list[int]]:
-    """How many arguments each hook is called with."""
+    """The numbers of arguments with which each hook is called."""
     found: dict[str, set[int]] = {name: set() for name in HOOKS}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -85,7 +86,7 @@ def hook_calls(tree: ast.Module) -> dict[str, list[int]]:
 
 
 def shapes(tree: ast.Module) -> list[str]:
-    """What ``get_kv_cache_shape`` returns, and on what condition."""
+    """The shapes that ``get_kv_cache_shape`` returns, and their conditions."""
     [function] = [
         node
         for node in ast.walk(tree)
@@ -103,7 +104,7 @@ def bases(path: Path, name: str) -> list[str]:
 
 
 def constant(path: Path, name: str) -> Any:
-    """The value that a module or one of its classes gives a name."""
+    """The value that a module or one of its classes assigns to a name."""
     for node in ast.walk(ast.parse(path.read_text())):
         targets = node.targets if isinstance(node, ast.Assign) else []
         targets = [node.target] if isinstance(node, ast.AnnAssign) else targets

@@ -1,4 +1,4 @@
-"""What ``bench_vllm.py`` measures: vLLM alone, pairs of it by connector, and our own engine."""
+"""Starts what ``bench_vllm.py`` measures: vLLM alone, pairs with each connector, and our engine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from vllm_serving import (
     wait_until_healthy,
 )
 
-# vLLM's Mooncake connector asks for the number of an accelerator, and a CPU has none.
+# vLLM's Mooncake connector asks for the current accelerator's index, which does not exist on a CPU.
 MOONCAKE_ON_CPU = '''"""vLLM's Mooncake connector where there is no accelerator to have a number."""
 import torch
 torch.accelerator.current_device_index = lambda: 0
@@ -35,9 +35,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector im
 class MooncakeCpuConnector(MooncakeConnector):
     pass
 '''
-# A worker and an EngineCore look for the next message in a busy loop for a second after each one. A
-# pair has four such processes: on two cores they would measure each other's loops. vLLM's socket
-# drops what comes within a millisecond of another message; only its loop makes up for that.
+# A worker and an EngineCore poll for the next message in a busy loop for a second after each one. A
+# pair has four such processes, whose loops would distort measurements on two cores. vLLM's socket
+# drops messages that arrive within a millisecond of another one, which only the busy loop makes up
+# for; this condition does not drop them.
 WITHOUT_BUSY_LOOPS = '''"""vLLM's processes wait for each other on sockets, at once."""
 import zmq
 from vllm.distributed.device_communicators import shm_broadcast
@@ -63,13 +64,13 @@ ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 @dataclass
 class Contender:
-    """Something that serves.
+    """A deployment under test.
 
     Args:
-        name: what the table calls it.
-        url: where requests go.
-        prefill, decode: its instances; both are ``url`` where there is only one.
-        processes: what it runs.
+        name: name in the table.
+        url: URL for requests.
+        prefill, decode: URLs of its instances; both are ``url`` if there is only one.
+        processes: its processes.
     """
 
     name: str
@@ -81,12 +82,12 @@ class Contender:
 
 @dataclass(frozen=True)
 class Start:
-    """How a contender is started.
+    """Parameters for starting a contender.
 
     Args:
-        stack: ends what it runs.
-        timeout_s: within which each instance has to be up.
-        is_paced: whether vLLM's device is pretended.
+        stack: stops its processes.
+        timeout_s: seconds within which each instance must be ready.
+        is_paced: whether vLLM uses the simulated device.
     """
 
     stack: ExitStack
@@ -96,10 +97,10 @@ class Start:
 
 @contextmanager
 def running(name: str, timeout_s: float, *, is_paced: bool) -> Iterator[Contender]:
-    """A contender that is up.
+    """Start a contender, and wait until it is ready.
 
     Raises:
-        Skip: it can't be run here.
+        Skip: it can't run here.
     """
     with ExitStack() as stack:
         found = CONTENDERS[name](Start(stack, timeout_s, is_paced))
@@ -108,7 +109,7 @@ def running(name: str, timeout_s: float, *, is_paced: bool) -> Iterator[Contende
 
 
 def one_vllm(start: Start) -> Contender:
-    """One instance without a connector, on one core like each of a pair."""
+    """One instance without a connector, on one core like each instance of a pair."""
     launch = _launch(start, None, "0", "single")
     child = _start(start, launch)
     wait_until_healthy(launch.url, launch.log, start.timeout_s, [child])
@@ -149,7 +150,7 @@ def mooncake(start: Start) -> Contender:
         "kv_connector_module_path": "vllm_mooncake_on_cpu",
         "kv_connector_extra_config": {"mooncake_protocol": "tcp"},
     }
-    if start.is_paced:  # its engine refuses what a few large prompts queue, and requests fail
+    if start.is_paced:  # its engine rejects the transfers of a few large prompts, and requests fail
         config["kv_load_failure_policy"] = "recompute"
         prefill |= WIDE_QUEUES
         decode |= WIDE_QUEUES
@@ -202,7 +203,8 @@ def _launch(
 
 
 def _plugins(start: Start) -> Path:
-    """A folder with what this machine needs of vLLM, installed for whoever has it on its path."""
+    """A folder of plugins that vLLM needs on this machine; active for processes with it on their
+    path."""
     folder = CACHE / ("vllm-paced-plugins" if start.is_paced else "vllm-plugins")
     installed = folder / "bench_vllm_plugins-1.dist-info"
     installed.mkdir(parents=True, exist_ok=True)

