@@ -152,8 +152,4 @@ def test_decision_is_explained_as_plain_data() -> None:
     data = decision.explain(conductor.fleet.names)
     assert data["prefill"]["instance"] in ("p0", "p1")
     assert data["prefill"]["plan"] == "recompute"
-    assert (data["request"], data["refusal"], data["decode"]["instance"]) == (
-        "r",
-        None,
-        "d0",
-    )
+    assert (data["request"], data["refusal"], data["decode"]["instance"]) == ("r", None, "d0")
