@@ -1,9 +1,10 @@
-"""P on vLLM with D on our own engine, and back, behind our proxy; refused by name where vLLM packs.
+"""Tests P on vLLM with D on our own engine, and vice versa, behind our proxy.
 
-vLLM's own CPU attention packs K, so that nobody else can read it: such a pair's handshake is
-refused, both formats are named, and D computes the prompt. Where vLLM's attention is one whose KV
-is linear, as on GPUs, KV goes both ways, and each of the two loads what the other one has saved to
-the KVCache pool. So do latents, whose rotated part the reader turns; in the pool they stay apart.
+vLLM's own CPU attention packs K in a format that only it can read: the handshake of such a pair is
+rejected with the names of both formats, and D computes the prompt. With an attention backend whose
+KV is linear, as on GPUs, KV is transferred in both directions, and each side loads what the other
+one saved to the KVCache pool. Latents are transferred too, and the reader reorders their rotated
+part; the pool does not share them between the two engines.
 """
 
 from __future__ import annotations
@@ -48,13 +49,13 @@ def check_mixed(
     wanted: dict[str, Json],
     timeout_s: float,
 ) -> list[str]:
-    """Both ways with linear KV, by a pool, then what is refused; returns what was wrong.
+    """Test both directions with linear KV, a pool, then rejected pairs; returns the problems.
 
     Args:
-        python: of vLLM's environment.
-        cases: path and body by name, of prompts that share no prefix.
-        wanted: what one vLLM says to each.
-        timeout_s: for an instance to start.
+        python: interpreter of vLLM's environment.
+        cases: path and body of requests by name; their prompts share no prefix.
+        wanted: a single vLLM's answer to each.
+        timeout_s: seconds for an instance to start.
     """
     asked = {name: (path, without_token_ids(body)) for name, (path, body) in cases.items()}
     try:
@@ -77,7 +78,7 @@ def check_mixed(
 def both_ways(
     python: Path, asked: dict[str, tuple[str, Json]], texts: dict[str, str], timeout_s: float
 ) -> list[str]:
-    """vLLM with linear KV as P and as D of our own engine."""
+    """Test vLLM with linear KV as P and as D of our own engine."""
     log = CACHE / "vllm-mixed-linear.log"
     transfer = transfer_config("kv_both", "pull", TRANSPORTS)
     with ExitStack() as stack:
@@ -97,14 +98,14 @@ def hand_over(
     texts: dict[str, str],
     flow: str = "pull",
 ) -> list[str]:
-    """vLLM as P and as D of two instances of ours; returns what was wrong."""
+    """Test vLLM as P and as D with two of our instances; returns the problems."""
     problems = []
     with proxying(vllm, decode, flow, emits_first_token=False) as proxy:
         problems += compare("from vLLM", proxy, asked, texts)
         problems += compare_several("from vLLM", proxy, asked, texts)
         problems += count(decode, OUR_LOADS, OUR_FAILURES, len(asked))
     with proxying(prefill, vllm, flow) as proxy:
-        # What vLLM has computed as P is in its own cache: a salt makes it fetch.
+        # vLLM has cached what it computed as P; a cache salt makes it load KV as D.
         salted = {
             name: (path, body | {"cache_salt": "to vLLM"}) for name, (path, body) in asked.items()
         }
@@ -119,11 +120,11 @@ def hand_over(
 def pooled(
     python: Path, asked: dict[str, tuple[str, Json]], texts: dict[str, str], timeout_s: float
 ) -> list[str]:
-    """A store in our own engine: each of the two answers with what the other one has saved."""
+    """Test a store in our own engine: each side answers with KV that the other one saved."""
     log, port = CACHE / "vllm-mixed-pool.log", free_port()
     transfer = pool_config(f"connect=127.0.0.1:{port},chunk={CHUNK}")
     with ExitStack() as stack:
-        # Of so small a model all would be computed again: it is faster.
+        # Without load=always, recomputing such a small model would be chosen as faster.
         pool = f"dram=256MiB,port={port},chunk={CHUNK},load=always"
         ours = engine(stack, "both", timeout_s, "--kv-pool", pool)
         running = stack.enter_context(
@@ -152,7 +153,7 @@ def pooled(
 def packed(
     python: Path, asked: dict[str, tuple[str, Json]], texts: dict[str, str], timeout_s: float
 ) -> list[str]:
-    """vLLM's own CPU attention as P of our own engine: refused, with both formats' names."""
+    """Test vLLM's own CPU attention as P of our engine: rejected, with both formats' names."""
     log = CACHE / "vllm-mixed-packed.log"
     transfer = transfer_config("kv_producer", "pull", TRANSPORTS)
     with ExitStack() as stack:
@@ -167,8 +168,8 @@ def packed(
 def latents(
     python: Path, asked: dict[str, tuple[str, Json]], texts: dict[str, str], timeout_s: float
 ) -> list[str]:
-    """vLLM with latents as P and as D of our own engine, whose store it uses, too: what is pulled
-    is turned into the order of who pulls it, what is stored stays apart."""
+    """Test vLLM with latents as P and as D of our own engine, and with its store: latents that are
+    pulled are reordered for the reader, stored latents are not shared."""
     log, port, folder = CACHE / "vllm-mixed-latents.log", free_port(), folder_of(python, LATENT)
     pool = f"dram=256MiB,port={port},chunk={CHUNK},load=always"
     connect = f"connect=127.0.0.1:{port},chunk={CHUNK}"
@@ -192,7 +193,7 @@ def latents(
 def pushed_latents(
     python: Path, asked: dict[str, tuple[str, Json]], texts: dict[str, str], timeout_s: float
 ) -> list[str]:
-    """The same, pushed layer by layer, without a pool."""
+    """Test latents with the push connector, without a pool."""
     log, folder = CACHE / "vllm-mixed-pushed-latents.log", folder_of(python, LATENT)
     transfer = transfer_config("kv_both", "push", TRANSPORTS)
     pushing = ("--kv-connector", "MooncakeLayerwiseConnector")
@@ -209,7 +210,7 @@ def pushed_latents(
 
 
 def refusals(decode: str, named: str) -> list[str]:
-    """Whether our D has refused loads, and its log says why; returns what was wrong."""
+    """Check that our D refused loads and logged the reason; returns the problems."""
     refused = figure(decode, OUR_REFUSALS)
     found = re.findall(f".*(?:{named}).*", engine_log("decode").read_text("utf-8", "replace"))
     print(f"mixed         {refused:g} loads were refused: {found[:1]}", flush=True)
@@ -219,21 +220,21 @@ def refusals(decode: str, named: str) -> list[str]:
 
 
 def linear_attention(python: Path) -> dict[str, str]:
-    """Variables with which vLLM finds an attention with linear KV."""
+    """Environment variables with which vLLM finds an attention backend with linear KV."""
     command = [python, "-c", f"{INSTALL} plugin.install(Path(sys.argv[1]))", PLUGIN]
     subprocess.run([str(word) for word in command], cwd=ROOT / "tests", check=True)
     return {"PYTHONPATH": f"{PLUGIN}:{ROOT / 'tests'}"}
 
 
 def engine_log(role: str) -> Path:
-    """Where our own engine writes."""
+    """Log file of our own engine."""
     return CACHE / f"vllm-mixed-{role}.log"
 
 
 def engine(
     stack: ExitStack, role: str, timeout_s: float, *others: str, model: Path | None = None
 ) -> str:
-    """An instance of our own engine, up; its URL."""
+    """Start an instance of our own engine, and wait until it is ready; returns its URL."""
     words = [*others, *(word for name in TRANSPORTS for word in ("--transport", name))]
     log = engine_log(role)
     url, child = start_engine(role, 1, log, "--num-kv-blocks", "1024", *words, model=model)
@@ -245,12 +246,12 @@ def engine(
 def compare(
     way: str, proxy: str, asked: dict[str, tuple[str, Json]], texts: dict[str, str]
 ) -> list[str]:
-    """Ask the proxy, whole and streamed; returns what was wrong."""
+    """Query the proxy, without and with streaming; returns the problems."""
     problems = []
     for name, (path, body) in asked.items():
         for how, extra in (("whole", {}), ("streamed", {"stream": True})):
             said, _ = ask(proxy, path, body | extra)
-            # vLLM leaves out what is no whole character at an answer's end.
+            # vLLM omits an incomplete character at the end of an answer.
             said, wanted = said.rstrip("\ufffd"), texts[name].rstrip("\ufffd")
             verdict = "ok" if said == wanted else "WRONG"
             print(f"mixed         {f'{way}: {name}, {how}':34} {verdict}", flush=True)
@@ -262,7 +263,7 @@ def compare(
 def compare_several(
     way: str, proxy: str, asked: dict[str, tuple[str, Json]], texts: dict[str, str]
 ) -> list[str]:
-    """Ask for two answers with log probabilities of every token; returns what was wrong."""
+    """Request two choices with the log-probabilities of every token; returns the problems."""
     name, (path, body) = next(item for item in asked.items() if item[1][0] == COMPLETIONS)
     all_but_greedy = {"n": 2, "temperature": 0.01, "logprobs": 1, "cache_salt": f"two {way}"}
     answer = post(proxy, path, body | all_but_greedy)
@@ -279,7 +280,7 @@ def compare_several(
 
 
 def count(url: str, loads: str, failures: str, least: int) -> list[str]:
-    """Whether KV came over; returns what was wrong."""
+    """Check that KV was transferred; returns the problems."""
     found, failed = figure(url, loads), figure(url, failures)
     print(f"mixed         {found:g} loads, {failed:g} failed", flush=True)
     if found < least or failed:

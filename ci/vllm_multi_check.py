@@ -1,7 +1,7 @@
-"""vLLM's MultiConnector with our connectors in it, in both orders, and beside one of vLLM's.
+"""Tests vLLM's MultiConnector with our connectors in both orders, and with one of vLLM's own.
 
-vLLM's OffloadingConnector can't be had on a CPU; its ExampleConnector, which keeps KV in files and
-loads it within a step, takes that place.
+vLLM's OffloadingConnector is not available on CPUs; its ExampleConnector, which keeps KV in files
+and loads it within a step, is used instead.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ NO_ERRORS = (
 def check_multi(
     python: Path, cases: dict[str, tuple[str, Json]], wanted: dict[str, Json], timeout_s: float
 ) -> list[str]:
-    """Every order; returns what was wrong.
+    """Test every order; returns the problems.
 
     Args:
-        python: of vLLM's environment.
-        cases: path and body by name, of prompts of a chunk and more that share no prefix.
-        wanted: what one vLLM says to each.
-        timeout_s: for an instance to start.
+        python: interpreter of vLLM's environment.
+        cases: path and body of requests by name; their prompts have at least one chunk and share no
+            prefix.
+        wanted: a single vLLM's answer to each.
+        timeout_s: seconds for an instance to start.
     """
     problems = []
     for order in ORDERS:
@@ -69,8 +70,8 @@ def check_order(
     wanted: dict[str, Json],
     timeout_s: float,
 ) -> list[str]:
-    """P and D with the same children: half of the prompts are handed over from P to D, half lie
-    where the other child has put them."""
+    """Test P and D with the same child connectors: half of the prompts are transferred from P to D,
+    the others are loaded from where the other child saved them."""
     port = free_port()
     shutil.rmtree(FILES, ignore_errors=True)
     FILES.mkdir()
@@ -85,7 +86,7 @@ def check_order(
             log = CACHE / f"vllm-multi-{role}.log"
             transfer = multi_config(order, role, pool)
             vllm = stack.enter_context(serving(python, transfer, cores(number), log))
-            vllm.wait_until_healthy(timeout_s)  # the store comes first
+            vllm.wait_until_healthy(timeout_s)  # the store must be ready before its clients
             urls.append(vllm.url)
         prefill, decode = urls
         flow = "push" if "push" in order else "pull"
@@ -93,11 +94,11 @@ def check_order(
         for number, (case, (path, body)) in enumerate(cases.items()):
             by_transfer = number % 2 == 0
             url, extra = decode, {}
-            if by_transfer and flow == "push":  # while P computes it
+            if by_transfer and flow == "push":  # D is asked while P computes
                 url = proxy
             else:
                 extra = computed(prefill, path, body, for_decode=by_transfer)
-                if "pool" in order:  # P saves behind its answer
+                if "pool" in order:  # P saves after it has answered
                     until_saved(prefill, number + 1)
             found = token_ids(post(url, path, body | extra))
             if url is proxy and "pool" in order:
@@ -113,14 +114,16 @@ def check_order(
 
 
 def computed(prefill: str, path: str, body: Json, *, for_decode: bool) -> Json:
-    """P computes a prompt; what to ask D with, if its KV is to be handed over."""
+    """Have P compute a prompt; returns the fields for D's request, if its KV is to be
+    transferred."""
     asks = {"kv_transfer_params": {"do_remote_decode": True}} if for_decode else {}
     params = post(prefill, path, body | {"max_tokens": 1} | asks).get("kv_transfer_params")
     return {"kv_transfer_params": params} if for_decode and params else {}
 
 
 def multi_config(order: tuple[str, ...], role: str, pool: str, **settings: object) -> Json:
-    """``--kv-transfer-config`` of an instance; the settings are of the child that hands over."""
+    """``--kv-transfer-config`` of an instance; ``settings`` apply to the child that transfers
+    KV."""
     both = {
         flow: transfer_config(role, flow, ["shm", "tcp"], **settings) for flow in ("pull", "push")
     }
@@ -143,7 +146,7 @@ def multi_config(order: tuple[str, ...], role: str, pool: str, **settings: objec
 
 
 def look(order: tuple[str, ...], prefill: str, decode: str, num_cases: int) -> list[str]:
-    """Who has loaded, and that nothing is left; returns what was wrong."""
+    """Check the sources of loads, and that nothing is left over; returns the problems."""
     pulled, pooled = figure(decode, LOADS), figure(decode, POOL_LOADS)
     hits = figure(decode, EXTERNAL)
     print(

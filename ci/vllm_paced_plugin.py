@@ -1,6 +1,6 @@
-"""vLLM's CPU build schedules a step ahead, as beside a GPU: for workers whose device is pretended.
+"""Enables async scheduling in vLLM's CPU build, as on a GPU, for workers with a simulated device.
 
-Whoever has ``ENTRY_POINT`` among vLLM's general plugins, see ``vllm_contenders.py``.
+Active for processes with ``ENTRY_POINT`` among vLLM's general plugins; see ``vllm_contenders.py``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ ENTRY_POINT = "schedules_ahead = vllm_paced_plugin:register"
 
 
 def register() -> None:
-    """vLLM's platform for CPUs turns it off; what was decided before stays."""
+    """Keep the configured async scheduling, which vLLM's CPU platform would turn off."""
     from vllm.platforms.cpu import CpuPlatform
 
     decide = CpuPlatform.check_and_update_config

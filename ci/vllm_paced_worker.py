@@ -1,15 +1,15 @@
-"""A worker for vLLM's CPU build whose device is pretended: it takes a GPU's time and computes KV.
+"""A worker for vLLM's CPU build with a simulated device, which takes a GPU's time and computes KV.
 
     PYTHONPATH=ci vllm serve ... --worker-cls vllm_paced_worker.PacedWorker
 
-Everything but the forward pass is vLLM's own model runner. A step takes ``VLLM_PACED_STEP_MS`` and
-``VLLM_PACED_TOKEN_US`` for each of its tokens, on a device that works behind the host as a GPU
-does: steps are enqueued, and the host waits for what they have sampled. The defaults are about what
-a model of 8 B parameters in bf16 takes on an H200.
+Everything except the forward pass is vLLM's own model runner. A step takes ``VLLM_PACED_STEP_MS``
+plus ``VLLM_PACED_TOKEN_US`` per token, on a device that runs asynchronously like a GPU: the host
+enqueues steps and waits for their sampled tokens. The defaults are about the times of an 8 B model
+in bf16 on an H200.
 
-A token's KV follows from all tokens before it, in each layer by itself, and what is sampled follows
-from the KV that the block table leads to, in all layers. So whoever reads wrong KV, or KV that is
-not there yet, says something else.
+A token's KV depends on all tokens before it, separately in each layer, and the sampled token
+depends on the KV of all layers that the block table refers to. An instance that reads wrong KV, or
+reads KV too early, therefore generates different tokens.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from vllm.v1.worker.cpu_model_runner import CPUModelRunner
 from vllm.v1.worker.worker_base import CompilationTimes
 
 GROUP_S = 0.002
-"""A device's work is slept through in pieces that are no shorter than this."""
+"""Minimum sleep in seconds: shorter work is grouped."""
 FIRST_TOKEN_ID, NUM_TOKEN_IDS = 33, 90  # printable bytes, in the example's tokenizer
 LAYER_SEED, TOKEN_FACTOR, POSITION_FACTOR = 0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35
 Numbers = np.ndarray[Any, Any]
 
 
 class PacedDevice:
-    """Runs what is enqueued, one after the other, and takes the time that it is told."""
+    """Runs enqueued work in order, each item for the duration given."""
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[float, float, Callable[[], None]]] = SimpleQueue()
@@ -57,16 +57,16 @@ class PacedDevice:
         threading.Thread(target=self._run, name="paced-device", daemon=True).start()
 
     def enqueue(self, seconds: float, work: Callable[[], None]) -> None:
-        """Work that is done this long after what was enqueued before."""
+        """Enqueue work that takes this many seconds, after all work enqueued before it."""
         self.num_enqueued += 1
         self._queue.put((time.perf_counter(), seconds, work))
 
     def is_done(self, number: int) -> bool:
-        """Whether as many pieces of work are done."""
+        """Whether this many items of work are done."""
         return self._num_done >= number
 
     def wait(self, number: int) -> None:
-        """Block until as many are.
+        """Block until this many items of work are done.
 
         Raises:
             RuntimeError: the device has failed.
@@ -95,7 +95,7 @@ class PacedDevice:
 
 
 class PacedEvent:
-    """What ``torch.Event`` is on a GPU."""
+    """The simulated device's counterpart of ``torch.Event``."""
 
     def __init__(self, device: PacedDevice) -> None:
         self._device, self._number = device, 0
@@ -111,7 +111,7 @@ class PacedEvent:
 
 
 class PacedOutput(AsyncModelRunnerOutput):
-    """A step's output, once the device has sampled; in place of vLLM's, which copies with CUDA."""
+    """A step's output, available once the device has sampled; vLLM's own copies with CUDA."""
 
     def __init__(
         self,
@@ -136,11 +136,11 @@ class PacedOutput(AsyncModelRunnerOutput):
 
 
 class SignedKV:
-    """Where signatures are in the KV memory of all layers: a token has one at its row's begin in
-    the first head, and one at its row's end in the last head.
+    """Locations of signatures in the KV memory of all layers: a token has one at the start of its
+    row in the first head, and one at the end of its row in the last head.
 
     Args:
-        caches: of each layer, [blocks, heads, tokens, content], in one allocation.
+        caches: KV of each layer, [blocks, heads, tokens, content], in one allocation.
     """
 
     def __init__(self, caches: list[torch.Tensor]) -> None:
@@ -150,17 +150,17 @@ class SignedKV:
         block, head, row, _ = (stride // per_number for stride in first.stride())
         whole = torch.empty(0, dtype=torch.int32).set_(first.untyped_storage())
         self._memory: Numbers = whole.numpy().view(np.uint32)
-        self._memory.fill(1)  # a page that nobody has written costs a reader nothing
+        self._memory.fill(1)  # otherwise reads of untouched pages would be free
         self._layers = np.array([each.storage_offset() // per_number for each in caches])[:, None]
         self._block, self._row = block, row
         self._end = (heads - 1) * head + content // per_number - 1
 
     def begins(self, blocks: Numbers, offsets: Numbers | int) -> Numbers:
-        """Places of the first signatures of tokens, within a layer."""
+        """Indices of tokens' first signatures within a layer."""
         return blocks * self._block + offsets * self._row
 
     def ends(self, blocks: Numbers, offsets: Numbers | int) -> Numbers:
-        """Places of the second ones."""
+        """Indices of tokens' second signatures within a layer."""
         return self.begins(blocks, offsets) + self._end
 
     def read(self, layers: slice, places: Numbers) -> Numbers:
@@ -174,16 +174,16 @@ class SignedKV:
 
 @dataclass
 class PacedStep:
-    """What the device needs to compute a step, as it was when the step was enqueued.
+    """A step's inputs, captured when it is enqueued.
 
     Args:
-        kv: of all layers.
-        requests: the model runner's states, which remember what was sampled for them last.
-        tokens: [tokens]; -1: what was sampled last.
-        positions: [tokens], within their requests.
-        bounds: [requests + 1]; where each one's tokens begin.
-        blocks: [requests, columns]; the block table.
-        sampled: [requests, 1]; takes the step's output.
+        kv: KV of all layers.
+        requests: the model runner's request states, which keep the last sampled token.
+        tokens: token ids, [tokens]; -1 stands for the last sampled token.
+        positions: positions within the requests, [tokens].
+        bounds: start of each request's tokens, [requests + 1].
+        blocks: block table, [requests, columns].
+        sampled: receives the step's output, [requests, 1].
     """
 
     kv: SignedKV
@@ -195,7 +195,7 @@ class PacedStep:
     sampled: Numbers
 
     def begin(self) -> None:
-        """Everything that is the same in all layers."""
+        """Compute everything that is the same in all layers."""
         kv, size = self.kv, self.kv.block_size
         owners = np.repeat(np.arange(len(self.requests)), np.diff(self.bounds))
         for at in np.flatnonzero(self.tokens < 0):
@@ -221,7 +221,8 @@ class PacedStep:
         self._state = np.zeros(len(firsts), np.uint32)
 
     def _attend(self, lengths: Numbers, lasts: Numbers) -> None:
-        """What is read of each request: both ends of its blocks, and its last token."""
+        """Choose the KV that is read of each request: both ends of its blocks, and its last
+        token."""
         size, columns = self.kv.block_size, np.arange(self.blocks.shape[1])
         begun = np.nonzero(columns * size < lengths[:, None])
         full = np.nonzero((columns + 1) * size <= lengths[:, None])
@@ -249,14 +250,14 @@ class PacedStep:
         np.add.at(self._state, self._readers, found.sum(0, dtype=np.uint32))
 
     def sample(self) -> None:
-        """All layers are computed."""
+        """Sample, after all layers are computed."""
         self.sampled[:, 0] = FIRST_TOKEN_ID + self._state % NUM_TOKEN_IDS
         for request, token in zip(self.requests, self.sampled[:, 0], strict=True):
             request.last_sampled = int(token)
 
 
 class PacedModelRunner(CPUModelRunner):
-    """vLLM's own around a forward pass that is pretended."""
+    """vLLM's own model runner with a simulated forward pass."""
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         super().__init__(vllm_config, device)
@@ -268,7 +269,7 @@ class PacedModelRunner(CPUModelRunner):
         gpu_model_runner.AsyncGPUModelRunnerOutput = partial(PacedOutput, self._paced)
 
     def warming_up_model(self) -> None:
-        """There is nothing to compile."""
+        """Nothing to do: there is nothing to compile."""
 
     def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
         if has_kv_transfer_group():
@@ -279,7 +280,7 @@ class PacedModelRunner(CPUModelRunner):
         self._kv = SignedKV(self.kv_caches)
 
     def _give_events(self) -> None:
-        """Our connector waits for a layer by an event of the device, which a CPU has none of."""
+        """Give our connector device events, with which it waits for layers and which CPUs lack."""
         from mooncake_vllm import vllm_connectors
 
         describe = vllm_connectors.describe_device
@@ -289,7 +290,7 @@ class PacedModelRunner(CPUModelRunner):
         )
 
     def _prepare_input_ids(self, *args: Any) -> None:
-        """What the step before samples is the device's: -1 stands for it."""
+        """Tokens that the previous step samples are still on the device: -1 stands for them."""
 
     def _model_forward(self, input_ids: Any, positions: Any, *args: Any, **kwargs: Any) -> Any:
         num_reqs = self.input_batch.num_reqs
@@ -309,7 +310,7 @@ class PacedModelRunner(CPUModelRunner):
         return self._hidden[: len(input_ids)]
 
     def _enqueue(self, step: PacedStep, seconds: float) -> None:
-        """Layer after layer, with the hooks that vLLM's attention layers call."""
+        """Enqueue a step layer by layer, with the hooks that vLLM's attention layers call."""
         metadata, total = get_forward_context().attn_metadata, len(self._layers)
         connector = get_kv_transfer_group() if has_kv_transfer_group() else None
         num_groups = max(1, min(total, int(seconds / GROUP_S)))
@@ -331,11 +332,11 @@ class PacedModelRunner(CPUModelRunner):
         return SamplerOutput(torch.from_numpy(self._sampled), None)
 
     def _get_or_create_async_output_copy_stream(self) -> None:
-        """Nothing is copied."""
+        """Nothing to do: nothing is copied."""
 
 
 class PacedWorker(cpu_worker.CPUWorker):
-    """Loads the model as ever, and never runs it."""
+    """Loads the model as usual, and never runs it."""
 
     def init_device(self) -> None:
         cpu_worker.CPUModelRunner = PacedModelRunner
@@ -343,8 +344,9 @@ class PacedWorker(cpu_worker.CPUWorker):
 
 
 class SchedulingWorker(cpu_worker.CPUWorker):
-    """A paced one that has no model runner work either: vLLM's scheduler, API and text alone, which
-    cost a host as little as they can. Prompts have to fit into one step; no KV, no connector."""
+    """A paced worker that also skips the model runner, so that only vLLM's scheduler, API and
+    detokenization use the host: its minimum cost. Prompts must fit into one step; there is no KV
+    and no connector."""
 
     _scheduled: list[str]
 

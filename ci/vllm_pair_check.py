@@ -1,10 +1,10 @@
-"""A pair of vLLM instances with our connector answers as one instance does, whatever goes wrong.
+"""Checks that a pair of vLLM instances with our connector answers like a single instance.
 
-First a pair answers what one vLLM has: token for token the same, directly and through the proxy,
-whole and streamed, 16 at once. Then what goes wrong on purpose: parameters that are used twice,
-contradict the prompt or name nobody; clients that leave. In the end every block is free on both
-sides, and the figures say that KV came over. A P stays up for all pairs that it is part of; each D
-is a new one.
+First compares the pair's answers token by token with one vLLM's: directly and through the proxy,
+without and with streaming, 16 at once. Then provokes failures: parameters that are used twice,
+contradict the prompt or name no instance; clients that disconnect. In the end every block must be
+free on both sides, and the metrics must show that KV was transferred. Each P stays up for all pairs
+that it is part of; each pair gets a new D.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from vllm_requests import (
 from vllm_serving import EXAMPLE, SLIDING_WINDOW, Json, RunningVllm, proxying
 
 LENGTHS = (1, 20, 127, 128, 129, 256, 300, 1000)
-"""Of prompts: vLLM's blocks on a CPU have 128 tokens."""
+"""Prompt lengths; vLLM's blocks on a CPU have 128 tokens."""
 NUM_AT_ONCE = 16
 CHILDREN = "n = 3"
 BEYOND = "one token beyond the window"
@@ -54,19 +54,19 @@ LEASES_EXPIRED = "vllm:mooncake_hal_leases_expired_total"
 LOAD_FAILURES = "vllm:mooncake_hal_load_failures_total"
 PICKED = ("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc")
 PICKED_INFO = "vllm:cache_config_info"
-"""What the model server protocol of the Gateway API inference extension wants of a server."""
+"""Metrics that the Gateway API inference extension's model server protocol requires."""
 
 
 def check_pairs(
     python: Path, pairs: Iterable[Pair], wanted: dict[str, Json], timeout_s: float
 ) -> list[str]:
-    """Serve each P, with the D of each of its pairs and a proxy in turn; returns what was wrong.
+    """Serve each P, with the D of each of its pairs and a proxy in turn; returns the problems.
 
     Args:
-        python: of vLLM's environment.
-        pairs: of one model.
-        wanted: what one vLLM says to what pairs are asked.
-        timeout_s: for an instance to start.
+        python: interpreter of vLLM's environment.
+        pairs: pairs of one model.
+        wanted: a single vLLM's answers to the pairs' requests.
+        timeout_s: seconds for an instance to start.
     """
     return [
         problem
@@ -78,7 +78,7 @@ def check_pairs(
 def check_pairs_of(
     python: Path, pairs: list[Pair], wanted: dict[str, Json], timeout_s: float
 ) -> list[str]:
-    """Those of one P."""
+    """Check the pairs of one P."""
     transports = sorted({pair.transport for pair in pairs})
     problems: list[str] = []
     with instance(python, "kv_producer", pairs[0], transports) as prefill:
@@ -93,11 +93,11 @@ def check_pairs_of(
 def check_pair(
     python: Path, pair: Pair, prefill: RunningVllm, wanted: dict[str, Json], timeout_s: float
 ) -> list[str]:
-    """Serve a D and a proxy beside a P; returns what was wrong.
+    """Serve a D and a proxy with a P that is up; returns the problems.
 
     Raises:
-        DidNotStart: P or D has not come up.
-        OSError: one of them does not answer.
+        DidNotStart: P or D did not start.
+        OSError: one of them does not respond.
     """
     with ExitStack() as stack:
         decode = stack.enter_context(instance(python, "kv_consumer", pair, [pair.transport]))
@@ -114,7 +114,7 @@ def check_pair(
 
 @dataclass
 class Run:
-    """A pair that serves, and what has been wrong with it so far."""
+    """A pair that serves, and its problems so far."""
 
     pair: Pair
     prefill: str
@@ -123,13 +123,13 @@ class Run:
     wanted: dict[str, Json]
     problems: list[str] = field(default_factory=list)
     before: dict[str, float] = field(init=False)
-    """What P has counted for the pairs before this one."""
+    """P's counters from the pairs before this one."""
 
     def __post_init__(self) -> None:
         self.before = {name: figure(self.prefill, name) for name in (BYTES_SENT, PUSH_FAILURES)}
 
     def expect(self, what: str, found: object, wanted: object) -> None:
-        """Say whether something is as wanted."""
+        """Print whether a result is as expected, and record a problem if not."""
         same, name = found == wanted, str(self.pair)
         print(f"{name:13} {what:34} {'ok' if same else 'WRONG'}", flush=True)
         if not same:
@@ -138,17 +138,17 @@ class Run:
 
 
 def cases() -> dict[str, tuple[str, Json]]:
-    """Path and body of all that a pair has to answer as one instance does."""
+    """Paths and bodies of the requests that a pair must answer like a single instance."""
     question = next(iter(json.loads((EXAMPLE / "chat.json").read_text())["answers"]))
     chat = {"messages": [{"role": "user", "content": question}]}
     found = {f"{n} tokens": completion(tokens(n)) for n in LENGTHS}
     found |= {f"at once {n}": completion(tokens(60 + 41 * n, 1)) for n in range(NUM_AT_ONCE)}
     found |= {
         "prefix": completion(tokens(300)[:256] + tokens(90, 2)),
-        CHILDREN: completion(tokens(200, 3), n=3, temperature=0.01),  # all but greedy
+        CHILDREN: completion(tokens(200, 3), n=3, temperature=0.01),  # almost greedy
         "logprobs": completion(tokens(170, 6), logprobs=2),
         "penalties": completion(
-            # Without ignore_eos the first token ends it, and nothing is handed over.
+            # Without ignore_eos, the first token would end it before any KV transfer.
             tokens(150, 4),
             presence_penalty=1.5,
             repetition_penalty=1.2,
@@ -162,13 +162,13 @@ def cases() -> dict[str, tuple[str, Json]]:
 
 
 def cases_of(model: str) -> dict[str, tuple[str, Json]]:
-    """The same of one model: with sliding windows, also what is special there."""
+    """The requests for one model; with sliding windows, including their special cases."""
     beyond = {BEYOND: (COMPLETIONS, completion(tokens(BEYOND_TOKENS)))}
     return cases() | (beyond if model == SLIDING else {})
 
 
 def prefill(run: Run, path: str, body: Json) -> Json:
-    """Compute a prompt on P; returns its answer's parameters."""
+    """Compute a prompt on P; returns its ``kv_transfer_params``."""
     asked = body | {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     asked.pop("n", None)
     answer = post(run.prefill, path, asked)
@@ -176,7 +176,7 @@ def prefill(run: Run, path: str, body: Json) -> Json:
 
 
 def hand_over(run: Run, path: str, body: Json, **changes: object) -> Json:
-    """P, then D with what P said."""
+    """Send a request to P, then to D with P's ``kv_transfer_params``; returns D's answer."""
     params = prefill(run, path, body) | changes
     return post(run.decode, path, body | {"kv_transfer_params": params})
 
@@ -185,14 +185,14 @@ def hand_over(run: Run, path: str, body: Json, **changes: object) -> Json:
 
 
 def same_tokens(run: Run) -> None:
-    """By hand, one after the other: every case has one instance's tokens."""
+    """Check every case sequentially, without the proxy."""
     for name, (path, body) in cases().items():
         if not name.startswith(("at once", "trouble", CHILDREN)):
             run.expect(name, token_ids(hand_over(run, path, body)), token_ids(run.wanted[name]))
 
 
 def at_once(run: Run) -> None:
-    """Many, at the same time."""
+    """Check concurrent requests."""
     named = [(name, case) for name, case in cases().items() if name.startswith("at once")]
     with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
         answers = list(threads.map(lambda item: hand_over(run, *item[1]), named))
@@ -201,8 +201,9 @@ def at_once(run: Run) -> None:
 
 
 def through_a_sidecar(run: Run) -> None:
-    """The order of calls and the fields of llm-d's routing sidecar, which sits before D and is told
-    of P by a header; and the gauges that an InferencePool's endpoint picker reads."""
+    """Check the order of calls and the fields of llm-d's routing sidecar, which runs in front of D
+    and gets P's address in a header; and the metrics that an InferencePool's endpoint picker
+    reads."""
     body = completion(tokens(210, 8))
     wanted = token_ids(post(run.prefill, COMPLETIONS, body))
     nobody: Json = dict.fromkeys(
@@ -224,7 +225,7 @@ def through_a_sidecar(run: Run) -> None:
 
 
 def num_gauges(url: str, name: str) -> int:
-    """How many series a gauge of a /metrics page has, one per data-parallel rank."""
+    """Number of a gauge's series on a /metrics page: one per data-parallel rank."""
     lines = metrics(url)
     series = [line for line in lines if line.partition("{")[0].partition(" ")[0] == name]
     return len(series) if f"# TYPE {name} gauge" in lines else 0
@@ -237,8 +238,8 @@ def metrics(url: str) -> list[str]:
 
 
 def children(run: Run) -> None:
-    """Of one request. On one data-parallel rank of D one of them loads for all; a lease has one
-    reader, so that those on another rank compute their prompt."""
+    """Check several choices of one request. On one data-parallel rank of D, one of them loads the
+    KV for all; a lease has a single reader, so choices on another rank compute the prompt."""
     before = figure(run.decode, HITS)
     answer = hand_over(run, *cases()[CHILDREN])
     run.expect(CHILDREN, token_ids(answer), token_ids(run.wanted[CHILDREN]))
@@ -249,7 +250,7 @@ def children(run: Run) -> None:
 
 
 def kv_came_over(run: Run) -> None:
-    """So far everything that was not here has been pulled, and nothing failed."""
+    """Check that all KV that D lacked was pulled, and that no load failed."""
     run.expect("load failures", figure(run.decode, LOAD_FAILURES), 0)
     prompts = sum(
         answer["usage"]["prompt_tokens"]
@@ -262,7 +263,7 @@ def kv_came_over(run: Run) -> None:
 
 
 def through_the_proxy(run: Run) -> None:
-    """Texts, whole and streamed."""
+    """Compare texts through the proxy, without and with streaming."""
     for name, (path, body) in cases().items():
         if name.startswith(("at once", "n =", "trouble", "1 tokens")):
             continue
@@ -277,7 +278,8 @@ def through_the_proxy(run: Run) -> None:
 
 
 def children_through_the_proxy(run: Run) -> None:
-    """P is asked for one answer, and makes one lease; D begins all of them from it."""
+    """Check several choices through the proxy: P computes one and grants one lease, from which D
+    starts all choices."""
     path, body = cases()[CHILDREN]
     before, expired = figure(run.decode, LOADS), figure(run.prefill, LEASES_EXPIRED)
     answer = post(run.proxy, path, body | {"cache_salt": "through the proxy"})
@@ -291,7 +293,7 @@ def children_through_the_proxy(run: Run) -> None:
 
 
 def at_once_through_the_proxy(run: Run) -> None:
-    """Many, at the same time; and children of one request."""
+    """Check concurrent requests through the proxy, and several choices of one request."""
     named = [(name, case) for name, case in cases().items() if name.startswith("at once")]
     with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
         answers = list(threads.map(lambda item: post(run.proxy, *item[1]), named))
@@ -302,7 +304,7 @@ def at_once_through_the_proxy(run: Run) -> None:
 
 
 def kv_was_pushed(run: Run) -> None:
-    """Both sides have counted it, and nothing failed."""
+    """Check that both sides counted the pushed KV, and that no push failed."""
     failures = figure(run.prefill, PUSH_FAILURES) - run.before[PUSH_FAILURES]
     run.expect("push failures", failures, 0)
     run.expect("load failures", figure(run.decode, LOAD_FAILURES), 0)
@@ -313,7 +315,7 @@ def kv_was_pushed(run: Run) -> None:
 
 
 def clients_of_the_proxy_leave(run: Run) -> None:
-    """While P computes, and while D answers."""
+    """Disconnect clients of the proxy while P computes, and while D responds."""
     path, body = cases()["trouble"]
     for seed in range(6):
         long = completion(tokens(900, 10 + seed), max_tokens=200, stream=True)
@@ -324,7 +326,8 @@ def clients_of_the_proxy_leave(run: Run) -> None:
 
 
 def trouble(run: Run) -> None:
-    """Parameters that can't be honoured: D computes by itself, and says the same."""
+    """Send parameters that can't be honoured: D must compute the prompt and give the same
+    answer."""
     path, body = cases()["trouble"]
     wanted = token_ids(run.wanted["trouble"])
     params = prefill(run, path, body)
@@ -347,7 +350,7 @@ def trouble(run: Run) -> None:
 
 
 def failed_loads_are_errors(run: Run) -> None:
-    """A load that fails ends its request with an error, as vLLM was told to, and no other one."""
+    """Check that a failed load fails its own request only, as vLLM is configured to do."""
     path, body = cases()["trouble"]
     changes: dict[str, Json] = {
         "nobody's port": {"remote_port": 1},
@@ -363,7 +366,7 @@ def failed_loads_are_errors(run: Run) -> None:
 
 
 def clients_leave(run: Run) -> None:
-    """At every stage: while P computes, before D is asked, while D answers."""
+    """Disconnect clients at every stage: while P computes, before D is asked, while D responds."""
     path, body = cases()["trouble"]
     for seed in range(6):
         long = completion(tokens(900, 10 + seed), max_tokens=200)
@@ -376,7 +379,7 @@ def clients_leave(run: Run) -> None:
 
 
 def leave(url: str, path: str, body: Json) -> None:
-    """Ask, and hang up without waiting for an answer."""
+    """Send a request and disconnect without waiting for an answer."""
     address = urllib.parse.urlsplit(url)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: application/json\r\n"
@@ -385,8 +388,8 @@ def leave(url: str, path: str, body: Json) -> None:
 
 
 def beyond_the_window(run: Run) -> None:
-    """A prompt whose last token, where D computes it again, needs a token that no P keeps: D does
-    all of it; where P's token is part of the prompt, its KV comes over."""
+    """Check a prompt whose last token, if D recomputes it, attends to a token that P did not keep:
+    D computes the whole prompt. If P's token is part of the prompt, the KV is transferred."""
     path, body = COMPLETIONS, completion(tokens(BEYOND_TOKENS))
     wanted = run.wanted[BEYOND]
     refused = "vllm:mooncake_hal_refused_requests_total"
@@ -403,7 +406,7 @@ def beyond_the_window(run: Run) -> None:
 
 
 def all_is_free(run: Run) -> None:
-    """Every block is free, no lease is held, and no hook has failed."""
+    """Check that every block is free, no lease is held, and no hook has failed."""
     for name, url in (("P", run.prefill), ("D", run.decode)):
         for what in ("vllm:kv_cache_usage_perc", LEASES_HELD):
             run.expect(f"{name} {what}", until_zero(url, what), 0)

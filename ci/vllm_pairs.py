@@ -1,9 +1,9 @@
-"""Pairs of vLLM instances with our connector: how they are written, and how they are served.
+"""Notation for pairs of vLLM instances with our connector, and functions that serve them.
 
-A pair is P's and D's tensor-parallel size (1x2: with two pipeline stages; 1d2: with two
-data-parallel ranks), the transport, who moves KV, vLLM's kv_load_failure_policy (recompute), and
-the model: full; sliding, whose layers have blocks of three KV-cache groups; or latent, DeepSeek's
-attention.
+A pair is written as P's and D's tensor-parallel sizes (1x2: with two pipeline stages; 1d2: with two
+data-parallel ranks), the transport, the flow (pull or push), vLLM's kv_load_failure_policy
+(recompute), and the model: full; sliding, whose layers have blocks of three KV-cache groups; or
+latent, DeepSeek's attention.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from vllm_serving import (
 )
 
 TIMEOUT_S = 120.0
-"""For a transfer: where others work, too, a worker that got no processor once stood for 30 s."""
+"""Timeout of a transfer in seconds: on a busy machine a worker was once not scheduled for 30 s."""
 FULL, SLIDING, LATENT = "full", "sliding", "latent"
 
 
 @dataclass(frozen=True)
 class Model:
-    """What pairs serve.
+    """A model that pairs serve.
 
     Args:
-        num_groups: of its KV-cache groups.
-        words: of ``vllm serve`` for it.
-        has_prefix_cache: whether vLLM's CPU build has one with it.
+        num_groups: number of its KV-cache groups.
+        words: options of ``vllm serve`` for it.
+        has_prefix_cache: whether vLLM's CPU build supports prefix caching with it.
     """
 
     num_groups: int = 1
@@ -49,7 +49,7 @@ class Model:
 MODELS = {
     FULL: Model(),
     SLIDING: Model(num_groups=3, words=OF_EXAMPLE),
-    # vLLM's own op for CPUs turns queries wrong that are not contiguous, as these are.
+    # vLLM's own CPU op rotates non-contiguous queries, such as these, incorrectly.
     LATENT: Model(
         words=(*OF_EXAMPLE, "--compilation-config", '{"custom_ops": ["none"]}'),
         has_prefix_cache=False,
@@ -76,7 +76,7 @@ ALL_PAIRS = ",".join(
 
 @dataclass(frozen=True)
 class Size:
-    """Of an instance: tensor-parallel ranks, pipeline stages, data-parallel ranks."""
+    """Size of an instance: tensor-parallel ranks, pipeline stages, data-parallel ranks."""
 
     tp: int = 1
     pp: int = 1
@@ -94,24 +94,24 @@ class Size:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """Of ``vllm serve``."""
+        """Options of ``vllm serve``."""
         found = ["--tensor-parallel-size", str(self.tp), "--data-parallel-size", str(self.dp)]
         if self.pp > 1:
-            # Without a warm-up vLLM's later stages have no buffer for what comes in, and die.
+            # Without a warm-up, vLLM's later stages have no receive buffer, and crash.
             found += ["--pipeline-parallel-size", str(self.pp), "--no-enforce-eager"]
         return tuple(found)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two instances.
+    """A prefill and a decode instance.
 
     Args:
-        prefill, decode: their sizes.
-        transport: by which KV goes.
+        prefill, decode: sizes of the instances.
+        transport: transport of the KV.
         flow: ``"pull"`` or ``"push"``.
-        policy: what D does about a load that failed: ``"recompute"`` or ``"fail"``.
-        model: of ``MODELS``.
+        policy: how D handles a failed load: ``"recompute"`` or ``"fail"``.
+        model: name from ``MODELS``.
     """
 
     prefill: Size
@@ -136,14 +136,14 @@ class Pair:
 
 
 def folder_of(python: Path, model: str) -> Path | None:
-    """Where a pair's model is; None for the example."""
+    """Folder of a pair's model; None for the example."""
     return None if model == FULL else prepare_model(python, model)
 
 
 def answers_alone(
     python: Path, timeout_s: float, asked: dict[str, tuple[str, Json]], model: str = FULL
 ) -> dict[str, Json]:
-    """What one vLLM answers to everything that is asked of pairs."""
+    """A single vLLM's answers to all requests of the pairs."""
     log, words, folder = CACHE / "vllm-alone.log", MODELS[model].words, folder_of(python, model)
     with serving(python, None, "0", log, *words, model=folder) as vllm:
         vllm.wait_until_healthy(timeout_s)
@@ -155,7 +155,7 @@ def answers_alone(
 
 
 def by_prefill(pairs: Iterable[Pair]) -> list[list[Pair]]:
-    """Pairs that one P serves together."""
+    """Groups of pairs that can share a P."""
     groups: dict[tuple[Size, str], list[Pair]] = {}
     for pair in pairs:
         groups.setdefault((pair.prefill, pair.flow), []).append(pair)
@@ -164,7 +164,7 @@ def by_prefill(pairs: Iterable[Pair]) -> list[list[Pair]]:
 
 @contextmanager
 def instance(python: Path, role: str, pair: Pair, transports: list[str]) -> Iterator[RunningVllm]:
-    """A vLLM with our connector, in a deployment with a secret; not necessarily up yet."""
+    """Start a vLLM with our connector, in a deployment with a secret; it may not be ready yet."""
     SECRET.touch(mode=0o600)
     SECRET.write_text("of these pairs\n")
     settings = {"transfer_timeout_seconds": TIMEOUT_S, "secret_file": str(SECRET)}

@@ -1,4 +1,4 @@
-"""The pool's connector inside two real vLLM instances, one of which has the store, with an SSD."""
+"""Tests the pool's connector in two vLLM instances, one of which runs the store, with an SSD."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS
 from mooncake_conductor.index.published_blocks import PublishedBlocks
 
 CHUNK = 128
-"""Tokens: vLLM's CPU pages have as many and are moved whole."""
+"""Tokens per chunk: the size of vLLM's CPU pages, which are moved whole."""
 LOADED = "vllm:mooncake_hal_pool_num_loaded_chunks_total"
 SAVED = "vllm:mooncake_hal_pool_num_saved_chunks_total"
 SAVES = "vllm:mooncake_hal_pool_num_saves_total"
@@ -39,14 +39,14 @@ def check_pool(
     wanted: dict[str, Json],
     timeout_s: float,
 ) -> list[str]:
-    """One instance computes and saves, the other one loads; then the first one is started again and
-    finds on its SSD what it had; returns what was wrong.
+    """Test that one instance saves KV and the other one loads it, and that the first one finds it
+    on its SSD after a restart; returns the problems.
 
     Args:
-        python: of vLLM's environment.
-        cases: path and body by name, of prompts that share no prefix.
-        wanted: what one vLLM says to each.
-        timeout_s: for an instance to start.
+        python: interpreter of vLLM's environment.
+        cases: path and body of requests by name; their prompts share no prefix.
+        wanted: a single vLLM's answer to each.
+        timeout_s: seconds for an instance to start.
     """
     shutil.rmtree(SSD, ignore_errors=True)
     SSD.mkdir()
@@ -56,19 +56,19 @@ def check_pool(
 
 @dataclass(frozen=True)
 class PoolAnswers:
-    """What is asked, and what one vLLM alone says to it; see ``check_pool``."""
+    """Requests, and a single vLLM's answers to them; see ``check_pool``."""
 
     cases: dict[str, tuple[str, Json]]
     wanted: dict[str, Json]
 
     @property
     def num_chunks(self) -> int:
-        """That prompts fill. A prompt's last token is computed in any case: its logits are
-        wanted."""
+        """Number of chunks that the prompts fill, without their last tokens, which are always
+        computed for their logits."""
         return sum((len(body["prompt"]) - 1) // CHUNK for _, body in self.cases.values())
 
     def check(self, url: str, name: str, how: str) -> list[str]:
-        """Ask an instance one of them; returns what was wrong."""
+        """Send one of the requests to an instance; returns the problems."""
         found = token_ids(post(url, *self.cases[name]))
         same = found == token_ids(self.wanted[name])
         print(f"pool          {f'{name}, {how}':34} {'ok' if same else 'WRONG'}", flush=True)
@@ -76,7 +76,7 @@ class PoolAnswers:
 
 
 def check_shared(python: Path, answers: PoolAnswers, timeout_s: float) -> list[str]:
-    """Two instances, the store in the first one; returns what was wrong."""
+    """Test two instances, with the store in the first one; returns the problems."""
     port, replay_port, problems = free_port(), free_port(), []
     published = {
         "enable_kv_cache_events": True,
@@ -91,11 +91,11 @@ def check_shared(python: Path, answers: PoolAnswers, timeout_s: float) -> list[s
             vllm = stack.enter_context(
                 serving(python, pool_config(pool), cores(number), log, *words)
             )
-            vllm.wait_until_healthy(timeout_s)  # the store comes first
+            vllm.wait_until_healthy(timeout_s)  # the store must be ready before its clients
             urls.append(vllm.url)
         for number, name in enumerate(answers.cases):
             problems += answers.check(urls[0], name, "computed")
-            until_saved(urls[0], number + 1)  # it is saved behind its answer
+            until_saved(urls[0], number + 1)  # saving ends after the answer
             problems += answers.check(urls[1], name, "loaded")
         saved, loaded = figure(urls[0], SAVED), figure(urls[1], LOADED)
         print(f"pool          {saved:g} chunks saved, {loaded:g} loaded", flush=True)
@@ -112,7 +112,7 @@ def check_shared(python: Path, answers: PoolAnswers, timeout_s: float) -> list[s
 
 
 def check_again(python: Path, answers: PoolAnswers, timeout_s: float) -> list[str]:
-    """The first instance again, whose memory is empty; returns what was wrong."""
+    """Restart the first instance, whose memory is then empty; returns the problems."""
     log = CACHE / "vllm-pool-again.log"
     with serving(python, pool_config(own_pool(free_port())), cores(0), log) as vllm:
         vllm.wait_until_healthy(timeout_s)
@@ -128,18 +128,19 @@ def check_again(python: Path, answers: PoolAnswers, timeout_s: float) -> list[st
 
 
 def own_pool(port: int) -> str:
-    """Of the instance with the store."""
+    """Pool option of the instance with the store."""
     return f"dram=256MiB,ssd={SSD}:1GiB,port={port},chunk={CHUNK}"
 
 
 def hook_errors(url: str) -> list[str]:
-    """Hooks of an instance that have failed."""
+    """Problems: failed hooks of an instance."""
     failed = figure(url, HOOK_ERRORS)
     return [f"pool: {failed:g} hooks of {url} have failed"] if failed else []
 
 
 def until_on_ssd(port: int, count: int) -> int:
-    """How many chunks a store's SSD holds, once there are so many, or when that takes too long."""
+    """Wait until a store's SSD holds this many chunks, or a timeout; returns the number it
+    holds."""
     command = [sys.executable, "-m", "mooncake_kv", "stats", "--json", "--port", str(port)]
     deadline = time.monotonic() + SAVED_S
     while True:
@@ -151,7 +152,8 @@ def until_on_ssd(port: int, count: int) -> int:
 
 
 def check_events(replay_port: int, cases: dict[str, tuple[str, Json]]) -> list[str]:
-    """What vLLM has published of its own store, beside its blocks; returns what was wrong."""
+    """Check the KV events that vLLM published for its store, besides its blocks; returns the
+    problems."""
     index = ChunkIndex(1)
     stream = EventStream(index, 0, PublishedBlocks())
     with zmq.Context() as context, context.socket(zmq.DEALER) as question:
@@ -169,7 +171,7 @@ def check_events(replay_port: int, cases: dict[str, tuple[str, Json]]) -> list[s
 
 
 def until_saved(url: str, count: int, counter: str = SAVES) -> None:
-    """Wait until an instance has stored so many prompts, or chunks, or it takes too long."""
+    """Wait until an instance has stored this many prompts (or chunks), or a timeout."""
     deadline = time.monotonic() + SAVED_S
     while figure(url, counter) < count and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""What instances that serve the example are asked, and how their answers are read."""
+"""Requests to instances that serve the example model, and functions that read the answers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from vllm_serving import Json
 
-# Machines that compile while others work on them take their time over a first answer.
+# The first answer is slow on a busy machine, because kernels are compiled.
 ANSWER_TIMEOUT_S = 600
 METRICS_TIMEOUT_S = 60.0
 NUM_TOKENS = 16
 FREED_S = 120.0
-"""How long blocks may take to be free again: leases, and machines that others use."""
+"""Seconds within which blocks must be free again; covers leases, and machines with other load."""
 COMPLETIONS = "/v1/completions"
 
 
@@ -35,12 +35,12 @@ def completion(prompt: list[int], **fields: object) -> Json:
 
 
 def without_token_ids(body: Json) -> Json:
-    """The same, answered as to anybody: with text alone."""
+    """The same request without token ids, answered with text only."""
     return {key: value for key, value in body.items() if key != "return_token_ids"}
 
 
 def post(url: str, path: str, body: Json) -> Json:
-    """The answer's JSON, or ``{"error": ...}`` with its status."""
+    """Send a request; returns the response's JSON, or ``{"error": ...}`` with its status."""
     request = urllib.request.Request(
         url + path, json.dumps(body).encode(), {"content-type": "application/json"}
     )
@@ -52,7 +52,7 @@ def post(url: str, path: str, body: Json) -> Json:
 
 
 def token_ids(answer: Json) -> object:
-    """Every choice's tokens, or the whole answer where it has none."""
+    """Every choice's token ids, or the whole answer if it has none."""
     choices = answer.get("choices")
     return [choice["token_ids"] for choice in choices] if choices else answer
 
@@ -60,11 +60,11 @@ def token_ids(answer: Json) -> object:
 def ask(
     url: str, path: str, body: Json, begun: Callable[[], object] | None = None
 ) -> tuple[str, str]:
-    """Text and finish reason.
+    """Send a request; returns text and finish reason.
 
     Args:
-        url, path, body: of the request.
-        begun: called when the answer's first line is there, and before the rest is read.
+        url, path, body: the request.
+        begun: called when the response's first line has arrived, before the rest is read.
     """
     request = urllib.request.Request(
         url + path, json.dumps(body).encode(), {"content-type": "application/json"}
@@ -84,7 +84,7 @@ def ask(
 
 
 def joined(chunks: list[Json]) -> tuple[str, str]:
-    """One answer out of its pieces."""
+    """Text and finish reason of a streamed answer's chunks."""
     text, finish = "", ""
     for choice in (choice for chunk in chunks for choice in chunk.get("choices", ())):
         piece = choice.get("text") or (choice.get("message") or choice.get("delta") or {}).get(
@@ -97,7 +97,7 @@ def joined(chunks: list[Json]) -> tuple[str, str]:
 
 @dataclass
 class Stream:
-    """What a client has got."""
+    """What a client has received of a stream."""
 
     text: str = ""
     has_ended: bool = False
@@ -107,7 +107,7 @@ class Stream:
 def follow(
     url: str, body: Json, stream: Stream, started: threading.Event, timeout_s: float
 ) -> Stream:
-    """Ask for a stream of completions, and read it to whatever end it has."""
+    """Request a stream of completions, and read it until it ends or fails."""
     request = urllib.request.Request(
         url + COMPLETIONS,
         json.dumps(body | {"stream": True}).encode(),
@@ -126,7 +126,7 @@ def follow(
 
 
 def take_line(line: bytes, stream: Stream) -> None:
-    """A line of server-sent events."""
+    """Process one line of server-sent events."""
     data = line.removeprefix(b"data: ").strip()
     if data == b"[DONE]":
         stream.has_ended = True
@@ -141,7 +141,7 @@ def take_line(line: bytes, stream: Stream) -> None:
 
 
 def figure(url: str, name: str) -> float:
-    """A counter of a /metrics page, over all labels."""
+    """A metric of a /metrics page, summed over all labels."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=METRICS_TIMEOUT_S) as answer:
         lines = answer.read().decode().splitlines()
     pattern = re.compile(rf"{re.escape(name)}(\{{.*\}})? ([0-9.e+]+)$")
@@ -149,7 +149,8 @@ def figure(url: str, name: str) -> float:
 
 
 def until_equal(url: str, name: str, wanted: float) -> float:
-    """A figure, once it is as wanted, or when that takes too long: vLLM publishes with a step."""
+    """Wait until a metric has this value, or a timeout; returns it. vLLM updates metrics per
+    step."""
     deadline = time.monotonic() + FREED_S
     while (value := figure(url, name)) != wanted and time.monotonic() < deadline:
         time.sleep(0.5)
@@ -157,5 +158,5 @@ def until_equal(url: str, name: str, wanted: float) -> float:
 
 
 def until_zero(url: str, name: str) -> float:
-    """A gauge, once it is 0, or when that takes too long."""
+    """Wait until a gauge is 0, or a timeout; returns it."""
     return until_equal(url, name, 0.0)

@@ -1,4 +1,4 @@
-"""A real vLLM (its CPU build) serving the example model, and what is asked of it."""
+"""Starts and stops vLLM instances (the CPU build), our proxy and our engine for tests."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ OF_EXAMPLE = (
     *("--served-model-name", "tiny", "--dtype", "float32", "--enforce-eager"),
     *("--max-model-len", "2048", "--max-num-seqs", "8"),
 )
-"""How the example is served where its tokens are compared."""
+"""Options of ``vllm serve`` for the example model when its tokens are compared."""
 CONNECTORS = {"pull": "HalPullConnector", "push": "HalPushConnector"}
 Json = dict[str, Any]
 
-# The smallest head of vLLM's CPU attention is 32, the example's is 16. Zeros make it wider: each
-# rotary pair j moves to the place 2j, which turns as fast there, and the queries make up for the
-# smaller softmax scale.
+# The smallest head size of vLLM's CPU attention is 32, the example's is 16. Heads are padded with
+# zeros: each rotary pair j moves to index 2j, which has the same frequency there, and the queries
+# are scaled to compensate for the smaller softmax scale.
 WIDEN = """
 import json, math, shutil, sys, torch
 from pathlib import Path
@@ -63,7 +63,7 @@ config |= {"head_dim": new, "dtype": "float32"}
 
 SLIDING_WINDOW = 64
 OTHER_MODELS: dict[str, Json] = {
-    # Two of three layers have the window, as in Gemma 3.
+    # Two of three layers have a sliding window, as in Gemma 3.
     "sliding": {
         "classes": ("Gemma3ForCausalLM", "Gemma3TextConfig"),
         "num_hidden_layers": 6,
@@ -73,7 +73,7 @@ OTHER_MODELS: dict[str, Json] = {
         "layer_types": (["sliding_attention"] * 2 + ["full_attention"]) * 2,
         "sliding_window": SLIDING_WINDOW,
     },
-    # Of the sizes that vLLM's attention over latents takes on a CPU: DeepSeek's.
+    # DeepSeek's sizes, which vLLM's attention over latents requires on a CPU.
     "latent": {
         "classes": ("DeepseekV2ForCausalLM", "DeepseekV2Config"),
         "num_hidden_layers": 3,
@@ -87,7 +87,7 @@ OTHER_MODELS: dict[str, Json] = {
         "num_experts_per_tok": 2,
     },
 }
-"""By name, what the example can't stand for. The weights are noise, large enough to matter."""
+"""Configurations of other models by name. Weights are random, large enough to affect the output."""
 MAKE_MODEL = """
 import json, shutil, sys, torch, transformers
 from pathlib import Path
@@ -110,7 +110,7 @@ model(
 
 
 def prepare_model(python: Path, name: str) -> Path:
-    """One of the other models, made with vLLM's own libraries."""
+    """Create one of the other models with the libraries of vLLM's venv; returns its folder."""
     folder = CACHE / f"tiny-{name}"
     if not (folder / "model.safetensors").exists():
         command = [python, "-c", MAKE_MODEL, EXAMPLE, folder, json.dumps(OTHER_MODELS[name])]
@@ -119,7 +119,7 @@ def prepare_model(python: Path, name: str) -> Path:
 
 
 def prepare() -> Path:
-    """The interpreter of vLLM's venv; the model is there, too."""
+    """Install vLLM and create the example model with wider heads; returns the interpreter."""
     python = install()
     if not (MODEL / "config.json").exists():
         run([python, "-c", WIDEN, EXAMPLE, MODEL], "widening the model's heads")
@@ -128,17 +128,17 @@ def prepare() -> Path:
 
 @dataclass(frozen=True)
 class Launch:
-    """What a vLLM instance is started with.
+    """Parameters of a vLLM instance.
 
     Args:
-        python: of vLLM's environment.
+        python: interpreter of vLLM's environment.
         transfer: its ``--kv-transfer-config``.
-        core: what its workers are bound to, in vLLM's words.
-        log: takes what it prints.
+        core: cores of its workers, in vLLM's format.
+        log: file for its output.
         words: further arguments.
-        environment: further variables.
-        port: of its API.
-        model: what it serves; without one, the example with wider heads.
+        environment: further environment variables.
+        port: port of its API.
+        model: folder of the model; by default the example with wider heads.
     """
 
     python: Path
@@ -152,7 +152,7 @@ class Launch:
 
     @property
     def url(self) -> str:
-        """Of its API."""
+        """URL of its API."""
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> subprocess.Popen[bytes]:
@@ -167,9 +167,9 @@ class Launch:
             command += ["--kv-transfer-config", json.dumps(self.transfer)]
         settings = {
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            # In huge pages: a peer reads KV over shm twice as fast.
+            # Huge pages: peers read the KV over shm twice as fast.
             "THP_MEM_ALLOC_ENABLE": "1",
-            # With a connector the default reserves both cores of a small machine.
+            # With a connector, the default would reserve both cores of a small machine.
             "VLLM_CPU_OMP_THREADS_BIND": self.core,
             "VLLM_NO_USAGE_STATS": "1",
             "HF_HUB_OFFLINE": "1",
@@ -179,7 +179,7 @@ class Launch:
 
 
 def transfer_config(role: str, flow: str, transports: list[str], **settings: object) -> Json:
-    """What ``--kv-transfer-config`` says for our connector."""
+    """The ``--kv-transfer-config`` for our connector."""
     extra: Json = {"transport": transports, "lease_seconds": 20}
     return {
         "kv_connector": CONNECTORS[flow],
@@ -190,7 +190,7 @@ def transfer_config(role: str, flow: str, transports: list[str], **settings: obj
 
 
 def nixl_variables() -> dict[str, str]:
-    """What vLLM's NIXL connector wants of its environment, over TCP and shared memory."""
+    """Environment variables for vLLM's NIXL connector over TCP and shared memory."""
     return {
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
         "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
@@ -199,7 +199,7 @@ def nixl_variables() -> dict[str, str]:
 
 
 def cores(first: int, size: int = 1) -> str:
-    """A core for each worker, in vLLM's words."""
+    """One core for each worker, in vLLM's format."""
     number = os.cpu_count() or 1
     return "|".join(str((first + rank) % number) for rank in range(size))
 
@@ -209,8 +209,8 @@ class RunningVllm:
     """A vLLM instance that was started.
 
     Args:
-        url: of its API.
-        log: where it writes.
+        url: URL of its API.
+        log: its log file.
         child: its process.
     """
 
@@ -219,7 +219,7 @@ class RunningVllm:
     child: subprocess.Popen[bytes]
 
     def wait_until_healthy(self, timeout_s: float) -> None:
-        """Wait until it is up; raises DidNotStart as the function does."""
+        """Wait until it is healthy; raises DidNotStart like the function."""
         wait_until_healthy(self.url, self.log, timeout_s, [self.child])
 
 
@@ -233,8 +233,8 @@ def serving(
     model: Path | None = None,
     **environment: str,
 ) -> Iterator[RunningVllm]:
-    """One vLLM instance, not necessarily up yet. Arguments as in ``Launch``."""
-    log.unlink(missing_ok=True)  # of an earlier run
+    """Start one vLLM instance, which may not be ready yet. Arguments as in ``Launch``."""
+    log.unlink(missing_ok=True)  # left by an earlier run
     launch = Launch(python, transfer, core, log, words, environment, model=model)
     child = launch.start()
     try:
@@ -247,7 +247,7 @@ def serving(
 def proxying(
     prefill: str, decode: str, flow: str = "pull", *words: str, emits_first_token: bool = True
 ) -> Iterator[str]:
-    """The proxy in front of two instances that are up; its URL."""
+    """Start the proxy in front of two instances that are up; yields its URL."""
     port = free_port()
     child = start_proxy(prefill, decode, port, flow, *words, emits_first_token=emits_first_token)
     try:
@@ -261,7 +261,7 @@ def proxying(
 def start_proxy(
     prefill: str, decode: str, port: int, flow: str, *words: str, emits_first_token: bool = True
 ) -> subprocess.Popen[bytes]:
-    """The proxy, in a process group of its own."""
+    """Start the proxy in a separate process group."""
     pools = ["--prefill", prefill, "--decode", decode, "--flow", flow]
     pools += ["--decode-emits-first-token"] if emits_first_token else []
     command = [sys.executable, "-m", "mooncake_proxy", "--port", str(port), *pools, *words]
@@ -271,7 +271,8 @@ def start_proxy(
 def start_engine(
     role: str, core: int, log: Path, *words: str, model: Path | None = None
 ) -> tuple[str, subprocess.Popen[bytes]]:
-    """An instance of our own engine with the same model, on one core: its URL and process."""
+    """Start an instance of our own engine with the same model, on one core; returns its URL and
+    process."""
     port = free_port()
     log.unlink(missing_ok=True)
     command = [
@@ -285,7 +286,7 @@ def start_engine(
 
 
 def start(command: list[str], environment: dict[str, str], log: Path) -> subprocess.Popen[bytes]:
-    """A child in a process group of its own; the log goes on where it ended."""
+    """Start a child in a separate process group; its output is appended to the log."""
     with log.open("ab") as output:
         return subprocess.Popen(
             command, stdout=output, stderr=output, env=environment, start_new_session=True
@@ -293,16 +294,16 @@ def start(command: list[str], environment: dict[str, str], log: Path) -> subproc
 
 
 def stop(child: subprocess.Popen[bytes]) -> None:
-    """End a child and its children."""
+    """Kill a child and its descendants."""
     for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):  # all of them have ended
+        with suppress(ProcessLookupError):  # all have ended already
             os.killpg(child.pid, number)
         with suppress(subprocess.TimeoutExpired):
             child.wait(20)
 
 
 def family(pid: int) -> list[int]:
-    """A process's children, and theirs."""
+    """Ids of a process's descendants."""
     found = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         for child in path.read_text().split():
@@ -311,15 +312,15 @@ def family(pid: int) -> list[int]:
 
 
 def title(pid: int) -> str:
-    """What a process calls itself."""
+    """The command line of a process, which a process may set as its title."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     except OSError:
-        return ""  # it has just ended
+        return ""  # it ended in the meantime
 
 
 def free_port() -> int:
-    """A port that nobody has now."""
+    """A TCP port that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -328,10 +329,10 @@ def free_port() -> int:
 def wait_until_healthy(
     url: str, log: Path, timeout_s: float, needed: Sequence[subprocess.Popen[bytes]] = ()
 ) -> None:
-    """Wait for an instance, while these processes live.
+    """Wait until an instance is healthy, as long as these processes live.
 
     Raises:
-        DidNotStart: it is not healthy in time, or one has ended; with its log's last words.
+        DidNotStart: it is not healthy in time, or a process ended; with the last lines of the log.
     """
     print(f"-- waiting for {url}", flush=True)
     began = time.monotonic()

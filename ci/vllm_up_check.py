@@ -1,4 +1,4 @@
-"""What ``make up ENGINE=vllm`` starts: asked by its own curl line, and by OpenAI's client."""
+"""Tests ``make up ENGINE=vllm`` with the curl command that it prints, and with OpenAI's client."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from vllm_requests import joined
 from vllm_serving import family, free_port
 
 LEFT_S = 60.0
-"""How long everything may take to end."""
-# vLLM depends on OpenAI's client, so its environment has it.
+"""Seconds within which all processes must end."""
+# Runs in vLLM's environment, since vLLM depends on OpenAI's client.
 CLIENT = """
 import sys
 from openai import OpenAI
@@ -33,11 +33,11 @@ print(whole.choices[0].text)
 
 
 def check_up(python: Path, timeout_s: float) -> list[str]:
-    """Start it, ask it, end it by Ctrl-C; returns what was wrong.
+    """Start it, query it, stop it with Ctrl-C; returns the problems.
 
     Args:
-        python: of vLLM's environment.
-        timeout_s: for it to come up.
+        python: interpreter of vLLM's environment.
+        timeout_s: seconds for it to start.
     """
     port, log = free_port(), CACHE / "vllm-up.log"
     command = [sys.executable, "-u", "ci/up_vllm.py", "--port", str(port)]
@@ -67,7 +67,7 @@ def check_up(python: Path, timeout_s: float) -> list[str]:
 
 
 def answered(up: subprocess.Popen[bytes], log: Path, timeout_s: float) -> tuple[str, str]:
-    """The curl line that it prints, and the answer behind it; empty if there is none in time."""
+    """The curl command that it prints, and the answer after it; empty if there is none in time."""
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline and up.poll() is None:
         _, found, rest = log.read_text().partition("\ncurl ")
@@ -79,7 +79,7 @@ def answered(up: subprocess.Popen[bytes], log: Path, timeout_s: float) -> tuple[
 
 
 def ask_it(python: Path, url: str, line: str, answer: str) -> list[str]:
-    """By curl as it says, and by OpenAI's client; returns what was wrong."""
+    """Query it with the printed curl command, and with OpenAI's client; returns the problems."""
     if not line:
         return [f"up: did not answer: {answer}"]
     curl = subprocess.run(
@@ -102,7 +102,7 @@ def ask_it(python: Path, url: str, line: str, answer: str) -> list[str]:
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process is there and not only waits to be collected."""
+    """Whether a process exists and is no zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
