@@ -20,7 +20,7 @@ LINES = [f"the {word} line of a poem\n" for word in ("first", "second", "third",
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PromptTokenizer:
-    """A token per byte."""
+    """A tokenizer with one token per byte."""
     return PromptTokenizer.load(str(write_byte_tokenizer(tmp_path_factory.mktemp("bytes"))))
 
 

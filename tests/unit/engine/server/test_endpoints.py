@@ -96,7 +96,7 @@ def test_expert_load_is_the_tokens_per_expert(client: AsgiClient, engine: FakeEn
 
 
 def test_metrics_have_one_engine_per_data_parallel_rank() -> None:
-    store = StoreStats(num_puts=3)  # which they share
+    store = StoreStats(num_puts=3)  # one store, shared by all ranks
     parts = [
         EngineStats(num_running=1, prompt_tokens=5, pool_store=store),
         EngineStats(num_running=2, pool_store=store),

@@ -214,7 +214,7 @@ def test_the_head_timeout_does_not_apply_to_the_response() -> None:
     with served(limits) as (address, _), connect(address) as connection:
         assert b"200 OK" in ask(connection)
         with connect(address) as late:
-            assert is_ended(late)  # so much time has passed
+            assert is_ended(late)  # its deadline has passed
         assert b"200 OK" in ask(connection)
 
 

@@ -168,7 +168,7 @@ def test_leases_of_an_unfinished_prefill_are_released(
         app = create_app(engine, tokenizer)
         serving = asyncio.ensure_future(app(leaving.scope, leaving.receive, leaving.send))
         await engine.held.wait()
-        for _ in range(20):  # the others go on meanwhile
+        for _ in range(20):  # the other choices continue meanwhile
             await asyncio.sleep(0)
         (leaving.gone if is_gone else engine.release).set()
         await serving

@@ -56,6 +56,6 @@ def test_a_finished_request_leaves_no_garbage(
     for _ in range(3):
         assert client.post(path, **body).status_code == status
     deadline = time.monotonic() + 5.0
-    while num_bodies() != before:  # a thread that has worked on one may be about to let it go
+    while num_bodies() != before:  # a worker thread may still hold a reference
         assert time.monotonic() < deadline
         time.sleep(0.001)

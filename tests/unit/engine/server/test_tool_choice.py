@@ -22,7 +22,7 @@ from mooncake_engine.text.tokenizer import Tokenizer
 
 PATH = "/v1/chat/completions"
 ASK = {"role": "user", "content": "tea?"}
-# as of Qwen, in short
+# a shortened template of Qwen
 TEMPLATE = (
     "{% if tools %}# Tools: <tool_call>\n"
     "{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
@@ -111,7 +111,7 @@ POURING = '<tool_call>\n{"name": "pour", "arguments": {}}\n</tool_call>'
 def test_without_parallel_calls_only_one_is_returned(
     client: AsgiClient, engine: FakeEngine, is_parallel: bool, names: list[str]
 ) -> None:
-    """Complete and streamed: the client would otherwise run several calls."""
+    """In complete and in streamed answers: the client would otherwise run several calls."""
     engine.script = saying(f"At once.\n{CALL}\n{POURING}\nDone.")
     body = {"messages": [ASK], "tools": [BREW, POUR], "parallel_tool_calls": is_parallel}
     choice = client.post(PATH, **body).json()["choices"][0]
@@ -258,7 +258,7 @@ def test_untyped_arguments_get_the_types_of_the_schema(coder: AsgiClient) -> Non
     chunks = coder.stream(PATH, messages=[ASK], tools=[BREW])
     calls = [c for chunk in chunks for c in chunk["choices"][0]["delta"].get("tool_calls", [])]
     assert "".join(c["function"]["arguments"] for c in calls) == call["function"]["arguments"]
-    assert len(calls) > 8  # the string came piece by piece
+    assert len(calls) > 8  # the string was streamed in parts
     assert chunks[-1]["choices"][0]["finish_reason"] == "tool_calls"
 
 

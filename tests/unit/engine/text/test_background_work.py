@@ -38,7 +38,7 @@ def test_each_size_has_its_own_executor() -> None:
         work, event = BackgroundWork(), threading.Event()
         longest = asyncio.create_task(work.on_text(LONGEST_TEXTS + 1, waiting_for(event)))
         compiling = asyncio.create_task(work.grammars.run(waiting_for(event)))
-        await asyncio.sleep(0)  # both lines are taken
+        await asyncio.sleep(0)  # both executors are busy
         name = await work.on_text(LONG_TEXT + 1, lambda: threading.current_thread().name)
         assert name.startswith("long-texts")
         event.set()

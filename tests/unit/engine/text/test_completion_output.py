@@ -200,7 +200,7 @@ def test_an_error_in_a_callback_ends_only_its_choice(byte_tokenizer: Tokenizer) 
 def test_plain_tokens_take_the_fast_path(
     byte_tokenizer: Tokenizer, sampling: SamplingParams, plain: str
 ) -> None:
-    """In order with updates on the slow path, and with the same text."""
+    """They keep their order with updates on the slow path, and give the same text."""
     engine = FakeEngine(saying("teapot"))
     processor = TextOutputProcessor(byte_tokenizer, sampling)
     seen: list[str] = []

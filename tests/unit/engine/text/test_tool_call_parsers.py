@@ -289,7 +289,7 @@ def test_keywords_without_a_value_are_ignored(schema: dict[str, Any], value: Any
 
 
 def test_each_part_of_a_schema_is_visited_once() -> None:
-    """A schema that refers to itself from a hundred places was visited a million times."""
+    """Without this, a schema that refers to itself from 100 places is visited a million times."""
 
     class Counted(dict[str, Any]):
         reads = 0
