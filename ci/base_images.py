@@ -85,7 +85,7 @@ def pinned(image: str) -> str:
     try:
         digest = _digest_at(url)
     except (OSError, ValueError, KeyError) as exc:
-        raise Unresolved(f"can't ask {host} what {image} means: {exc}") from exc
+        raise Unresolved(f"can't resolve {image} at {host}: {exc}") from exc
     if _DIGEST.fullmatch(digest) is None:
         raise Unresolved(f"wanted the digest of {image} from {host}, found {digest!r}")
     return f"{name}:{tag}@{digest}"

@@ -77,7 +77,9 @@ def figures(ours: dict[str, float], theirs: dict[str, float], num_chunks: int) -
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--chunks", type=int, default=1_000_000, help="in the index (1000000)")
+    parser.add_argument(
+        "--chunks", type=int, default=1_000_000, help="in the index (default: 1000000)"
+    )
     options = parser.parse_args()
     command = [sys.executable, str(ROOT / "ci" / "bench.py"), "tests/benchmarks/conductor"]
     status = subprocess.run(command, cwd=ROOT, check=False).returncode

@@ -107,9 +107,9 @@ class Nixl:
             while state == "PROC":
                 state = self.agent.check_xfer_state(handle)
                 if time.monotonic() > deadline:
-                    raise RuntimeError("the transfer did not end")
+                    raise RuntimeError("the transfer did not complete")
             if state != "DONE":
-                raise RuntimeError(f"the transfer ended as {state}")
+                raise RuntimeError(f"the transfer failed with state {state}")
 
         return move
 
@@ -127,7 +127,7 @@ def receive(stream):
     for line in stream:
         if line.startswith("@"):
             return json.loads(line[1:])
-    raise RuntimeError("the other process ended")
+    raise RuntimeError("the remote process exited")
 
 
 def serve(engine):

@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", type=Path, metavar="TRACE")
     parser.add_argument("--capacities", nargs="+", type=float, default=CAPACITIES, metavar="BLOCKS")
     parser.add_argument("--copies", nargs="+", type=Path, metavar="TRACE")
-    parser.add_argument("--rounds", type=int, default=9, help="of each peer")
+    parser.add_argument("--rounds", type=int, default=9, help="rounds per peer (9)")
     parser.add_argument("--without-peers", action="store_true")
     parser.add_argument("--only-peers", action="store_true")
     args = parser.parse_args()
@@ -106,7 +106,7 @@ def compare_policies(traces: list[Path], capacities: list[float]) -> int:
             gap = f"{hits_gap:>6.1%}/{max(0.0, 1 - ours.saved_seconds / (bound or 1)):.1%}"
             print(f"{path.name:<28} {capacity:>8g} {optimum:>12}", *cells, gap, flush=True)
             if ours.num_hits < lru.num_hits or ours.saved_seconds < lru.saved_seconds:
-                print(f"{DEFAULT_POLICY} hits or saves less than lru", file=sys.stderr)
+                print(f"{DEFAULT_POLICY} has fewer hits or saves less than lru", file=sys.stderr)
                 status = 1
     return status
 
@@ -139,7 +139,7 @@ def compare_copies(traces: list[Path]) -> int:
                 )
                 best = min(found["never"].total_s, found["always"].total_s)
                 if found["worth"].total_s > best * (1 + MAX_BEHIND):
-                    print("copies that are worth it are far behind the best", file=sys.stderr)
+                    print("the rule worth is far behind the best rule", file=sys.stderr)
                     status = 1
     return status
 

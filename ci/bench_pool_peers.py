@@ -54,7 +54,7 @@ def join(master, segment_bytes):
 
     store = MooncakeDistributedStore()
     if store.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, 16 << 20, "tcp", "", master):
-        raise RuntimeError("Mooncake Store's client did not set up")
+        raise RuntimeError("Mooncake Store's client setup failed")
     return store
 
 

@@ -92,11 +92,11 @@ class Results:
 def main() -> int:
     """Measure, print, judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--seconds", type=float, default=2.0, help="per measurement")
-    parser.add_argument("--rounds", type=int, default=5, help="medians over so many")
-    parser.add_argument("--json", type=Path, help="write all figures there")
-    parser.add_argument("--skip-memory", action="store_true", help="not the 100,000 requests")
-    parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="measure only that one")
+    parser.add_argument("--seconds", type=float, default=2.0, help="seconds per measurement")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds; medians are printed")
+    parser.add_argument("--json", type=Path, help="write all figures to a file")
+    parser.add_argument("--skip-memory", action="store_true", help="skip the 100,000 requests")
+    parser.add_argument("--beside", type=Path, metavar="CHECKOUT", help="compare only with this")
     args = parser.parse_args()
     bench = build()
     if args.beside:
@@ -216,7 +216,7 @@ def start_seconds(checkout: Path = ROOT) -> float:
         took = time.monotonic() - began
         child.terminate()
     if b"listens on" not in line:
-        raise SystemExit(f"the proxy of {checkout} did not start: it said {line!r}")
+        raise SystemExit(f"the proxy of {checkout} did not start; its output: {line!r}")
     return took
 
 

@@ -213,8 +213,8 @@ def measure(model: Path, turns: Turns, chunk: int, drive: Path, *, threads: int)
             stats = core.stats().kv_pool
         notes = "" if stats is None else f", overlap {measured.overlap:.2f}, {stats}"
         print(
-            f"{name:<16} {measured.ms:8.1f} ms  {100 * measured.share:3.0f} % of the first turn was"
-            f" there{notes}  ({time.monotonic() - began:.0f} s)",
+            f"{name:<16} {measured.ms:8.1f} ms  {100 * measured.share:3.0f} % of the first turn"
+            f" reused{notes}  ({time.monotonic() - began:.0f} s)",
             flush=True,
         )
     memory, ssd = found["pool, memory"], found["pool, SSD"]
@@ -394,7 +394,7 @@ def compare_steps(model: Path, turns: Turns, options: dict, pool: str) -> Figure
 def main() -> int:
     """Print a line per source, and the figures with their bounds."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=3072, help="of the first turn's prompt")
+    parser.add_argument("--tokens", type=int, default=3072, help="tokens of the first turn")
     parser.add_argument("--turn", type=int, default=128, help="tokens that the second turn adds")
     parser.add_argument("--chunk", type=int, default=64, help="tokens per chunk of the pool")
     parser.add_argument("--conversations", type=int, default=5)
@@ -403,10 +403,10 @@ def main() -> int:
         "--threads",
         type=int,
         default=1,
-        help="that compute; with one per core, copies take their time from computing, which no "
-        "device beside the host would lose (default: 1)",
+        help="threads that compute; with one per core, copies would compete with computing, unlike "
+        "on a device apart from the host (default: 1)",
     )
-    parser.add_argument("--only-visible", action="store_true", help="see above")
+    parser.add_argument("--only-visible", action="store_true", help="only visible load time")
     args = parser.parse_args()
     turns = Turns(args.tokens, args.turn, args.conversations + 1, args.layers)
     cache = Path(__file__).parents[1] / ".cache"  # on a disk: /tmp may be memory

@@ -36,7 +36,7 @@ def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--streams", default="128,256", help="of 1, 32, 128, 256")
+    parser.add_argument("--streams", default="128,256", help="numbers of streams: 1, 32, 128, 256")
     args = parser.parse_args()
     try:
         python = prepare()

@@ -200,7 +200,7 @@ def read_answer(name: str, stdout: IO[str] | None, log: str) -> dict[str, float]
                 raise PeerFailed(name, str(answer["error"]))
             return answer
     last = Path(log).read_text().strip().rpartition("\n")[2]
-    raise PeerFailed(name, f"it ended: {last} (see {log})")
+    raise PeerFailed(name, f"it exited: {last} (see {log})")
 
 
 @contextmanager
@@ -291,7 +291,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--without-peers", action="store_true")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every bandwidth there")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all bandwidths to FILE")
     arguments = parser.parse_args()
     seen: list[Bandwidth] = []
     unmeasured: list[str] = []

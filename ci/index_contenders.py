@@ -127,7 +127,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("kind", choices=["conductor", "dynamo"])
-    parser.add_argument("--chunks", type=int, default=1_000_000, help="different ones (1000000)")
+    parser.add_argument("--chunks", type=int, default=1_000_000, help="distinct chunks (1000000)")
     options = parser.parse_args()
     print(json.dumps(measure(options.kind, options.chunks)))
 

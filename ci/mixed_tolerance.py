@@ -89,8 +89,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--type", nargs="+", choices=tuple(TYPES), default=tuple(TYPES))
     parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--length", type=int, default=24, help="tokens of a prompt")
-    parser.add_argument("--tokens", type=int, default=8, help="of an answer")
+    parser.add_argument("--length", type=int, default=24, help="tokens per prompt")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens per answer")
     args = parser.parse_args()
     for name in args.type:
         asyncio.run(study(name, args))

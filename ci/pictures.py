@@ -57,7 +57,7 @@ def main() -> int:
         for name, size in SCREENS["bench"].items():
             take(browser, page, f"bench-page-{name}", size)
     too_large = [path.name for path in FOLDER.iterdir() if path.stat().st_size > MAX_BYTES]
-    print(f"pictures: {', '.join(too_large)} too large" if too_large else "pictures: all made")
+    print(f"pictures: {', '.join(too_large)} too large" if too_large else "pictures: all written")
     return int(bool(too_large))
 
 

@@ -28,9 +28,9 @@ def fetch_archive(
         SystemExit: the digest differs.
     """
     if subprocess.run([*command, source], stdout=sys.stderr, check=False).returncode:
-        print(f"{source} can't be fetched from {index}", file=sys.stderr)
+        print(f"{source} can't be downloaded from {index}", file=sys.stderr)
         return None
     (archive,) = folder.iterdir()
     if hashlib.sha256(archive.read_bytes()).hexdigest() != sha256:
-        raise SystemExit(f"{archive.name} is another file than the one that was tested")
+        raise SystemExit(f"{archive.name} differs from the tested file (wrong sha256)")
     return archive

@@ -111,7 +111,7 @@ def whole_machine(stack: ExitStack, bench: Path) -> Place:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         found.append(start_nginx(start, folder, decode))
     else:
-        print("nginx: skipped, it is not on PATH")
+        print("nginx: skipped, not on PATH")
     return place("whole machine", found, None)
 
 

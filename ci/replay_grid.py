@@ -143,7 +143,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("traces", type=Path, help="folder with the two traces")
     parser.add_argument("--jobs", type=int, default=2, help="processes (2)")
-    parser.add_argument("--only", nargs="*", default=[], help="cells whose name has these words")
+    parser.add_argument("--only", nargs="*", default=[], help="cells with these words in the name")
     options = parser.parse_args()
     cells = [cell for cell in GRID if all(word in cell.name for word in options.only)]
     print(f"{'mean TTFT, s':42}" + "".join(f"{policy:>14}" for policy in POLICIES), flush=True)

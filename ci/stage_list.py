@@ -51,13 +51,13 @@ _MEMORY = "(the_peak_of_memory or too_much_memory)"
 _CONFORMANCE = (
     Stage(
         "conformance",
-        "every op beside the reference",
+        "every op against the reference",
         (_SUITE, "-k", f"{{backend}} and not {_MEMORY}"),
         processes=12,  # most of its time goes into compiling
     ),
     Stage(
         "memory",
-        "what is free and what was taken: alone on the device",
+        "free and peak memory, alone on the device",
         (_SUITE, "-k", f"{{backend}} and {_MEMORY}"),
         is_alone=True,
     ),
@@ -99,8 +99,8 @@ def _served(file: str, *more: str) -> tuple[str, ...]:
 
 _SERVING = (
     _bench("steps", "a random 8 B model's decode steps, 1 to 128 rows", *_served("steps")),
-    _bench("alone", "its streams over HTTP, steps ahead and not", *_served("alone")),
-    _bench("pull", "prefill and decode on one device", *_served("pair", "-k", "pull")),
+    _bench("alone", "its HTTP streams, with and without async scheduling", *_served("alone")),
+    _bench("pull", "prefill and decode on one device, KV pulled", *_served("pair", "-k", "pull")),
     _bench("push", "the same, KV pushed layer by layer", *_served("pair", "-k", "push")),
 )
 """For any backend: without a GPU, run them with ``--backend cpu --shape tiny``."""
@@ -116,7 +116,7 @@ RUNS: Mapping[str, tuple[Stage, ...]] = {
         ),
         Stage(
             "engine",
-            "captured decodes and pieces, the CPU's tokens",
+            "decode graphs and piecewise graphs, compared with the CPU's tokens",
             (
                 *_cuda("changed_logits", "decode_step", "engine_step", "piecewise_graphs"),
                 "-k",
@@ -143,10 +143,10 @@ RUNS: Mapping[str, tuple[Stage, ...]] = {
         _sanitizer("synccheck"),
     ),
     "bench-cuda": (
-        _bench("decode", "decode attention beside a copy", *_kernels("decode_attention")),
+        _bench("decode", "decode attention against a copy", *_kernels("decode_attention")),
         _bench(
             "flashinfer",
-            "decode attention beside FlashInfer",
+            "decode attention against FlashInfer",
             *_kernels("flashinfer"),
             needs="flashinfer",
         ),
@@ -155,10 +155,12 @@ RUNS: Mapping[str, tuple[Stage, ...]] = {
             "prompts, latents, experts",
             *_kernels("not decode_attention and not flashinfer"),
         ),
-        _bench("transfer", "KV from GPU to GPU beside a copy", f"{_BENCH}/test_kv_transfer.py"),
-        _bench("model", "an 8 B shape beside transformers", f"{_BENCH}/test_engine.py"),
+        _bench("transfer", "KV from GPU to GPU against a copy", f"{_BENCH}/test_kv_transfer.py"),
+        _bench("model", "an 8 B shape against transformers", f"{_BENCH}/test_engine.py"),
         *_SERVING,
-        _bench("ranks", "small all-reduces by NCCL's", f"{_BENCH}/test_all_reduce.py", devices=2),
+        _bench(
+            "ranks", "small all-reduces against NCCL's", f"{_BENCH}/test_all_reduce.py", devices=2
+        ),
     ),
     "test-ascend": (
         *_CONFORMANCE,

@@ -117,7 +117,7 @@ def write_tokenizer(folder: Path, data: bytes) -> None:
     """Convert SentencePiece's pieces and scores into byte pair encoding with merges."""
     scored = list(pieces(data))
     vocab = {piece: index for index, (piece, _) in enumerate(scored)}
-    assert len(vocab) == len(scored), "pieces are told apart by their text"
+    assert len(vocab) == len(scored), "pieces have distinct texts"
     merges = [
         (score, piece[:cut], piece[cut:])
         for piece, score in scored

@@ -67,21 +67,21 @@ def parse_args() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--list", action="store_true", help="name the attacks and end")
-    add("--only", nargs="+", choices=tuple(BY_NAME), metavar="NAME", help="these attacks")
-    add("--short", action="store_true", help=f"the short form: {SHORT_S:g} s each, not all")
-    add("--seconds", type=float, help=f"of each attack (default: {EACH_S:g})")
+    add("--list", action="store_true", help="print the attacks and exit")
+    add("--only", nargs="+", choices=tuple(BY_NAME), metavar="NAME", help="run only these attacks")
+    add("--short", action="store_true", help=f"run some attacks only, {SHORT_S:g} s each")
+    add("--seconds", type=float, help=f"seconds per attack (default: {EACH_S:g})")
     add(
         "--soak",
         type=float,
         nargs="?",
         const=SOAK_MINUTES,
         metavar="MINUTES",
-        help=f"several attacks at once for so long (default: {SOAK_MINUTES:g})",
+        help=f"run several attacks at once for MINUTES (default: {SOAK_MINUTES:g})",
     )
     add("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
-    add("--slack", type=float, default=1.0, help="times are longer by this factor: a busy machine")
-    add("--log-dir", type=Path, help="keep the logs of all processes there")
+    add("--slack", type=float, default=1.0, help="factor for time limits on a busy machine")
+    add("--log-dir", type=Path, help="folder for the logs of all processes")
     return parser.parse_args()
 
 

@@ -23,7 +23,7 @@ def describe(registry: Registry, name: str) -> bool:
     if row.status is not PluginStatus.AVAILABLE:
         return False
     if not registry.load_transport(name).can_revoke:
-        print(f"{name}: does not promise that revoke() stops what is in flight; not asked for")
+        print(f"{name}: does not guarantee that revoke() stops transfers in flight; not tested")
     return True
 
 

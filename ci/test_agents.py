@@ -94,7 +94,7 @@ def fetch() -> bool:
         native = FOLDER / "node_modules" / "@anthropic-ai" / "claude-code" / "install.cjs"
         subprocess.run(["node", str(native)], check=True, timeout=FETCH_TIMEOUT_S)
     except (OSError, subprocess.SubprocessError) as exc:
-        print(f"skipped: the agents can't be fetched: {exc}")
+        print(f"skipped: the agents can't be installed: {exc}")
         return False
     wanted.write_text("\n".join(AGENTS))
     return True

@@ -35,8 +35,8 @@ def main(argv: Sequence[str]) -> int:
     own, for_pytest = argv[:at], argv[at + 1 :]
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("backend")
-    parser.add_argument("--generation", help="skip unless the devices are of it")
-    parser.add_argument("--devices", action="store_true", help="print them as JSON, run nothing")
+    parser.add_argument("--generation", help="skip unless a device has it")
+    parser.add_argument("--devices", action="store_true", help="print devices as JSON, no tests")
     args = parser.parse_args(own)
     try:
         devices = Registry.discover().select_backend(args.backend).runtime.devices()

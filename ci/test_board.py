@@ -57,7 +57,7 @@ def main() -> int:
         empty = [name for name, query in queries().items() if not ask(board, query)]
         for name, query in alerts().items():
             ask(board, query)
-            print(f"ok      alert {name}: understood")
+            print(f"ok      alert {name}: valid query")
     for name in queries():
         print(f"{'EMPTY ' if name in empty else 'ok    '}  {name}")
     print(f"board: {len(queries())} queries, {len(empty)} without data")

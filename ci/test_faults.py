@@ -44,12 +44,12 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--full", action="store_true", help=f"{FULL_REQUESTS} requests")
     names = tuple(CONNECTORS)
     parser.add_argument(
-        "--connector", nargs="+", choices=names, default=names, help="early: pulled"
+        "--connector", nargs="+", choices=names, default=names, help="early: early pull"
     )
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(1 << 30))
-    parser.add_argument("--soak-only", action="store_true", help="without the single faults")
-    parser.add_argument("--no-kills", action="store_true", help="everything but SIGKILL")
-    parser.add_argument("--log", type=Path, help="file for what the instances say")
+    parser.add_argument("--soak-only", action="store_true", help="skip the single faults")
+    parser.add_argument("--no-kills", action="store_true", help="all faults except SIGKILL")
+    parser.add_argument("--log", type=Path, help="file for the instances' output")
     return parser.parse_args()
 
 

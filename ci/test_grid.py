@@ -106,7 +106,7 @@ def main() -> int:
 def keep_logs_apart() -> None:
     """Redirect standard error to a file: dozens of instances would log into the table."""
     LOG.parent.mkdir(exist_ok=True)
-    print(f"what the instances log: {LOG.relative_to(ROOT)}", flush=True)
+    print(f"instances log to {LOG.relative_to(ROOT)}", flush=True)
     with LOG.open("wb") as file:
         os.dup2(file.fileno(), sys.stderr.fileno())
 
@@ -115,7 +115,7 @@ def parse_args() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("--experts", action="store_true", help="models with experts, divided unlike at P and D")
+    add("--experts", action="store_true", help="models with experts, sharded unlike on P and D")
     add("--prefill", type=checked_size, nargs="+", help="sizes")
     add("--decode", type=checked_size, nargs="+", help="sizes")
     add("--connector", nargs="+", choices=tuple(CONNECTORS), default=tuple(CONNECTORS))
@@ -143,7 +143,7 @@ async def run_model(name: str, args: argparse.Namespace) -> tuple[int, int]:
             questions = {key: await make_questions(single, seed) for seed, key in enumerate(keys)}
         failures = 0
         for connector in args.connector:
-            print(f"\n{name}, {connector} (down: blocks and P, across: D)", flush=True)
+            print(f"\n{name}, {connector} (rows: blocks and P, columns: D)", flush=True)
             sizes = (args.prefill, args.decode, args.blocks)
             failures += await run_grid(Grid(model, CONNECTORS[connector], *sizes, questions))
         return len(keys) * len(args.connector), failures

@@ -93,7 +93,7 @@ def main() -> int:
             if args.kills != "no":
                 problems += asyncio.run(run_kills(args, Path(folder)))
             if args.kills == "yes" and subprocess.run([*own_command(), "--wire"]).returncode:
-                problems.append("more crosses than the KV: see the last tables")
+                problems.append("more bytes than the KV were transferred: see the last tables")
     # in a separate namespace this process can't see which files others have mapped
     left = set() if args.wire else left_in_shared_memory() - before
     problems += [f"left in /dev/shm: {name}" for name in sorted(left)]
@@ -106,13 +106,13 @@ def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     add = parser.add_argument
     add("--short", action="store_true", help="three P, three D and a proxy, all pairs, one model")
-    add("--wire", action="store_true", help="only what crosses, in a network of its own")
+    add("--wire", action="store_true", help="measure bytes on the wire only")
     add("--family", nargs="+", choices=tuple(FAMILIES), default=tuple(FAMILIES))
     add("--how", nargs="+", choices=tuple(CONNECTORS), default=tuple(CONNECTORS))
-    add("--pair", nargs="+", metavar="P:D", help=f"kinds, of {', '.join(ALL_KINDS)}; default: all")
+    add("--pair", nargs="+", metavar="P:D", help=f"kinds: {', '.join(ALL_KINDS)}; default: all")
     add("--tp", nargs="+", metavar="P:D", choices=RATIOS, default=RATIOS)
     add("--kills", choices=("yes", "no", "only"), default="yes")
-    add("--ranks", type=int, default=MOST_RANKS, help="that run at once; one takes 0.4 GB")
+    add("--ranks", type=int, default=MOST_RANKS, help="concurrent ranks, of 0.4 GB each")
     return parser.parse_args()
 
 
@@ -221,7 +221,7 @@ async def run_wire(args: argparse.Namespace, folder: Path) -> list[str]:
         async def check(number: int, prefill: Served, decode: Served, how: str = how) -> str:
             return f"{await bytes_by_kv(model, how, prefill, decode, f'cell {number}'):.4f}"
 
-        print(f"\nbytes on the wire by bytes of KV, at most {LIMIT}: {how}", flush=True)
+        print(f"\nbytes on the wire / bytes of KV, at most {LIMIT}: {how}", flush=True)
         with other_network() as through:
             start = partial(start_apart, model, how, through=through)
             with closing(InstancePool(start, cells, args.ranks)) as pool:

@@ -34,8 +34,8 @@ def main() -> int:
         holds &= is_good
         codes = ", ".join(f"{number} {code}" for code, number in report.codes.items())
         print(
-            f"{mode:<10} {len(report.ttft)} served, {100 * report.attainment:.1f} % in time; "
-            f"refused: {codes}, 99 % within {refused_ms:.1f} ms; {report.num_cut} cut: "
+            f"{mode:<10} {len(report.ttft)} served, {100 * report.attainment:.1f} % within SLO; "
+            f"rejected: {codes}, 99 % within {refused_ms:.1f} ms; {report.num_cut} cut off: "
             f"{'ok' if is_good else 'short'}"
         )
     return 0 if holds else 1

@@ -395,7 +395,7 @@ def main() -> int:
         found = list(reasoning_differs(theirs, is_open=is_open))
         where = "the prompt" if is_open else "the output"
         print(
-            f"reasoning, begun in {where}: {len(THOUGHTS) * len(LEADS)} outputs, "
+            f"reasoning, opened in {where}: {len(THOUGHTS) * len(LEADS)} outputs, "
             f"{len(found)} differ"
         )
         differences += found

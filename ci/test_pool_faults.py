@@ -46,7 +46,7 @@ def main() -> int:
           f"{'leaked':>7} {'longest':>8}")  # fmt: skip
     faults = args.only or list(FAULTS)
     is_good = all([run(name, traffic) for traffic in args.traffic for name in faults])
-    print(f"{time.monotonic() - began:.0f} s; {'all good' if is_good else 'NOT GOOD'}")
+    print(f"{time.monotonic() - began:.0f} s; {'all passed' if is_good else 'FAILED'}")
     return 0 if is_good else 1
 
 
@@ -62,7 +62,7 @@ def run(name: str, traffic: str) -> bool:
         try:
             fault(pool)
         except AssertionError as exc:
-            complaint = complaint or f"{exc}" or "the fault could not be made"
+            complaint = complaint or f"{exc}" or "the fault could not be injected"
         if not pool.traffic.await_hits():
             complaint = complaint or "no hits after the fault"
         tally: Tally = pool.traffic.end()

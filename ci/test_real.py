@@ -176,7 +176,7 @@ async def answers(
 ) -> list[list[int]]:
     """Tokens of all prompts; checks that KV was transferred and all blocks were freed."""
     found = await asyncio.gather(*(ask(prompt) for prompt in prompts))
-    assert both.decode.stat("bytes_received") > 0, "nothing came across"
+    assert both.decode.stat("bytes_received") > 0, "no KV was transferred"
     await both.check_clean(30.0)
     return [answer.tokens for answer in found]
 

@@ -184,9 +184,9 @@ def compare(name: str, real: list[float], simulated: list[float], bound: float) 
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=300, help="of the trace (300)")
+    parser.add_argument("--requests", type=int, default=300, help="requests of the trace (300)")
     parser.add_argument("--rate", type=float, default=8.0, help="requests per second (8)")
-    parser.add_argument("--bound", type=float, default=0.15, help="of errors (0.15)")
+    parser.add_argument("--bound", type=float, default=0.15, help="bound of errors (0.15)")
     options = parser.parse_args()
     trace = make_trace(options.requests, options.rate)
     with tempfile.TemporaryDirectory() as folder, deployed(Path(folder)) as deployment:

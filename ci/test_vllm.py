@@ -48,9 +48,11 @@ def main() -> int:
     """Run the requested parts; returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument(
-        "--pairs", default=ALL_PAIRS, help="P:D/transport[/flow[/policy[/model]]], ...: all"
+        "--pairs",
+        default=ALL_PAIRS,
+        help="P:D/transport[/flow[/policy[/model]]], ...; default: all",
     )
-    parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
+    parser.add_argument("--parts", default=",".join(PARTS), help=f"any of {', '.join(PARTS)}")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for vLLM")
     args = parser.parse_args()
     return exit_status(partial(find_problems, args))

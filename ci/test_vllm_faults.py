@@ -94,10 +94,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--flow", default="pull,push", help="pull, push or both")
     parser.add_argument("--tp", default="1:1", help="tensor-parallel ranks of P and of D")
-    parser.add_argument("--pool", action="store_true", help="with a store, in MultiConnector")
-    parser.add_argument("--only", default="", help="rows that have all of these words")
-    parser.add_argument("--short", action="store_true", help="each row in one phase")
-    parser.add_argument("--no-leases", action="store_true", help="without lapsed leases")
+    parser.add_argument("--pool", action="store_true", help="add a store, in MultiConnector")
+    parser.add_argument("--only", default="", help="rows with all of these words")
+    parser.add_argument("--short", action="store_true", help="run each row in one phase only")
+    parser.add_argument("--no-leases", action="store_true", help="skip expired leases")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for vLLM")
     args = parser.parse_args()
     return exit_status(partial(find_problems, args))
@@ -191,7 +191,7 @@ class Part:
                 time.sleep(0.2)
             else:
                 return
-        raise DidNotStart(f"nobody listens on {self.url}, see {self.log}")
+        raise DidNotStart(f"no process listens on {self.url}, see {self.log}")
 
     def stop(self) -> None:
         """Kill all of its remaining processes."""
@@ -339,8 +339,8 @@ def one_row(pair: Pair, deed: str, victim: str, phase: str) -> None:
     right = sum(not stream.error for stream in streams.values())
     verdict = "ok" if len(pair.problems) == before else "WRONG"
     print(
-        f"{name:38} right {right}, ended with an error {len(streams) - right - hung}, "
-        f"without an end {hung}, {took:5.1f} s {verdict}",
+        f"{name:38} correct {right}, errors {len(streams) - right - hung}, hung {hung}, "
+        f"{took:5.1f} s {verdict}",
         flush=True,
     )
 
@@ -428,7 +428,7 @@ def judge(pair: Pair, name: str, streams: dict[str, Stream], hung: int) -> None:
                 f"{wanted!r:.80}"
             )
     if hung:
-        pair.problems.append(f"{name}: {hung} streams had no end within {END_S:.0f} s")
+        pair.problems.append(f"{name}: {hung} streams did not end within {END_S:.0f} s")
 
 
 def look_after(pair: Pair, name: str) -> None:
@@ -513,15 +513,15 @@ def lapsed_leases(python: Path, wanted: dict[str, str], args: argparse.Namespace
         except (Skip, OSError, KeyError) as exc:
             if connector.startswith("Hal"):
                 raise
-            print(f"lapsed lease, {connector}: could not be shown: {exc!r:.200}")
+            print(f"expired lease, {connector}: not run: {exc!r:.200}")
             continue
         print(
-            f"lapsed lease, {connector:16} right {right}, ended with an error {errors}, "
-            f"wrong words with HTTP 200 {wrong}",
+            f"expired lease, {connector:16} correct {right}, errors {errors}, "
+            f"wrong answers with HTTP 200 {wrong}",
             flush=True,
         )
         if connector.startswith("Hal") and wrong:
-            problems.append(f"{wrong} wrong answers after a lapsed lease")
+            problems.append(f"{wrong} wrong answers after an expired lease")
     return problems
 
 

@@ -47,13 +47,15 @@ PROMPT, MAX_TOKENS = "What is prefill?", 64
 def main() -> int:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--model", type=Path, default=EXAMPLE, help="directory of a model")
-    parser.add_argument("--port", type=int, default=8000, help="of the proxy; 0 takes a free one")
+    parser.add_argument("--model", type=Path, default=EXAMPLE, help="model directory")
+    parser.add_argument("--port", type=int, default=8000, help="the proxy's port; 0: any free one")
     parser.add_argument("--flow", default="pull", choices=("pull", "push"), help="who moves KV")
-    parser.add_argument("--transport", action="append", help="for KV; repeat (default: shm, tcp)")
+    parser.add_argument(
+        "--transport", action="append", help="of KV; repeatable (default: shm, tcp)"
+    )
     parser.add_argument("--prefill-tp", type=int, default=1, help="tensor-parallel size of P")
     parser.add_argument("--decode-tp", type=int, default=1, help="tensor-parallel size of D")
-    parser.add_argument("--vllm-args", default="", help="options of vllm serve, for both")
+    parser.add_argument("--vllm-args", default="", help="options of vllm serve for P and D")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds for vLLM")
     args = parser.parse_args()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -89,7 +91,7 @@ def proxy_port(wanted: int) -> int:
         try:
             probe.bind(("127.0.0.1", wanted))
         except OSError as exc:
-            raise OSError(f"port {wanted} can't be had ({exc}); use --port, 0 for any") from exc
+            raise OSError(f"port {wanted} is not available ({exc}); use --port, 0 for any") from exc
         return int(probe.getsockname()[1])
 
 

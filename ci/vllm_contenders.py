@@ -26,7 +26,7 @@ from vllm_serving import (
 )
 
 # vLLM's Mooncake connector asks for the current accelerator's index, which does not exist on a CPU.
-MOONCAKE_ON_CPU = '''"""vLLM's Mooncake connector where there is no accelerator to have a number."""
+MOONCAKE_ON_CPU = '''"""vLLM's Mooncake connector on a host without accelerators."""
 import torch
 torch.accelerator.current_device_index = lambda: 0
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector import (
@@ -39,7 +39,7 @@ class MooncakeCpuConnector(MooncakeConnector):
 # pair has four such processes, whose loops would distort measurements on two cores. vLLM's socket
 # drops messages that arrive within a millisecond of another one, which only the busy loop makes up
 # for; this condition does not drop them.
-WITHOUT_BUSY_LOOPS = '''"""vLLM's processes wait for each other on sockets, at once."""
+WITHOUT_BUSY_LOOPS = '''"""Makes vLLM's processes wait on sockets, without a busy loop."""
 import zmq
 from vllm.distributed.device_communicators import shm_broadcast
 class SocketCondition(shm_broadcast.SpinCondition):

@@ -100,9 +100,9 @@ def install_mooncake(python: Path) -> None:
     stamp = HOME / f".installed-{MOONCAKE}"
     if not stamp.exists():
         pip(python, "install", "--no-deps", MOONCAKE)
-        run([ROOT / "ci" / "apt-install", *MOONCAKE_LIBRARIES], "what mooncake's wheel links to")
+        run([ROOT / "ci" / "apt-install", *MOONCAKE_LIBRARIES], "libraries of mooncake's wheel")
         stamp.touch()
-    run([python, "-c", "import mooncake.engine"], "looking for mooncake's transfer engine")
+    run([python, "-c", "import mooncake.engine"], "importing mooncake's transfer engine")
 
 
 def pip(python: Path, *words: str) -> None:

@@ -196,7 +196,7 @@ def lose_one(
         os.killpg(victim.pid, signal.SIGKILL)
         said = [answer.result()[0] for answer in answers]
     wanted = [texts[name] for name, _, _ in salted]
-    problems = report(f"{len(salted)} while a P dies", said, wanted)
+    problems = report(f"{len(salted)} while a P is killed", said, wanted)
     name, path, body = salted[-1]
     body = body | {"cache_salt": "fleet after"}
     return problems + report("after that", ask(proxy, path, body)[0], texts[name])
@@ -217,8 +217,8 @@ def lose_streams(
         busiest = max(decodes, key=lambda url: figure(url, RUNNING))
         os.killpg(decodes.pop(busiest).pid, signal.SIGKILL)
         said = [answer.result() for answer in answers]
-    problems = report(f"{len(bodies)} streams while a D dies", said, wanted)
-    return problems + report("some went on at the other", figure(proxy, MIGRATED) > 0, True)
+    problems = report(f"{len(bodies)} streams while a D is killed", said, wanted)
+    return problems + report("streams continued on the other", figure(proxy, MIGRATED) > 0, True)
 
 
 def report(what: str, found: object, wanted: object) -> list[str]:

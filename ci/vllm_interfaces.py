@@ -134,7 +134,7 @@ def write_or_compare(
         print(f"skipped: {reason}")
         return SKIPPED
     for path in differing:
-        print(f"{project} {path.stem} is not what {path.relative_to(ROOT)} says")
+        print(f"{project} {path.stem} differs from {path.relative_to(ROOT)}")
     return int(bool(differing))
 
 
@@ -166,7 +166,9 @@ def download(name: str, version: str, **variables: str) -> None:
     python = home / "bin" / "python"
     if not python.exists():
         venv.create(home, with_pip=True)
-    run([python, "-m", "pip", "-q", "install", *BUILD_NEEDS], "pip install what vLLM's setup wants")
+    run(
+        [python, "-m", "pip", "-q", "install", *BUILD_NEEDS], "installing vLLM's build requirements"
+    )
     stub = SOURCES / "stub" / "torch"
     (stub / "utils").mkdir(parents=True, exist_ok=True)
     (stub / "__init__.py").write_text(STUB_TORCH)

@@ -284,5 +284,5 @@ def count(url: str, loads: str, failures: str, least: int) -> list[str]:
     found, failed = figure(url, loads), figure(url, failures)
     print(f"mixed         {found:g} loads, {failed:g} failed", flush=True)
     if found < least or failed:
-        return [f"mixed: {found:g} loads, wanted {least} and more; {failed:g} have failed"]
+        return [f"mixed: {found:g} loads, wanted at least {least}; {failed:g} failed"]
     return []

@@ -221,7 +221,7 @@ def through_a_sidecar(run: Run) -> None:
         run.expect("an endpoint picker's gauges", found, {*PICKED})
         infos = [line for line in metrics(url) if line.startswith(f"{PICKED_INFO}{{")]
         has_labels = ['block_size="' in info and 'num_gpu_blocks="' in info for info in infos]
-        run.expect("its facts of the cache", has_labels, [True] * size.dp)
+        run.expect("its cache info", has_labels, [True] * size.dp)
 
 
 def num_gauges(url: str, name: str) -> int:
@@ -289,7 +289,7 @@ def children_through_the_proxy(run: Run) -> None:
     fallbacks = figure(run.proxy, "mooncake_proxy_local_prefill_total")
     run.expect("prompts that D computed for them", fallbacks, 0)
     run.expect("leases after them", until_zero(run.prefill, LEASES_HELD), 0)
-    run.expect("that ran out", figure(run.prefill, LEASES_EXPIRED) - expired, 0)
+    run.expect("leases that expired", figure(run.prefill, LEASES_EXPIRED) - expired, 0)
 
 
 def at_once_through_the_proxy(run: Run) -> None:
@@ -335,7 +335,7 @@ def trouble(run: Run) -> None:
         answer = post(run.decode, path, body | {"kv_transfer_params": params})
         run.expect(what, token_ids(answer), wanted)
     changes: dict[str, Json] = {
-        "nobody's id": {"remote_engine_id": "nobody"},
+        "unknown id": {"remote_engine_id": "nobody"},
         "nobody's port": {"remote_port": 1},
         "another prompt": {"prompt_digest": "another"},
         "a bad port": {"remote_port": "x"},
@@ -346,7 +346,7 @@ def trouble(run: Run) -> None:
         fresh = completion(tokens(280, 5), cache_salt=f"trouble {number}")
         run.expect(what, token_ids(hand_over(run, path, fresh, **change)), wanted)
     refused = hand_over(run, path, completion(tokens(280, 6), max_tokens=100_000))
-    run.expect("a request that D's front refuses", "error" in refused, True)
+    run.expect("a request that D's API server rejects", "error" in refused, True)
 
 
 def failed_loads_are_errors(run: Run) -> None:
@@ -354,7 +354,7 @@ def failed_loads_are_errors(run: Run) -> None:
     path, body = cases()["trouble"]
     changes: dict[str, Json] = {
         "nobody's port": {"remote_port": 1},
-        "nobody's id": {"remote_engine_id": "nobody"},
+        "unknown id": {"remote_engine_id": "nobody"},
     }
     for number, (what, change) in enumerate(changes.items()):
         fresh = body | {"cache_salt": f"fail {number}"}
@@ -397,12 +397,12 @@ def beyond_the_window(run: Run) -> None:
     is_pull = run.pair.flow == "pull"
     if is_pull:
         run.expect(BEYOND, token_ids(hand_over(run, path, body)), token_ids(wanted))
-        run.expect("is computed by D", figure(run.decode, refused) - before[0], 1)
+        run.expect("prompts that D computed", figure(run.decode, refused) - before[0], 1)
     salted = without_token_ids(body) | {"cache_salt": BEYOND, "stream": True}
     [choice] = wanted["choices"]
     answer = choice["text"], choice["finish_reason"]
     run.expect(f"proxy: {BEYOND}, streamed", ask(run.proxy, path, salted), answer)
-    run.expect("comes over behind P's token", figure(run.decode, LOADS) - before[1], int(is_pull))
+    run.expect("loads with P's token", figure(run.decode, LOADS) - before[1], int(is_pull))
 
 
 def all_is_free(run: Run) -> None:

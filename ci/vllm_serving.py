@@ -346,4 +346,4 @@ def wait_until_healthy(
             time.sleep(1)
     last = log.read_text("utf-8", "replace").splitlines()[-3:]
     took_s = time.monotonic() - began
-    raise DidNotStart(f"{url} has not become healthy in {took_s:.0f} s: {' | '.join(last)}")
+    raise DidNotStart(f"{url} did not become healthy in {took_s:.0f} s: {' | '.join(last)}")

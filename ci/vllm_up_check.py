@@ -60,7 +60,7 @@ def check_up(python: Path, timeout_s: float) -> list[str]:
     time.sleep(1)
     left = [pid for pid in started if is_running(pid)]
     if left or len(started) < 5:  # two instances of two processes and more, and a proxy
-        problems.append(f"up: {len(left)} of {len(started)} processes are left: {left}")
+        problems.append(f"up: {len(left)} of {len(started)} processes are still running: {left}")
     verdict = "WRONG" if left else "ok"
     print(f"up            {f'{len(started)} processes ended':34} {verdict}", flush=True)
     return problems

@@ -87,7 +87,7 @@ def test_unknown_tag_is_reported_and_nothing_is_written(
     monkeypatch.setattr(base_images, "DOCKERFILES", tmp_path)
     assert base_images.main([]) == 1
     error = capsys.readouterr().err
-    assert f"can't ask {registry} what {registry}/python:2.0 means: HTTP Error 404" in error
+    assert f"can't resolve {registry}/python:2.0 at {registry}: HTTP Error 404" in error
     assert (tmp_path / "Dockerfile.one").read_text() == text
 
 

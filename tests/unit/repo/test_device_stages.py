@@ -204,9 +204,7 @@ def test_interrupted_stage_reports_remaining_tests(tmp_path: Path) -> None:
     passed, summary = run_of(tmp_path, content, seconds=5)
     assert passed is False
     assert "stopped after 5 s" in summary
-    assert stages.progress("....  [ 40/100]\n.. [ 42/100]") == (
-        "42 of 100 tests had ended, 58 are left"
-    )
+    assert stages.progress("....  [ 40/100]\n.. [ 42/100]") == ("42 of 100 tests ended, 58 remain")
 
 
 def test_metrics_are_reported_and_judged_one_by_one(
@@ -280,8 +278,8 @@ def test_stage_uses_processes_if_xdist_is_installed(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"needs": "no_such_library"}, "no_such_library is not here"),
-        ({"devices": 2}, "it needs 2 devices, here are 1"),
+        ({"needs": "no_such_library"}, "no_such_library is not installed"),
+        ({"devices": 2}, "it needs 2 devices, found 1"),
     ],
 )
 def test_missing_requirement_is_one_line(
