@@ -16,7 +16,7 @@ from mooncake_kv.errors import KVConfigError
 
 
 def address_of_default_route() -> str | None:
-    """None on a host without a network."""
+    """The address of the default route; None on a host without a network."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(("192.0.2.1", 9))
@@ -35,7 +35,7 @@ def address_of_default_route() -> str | None:
         ("::", "[fd00::1]", ("::", "fd00::1")),
     ],
 )
-def test_the_advertised_host_is_the_configured_or_the_listening_one(
+def test_advertised_host_is_configured_or_listening_host(
     host: str, told: str, expected: tuple[str, str]
 ) -> None:
     settled = settle_addresses(KVTransferConfig(host=host, advertise_host=told, secret="s"))
@@ -43,7 +43,7 @@ def test_the_advertised_host_is_the_configured_or_the_listening_one(
     assert settle_addresses(settled) == settled
 
 
-def test_names_become_addresses() -> None:
+def test_names_are_resolved_to_addresses() -> None:
     assert ipaddress.ip_address(resolve("localhost", "--kv-host")).is_loopback
     with pytest.raises(KVConfigError, match="--kv-host 'no such host' has no address"):
         resolve("no such host", "--kv-host")
@@ -64,7 +64,7 @@ def test_listening_on_all_addresses_advertises_the_default_route_or_fails(
 
 
 @pytest.mark.parametrize("told", ["0.0.0.0", "::"])
-def test_all_addresses_are_none_to_connect_to(told: str) -> None:
+def test_wildcard_address_is_not_connectable(told: str) -> None:
     with pytest.raises(KVConfigError, match="peers can't connect to --kv-advertise-host"):
         settle_addresses(KVTransferConfig(advertise_host=told))
 
@@ -73,7 +73,7 @@ PUBLIC = ("0.0.0.0", "192.0.2.7", "::")
 
 
 @pytest.mark.parametrize("host", PUBLIC)
-def test_without_a_secret_only_this_host_may_reach_it(host: str) -> None:
+def test_without_secret_only_loopback_is_allowed(host: str) -> None:
     with pytest.raises(KVConfigError, match=f"--kv-host {host} without a secret.*--kv-allow-no"):
         settle_addresses(KVTransferConfig(host=host, advertise_host="192.0.2.9"))
 
@@ -86,7 +86,7 @@ def test_allow_no_secret_warns(host: str, caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1"])
-def test_on_loopback_the_users_of_the_host_are_named(
+def test_loopback_warning_names_users_of_the_host(
     host: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     settle_addresses(KVTransferConfig(host=host))
@@ -98,7 +98,9 @@ def test_with_a_secret_there_is_no_warning(caplog: pytest.LogCaptureFixture) -> 
     assert not caplog.records
 
 
-def test_a_store_takes_what_its_refusal_advises(capsys: pytest.CaptureFixture[str]) -> None:
+def test_store_accepts_the_option_that_its_error_advises(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["store", "--dram", "1MiB", "--port", "0", "--kv-host", "0.0.0.0"]) == 1
     advised = re.findall("--[a-z-]+[a-z]", capsys.readouterr().err)
     assert "--kv-allow-no-secret" in advised

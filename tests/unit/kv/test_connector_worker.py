@@ -1,4 +1,4 @@
-"""The connectors' per-rank workers, with memory on the CPU and real transports."""
+"""The connectors' per-rank workers, with CPU memory and real transports."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ def test_messages_after_close_are_dropped(
 
 
 @BOTH
-def test_messages_that_meet_the_end_do_no_harm(
+def test_messages_during_close_are_harmless(
     rank: Rank,
     worker: type[ConnectorWorker],
     order: msgspec.Struct,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Orders come without a pause while it closes."""
+    """Orders arrive continuously while the worker closes."""
     running, connect = opened(rank, worker)
     has_closed, raised = threading.Event(), []
 
@@ -109,7 +109,7 @@ def test_messages_that_meet_the_end_do_no_harm(
 
 
 def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From now on the host has no thread left."""
+    """Make every thread start fail from now on."""
 
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -118,15 +118,16 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reports(rank: Rank) -> list[tuple[str, str | None]]:
-    """What the worker has said: of which request, and its error."""
+    """The worker's reports: request id and error."""
     told = (decode_from_rank(message) for message in rank.told)
     return [(each.request_id, each.error) for each in told if not isinstance(each, RankReady)]
 
 
-def test_a_load_that_gets_no_thread_fails_and_is_not_begun_later(
+def test_load_without_a_thread_fails_and_is_not_started_later(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The pool keeps it; when a thread comes, its blocks are others' already."""
+    """A thread pool would keep it; once a thread is available, its blocks belong to other
+    requests."""
     running, connect = opened(rank, PullWorker)
     begun: list[str] = []
 
@@ -164,7 +165,7 @@ def test_cancelling_loads_and_peers_works_without_a_new_thread(
 
 
 class SlowToDrain:
-    """A transfer whose end is waited for until the other side lets go."""
+    """A transfer that drains only when the other side releases it."""
 
     def __init__(self) -> None:
         self.is_ending = threading.Event()
@@ -207,7 +208,7 @@ def test_slow_cancellations_of_one_instance_delay_no_other(
 def test_close_waits_for_the_connections_of_all_dropped_peers(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else they are closed while the transport under them is."""
+    """Otherwise they would be closed while the transport under them is."""
     running, connect = opened(rank, PullWorker)
     [facts] = msgspec.msgpack.decode(connect, type=ConnectPeer).ranks
     slow = SlowToDrain()
@@ -239,7 +240,7 @@ def test_close_waits_for_the_connections_of_all_dropped_peers(
     assert ended == ["other", "slow", "transports"]
 
 
-def test_moves_of_the_pool_that_get_no_thread_fail_and_hold_up_no_step(
+def test_pool_transfers_without_a_thread_fail_and_block_no_step(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = PoolWorker(rank.context)
@@ -261,9 +262,7 @@ def test_moves_of_the_pool_that_get_no_thread_fail_and_hold_up_no_step(
     assert (len(rank.told), rank.failures) == (2, [])
 
 
-def test_a_push_that_gets_no_thread_fails_alone(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_push_without_a_thread_fails_alone(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     running, connect = opened(rank, PushWorker)
     assert isinstance(running, PushWorker)
     running.receive(connect)
@@ -283,16 +282,14 @@ def test_a_push_that_gets_no_thread_fails_alone(
     assert rank.failures == []
 
 
-def test_a_worker_without_its_threads_does_not_start(
-    rank: Rank, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_worker_without_threads_does_not_start(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
     refuse_threads(monkeypatch)
     with pytest.raises(KVConfigError, match="kv-end-0, which moves KV, can't be started: can't"):
         PullWorker(rank.context)
 
 
-def test_a_thread_that_gets_no_device_ends_the_engine(rank: Rank) -> None:
-    """Its pool drops what it was given, without a report."""
+def test_thread_without_a_device_ends_the_engine(rank: Rank) -> None:
+    """The thread's executor drops its orders without a report."""
 
     def bind() -> None:
         raise RuntimeError("no device")
@@ -308,7 +305,7 @@ def test_a_thread_that_gets_no_device_ends_the_engine(rank: Rank) -> None:
     assert dead.fatal is Fatal.RANK_THREAD_ENDED
 
 
-def test_a_thread_of_the_pool_that_gets_no_device_ends_the_engine(rank: Rank) -> None:
+def test_pool_worker_thread_without_a_device_ends_the_engine(rank: Rank) -> None:
     def bind() -> None:
         raise RuntimeError("no device")
 
@@ -322,7 +319,7 @@ def test_a_thread_of_the_pool_that_gets_no_device_ends_the_engine(rank: Rank) ->
     assert dead.fatal is Fatal.RANK_THREAD_ENDED
 
 
-def test_peers_that_came_and_went_are_forgotten(rank: Rank) -> None:
+def test_removed_peers_are_forgotten(rank: Rank) -> None:
     running, connect = opened(rank, PullWorker)
     [facts] = msgspec.msgpack.decode(connect, type=ConnectPeer).ranks
     for number in range(5):
@@ -334,23 +331,23 @@ def test_peers_that_came_and_went_are_forgotten(rank: Rank) -> None:
     running.close()
 
 
-def test_a_peer_that_is_dropped_while_it_is_connected_to_is_not_kept(
+def test_peer_dropped_during_connect_is_not_kept(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody would close the connection any more."""
+    """Otherwise the connection would never be closed."""
     running, connect = opened(rank, PullWorker)
     [facts] = msgspec.msgpack.decode(connect, type=ConnectPeer).ranks
     transports, closed = running._transports, []
     connected = transports._transports.connect
 
-    def given_up_meanwhile(addresses: dict[str, bytes], *, timeout: float) -> NegotiatedPeer:
+    def dropped_meanwhile(addresses: dict[str, bytes], *, timeout: float) -> NegotiatedPeer:
         choice = connected(addresses, timeout=timeout)
         kind, close = type(choice.peer), choice.peer.close
         monkeypatch.setattr(kind, "close", lambda peer: (closed.append(peer), close()))
         transports.forget("p")
         return choice
 
-    monkeypatch.setattr(transports._transports, "connect", given_up_meanwhile)
+    monkeypatch.setattr(transports._transports, "connect", dropped_meanwhile)
     with pytest.raises(PeerLost, match="p was dropped while it was being connected to"):
         transports.peer("p", 0, facts.endpoints)
     monkeypatch.undo()
@@ -376,7 +373,7 @@ def test_one_connection_of_a_peer_is_dropped_without_the_others(rank: Rank) -> N
 
 
 class Reading:
-    """A connection, and what is read over it."""
+    """A connection, and its reads."""
 
     def __init__(self) -> None:
         self.reads: list[Future[None]] = []
@@ -402,13 +399,14 @@ class OneRead(NamedTuple):
         self.ended.result(TIMEOUT_S)
 
     def cancel(self) -> None:
-        pass  # those that are asked have ended
+        pass  # the queried transfers have completed
 
 
-def test_a_load_that_is_late_leaves_its_connection_to_the_others(
+def test_late_load_keeps_connection_for_other_loads(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They share it, and may be about to end well; those that come later get another one."""
+    """Other loads share the connection and may be about to complete; later loads get another
+    one."""
     running, connect = opened(rank, PullWorker)
     made: list[Reading] = []
 
@@ -440,7 +438,7 @@ def test_a_load_that_is_late_leaves_its_connection_to_the_others(
     running.close()
 
 
-def test_a_load_of_an_instance_that_is_dropped_meanwhile_leaves_no_connection(
+def test_load_of_dropped_instance_leaves_no_connection(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running, connect = opened(rank, PullWorker)
@@ -450,13 +448,13 @@ def test_a_load_of_an_instance_that_is_dropped_meanwhile_leaves_no_connection(
         made.append(Reading())
         return NegotiatedPeer("tcp", made[-1], "")
 
-    def given_up_meanwhile(*args: object) -> list[PeerSpans]:
+    def dropped_meanwhile(*args: object) -> list[PeerSpans]:
         running.receive(msgspec.msgpack.encode(ForgetPeer("p")))
         running._cleanup_thread.submit(int).result(TIMEOUT_S)
         return plan_transfer(*args)
 
     monkeypatch.setattr(running._transports._transports, "connect", connected)
-    monkeypatch.setattr("mooncake_kv.pull_worker.plan_transfer", given_up_meanwhile)
+    monkeypatch.setattr("mooncake_kv.pull_worker.plan_transfer", dropped_meanwhile)
     running.receive(connect)
     running.receive(msgspec.msgpack.encode(LOAD))
     wait_for(lambda: made and made[0].reads)
@@ -467,7 +465,7 @@ def test_a_load_of_an_instance_that_is_dropped_meanwhile_leaves_no_connection(
 
 
 def test_users_of_the_same_memory_and_configuration_share_transports(rank: Rank) -> None:
-    """A connector and the KVCache pool of one rank; the last one to close closes them."""
+    """A connector and the KVCache pool of one rank: the last one to close closes the transports."""
     context = rank.context
 
     def opened_by(config: KVTransferConfig) -> RankTransports:

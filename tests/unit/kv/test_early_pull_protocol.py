@@ -1,7 +1,7 @@
-"""Both sides of an early pull when messages are lost, prefills are preempted, aborted or killed,
-and readers leave; in virtual time.
+"""Both sides of an early pull, in virtual time: lost messages, preempted, aborted or killed
+prefills, and readers that disconnect.
 
-Only KV that was this prompt's when it was read is used, and nothing is held forever.
+Only KV that belonged to this prompt when it was read is used, and nothing is held forever.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ NUM_TOKENS = 16
 MAX_LOAD_S = 60.0
 
 Content = list[tuple[str, int] | None]
-"""Of each token's slot, whose KV it is: request and attempt."""
+"""The owner of the KV in each token's slot: request and attempt."""
 
 
 @dataclass
 class Peers:
-    """What stands for a PeerTable: every peer is reached over one line."""
+    """A stand-in for PeerTable: all peers are reached over one line."""
 
     own: str
     line: Line
@@ -67,10 +67,10 @@ class Peers:
         self._known.pop(remote.engine_id, None)
 
     def forget_predecessors(self, remote: RemoteKV) -> None:
-        """One name is one epoch here."""
+        """Do nothing: each name is one epoch here."""
 
     def hold(self, remote: RemoteKV) -> None:
-        """Kept anyway."""
+        """Do nothing: this table never evicts."""
 
     def release(self, remote: RemoteKV) -> None:
         """Kept anyway."""
@@ -78,7 +78,7 @@ class Peers:
 
 @dataclass
 class Client:
-    """As a SideChannelClient."""
+    """A stand-in for SideChannelClient."""
 
     peers: Peers
     remote: RemoteKV
@@ -101,7 +101,7 @@ class Client:
 
 
 class PrefillInstance:
-    """One epoch: its senders, and what its requests' blocks hold."""
+    """One epoch of a prefill instance: its senders, and the contents of its requests' blocks."""
 
     def __init__(self, talk: Talk, name: str) -> None:
         self.name = name
@@ -109,7 +109,7 @@ class PrefillInstance:
         self.content: dict[str, Content] = {}
         self.leased: set[str] = set()
         spawn = talk.tasks.spawn
-        context = ConnectorContext(metadata_of(name), LEASE_S, self._hears, spawn, talk.now)
+        context = ConnectorContext(metadata_of(name), LEASE_S, self._receives, spawn, talk.now)
         self.sender = PullSender(context)
         peers: Any = Peers(
             name, talk.line, lambda remote, message: talk.ask_d(self, message), ranks()
@@ -117,14 +117,14 @@ class PrefillInstance:
         self.early = EarlyPullSender(context, peers, self.sender, ("p", 1))
         self.sweeping = spawn(self.sender.sweep())
 
-    def _hears(self, event: Event) -> None:
+    def _receives(self, event: Event) -> None:
         assert isinstance(event, LeaseEnded)
         if event.request_id in self.leased:
             self.leased.remove(event.request_id)
             self.content[event.request_id] = [None] * NUM_TOKENS
 
     def finish(self, request_id: str, progress: Progress) -> None:
-        """All is computed: the blocks are the lease's from now on."""
+        """Complete the prefill: the blocks belong to the lease from now on."""
         self.leased.add(request_id)
         self.early.complete(request_id, progress)
 
@@ -140,12 +140,12 @@ def ranks() -> RankGroup:
 
 @dataclass
 class Talk:
-    """A decode instance, and prefill instances that come and go.
+    """A decode instance, and prefill instances that start and die.
 
     Attributes:
-        ended: what the decode instance's core was told.
-        read: what each request's blocks hold, as they were read.
-        begun: set once its rank reads.
+        ended: the events that the decode instance's core received.
+        read: by request, the contents of its blocks at the time of the read.
+        begun: set once the decode instance's rank has started a read.
     """
 
     numbers: random.Random
@@ -162,10 +162,10 @@ class Talk:
 
     def start(self) -> None:
         """On the loop."""
-        group = RankGroup(1, self._rank_hears)
+        group = RankGroup(1, self._rank_receives)
         self.loads = RankLoads(group)
         context = ConnectorContext(
-            metadata_of("d"), LEASE_S, self._hears, self.tasks.spawn, self.now
+            metadata_of("d"), LEASE_S, self._receives, self.tasks.spawn, self.now
         )
         peers: Any = Peers("d", self.line, self._ask_p, group)
         leases = LeaseKeeper(context, peers)
@@ -183,7 +183,7 @@ class Talk:
         return self.prefills[name]
 
     def load(self, name: str, start: int = 0) -> None:
-        """The decode instance's core has room for a request."""
+        """Have the decode instance's core allocate blocks for a request."""
         params = {"remote_request_id": name, "remote_cached_tokens": start}
         params |= {"num_prompt_tokens": NUM_TOKENS, "prompt_digest": name}
         self.read[name] = [None] * NUM_TOKENS
@@ -196,7 +196,7 @@ class Talk:
     async def compute(
         self, p: PrefillInstance, name: str, *, begin: int = 0, preempt_at: int | None = None
     ) -> None:
-        """A prompt's prefill, chunk by chunk; from ``begin`` on, for it is announced already."""
+        """Prefill a prompt chunk by chunk, after ``begin`` has announced it."""
         request_id = f"{name}@{p.name}"
         if not begin:
             p.content[request_id] = [None] * NUM_TOKENS
@@ -231,7 +231,7 @@ class Talk:
     def _ask_p(self, remote: RemoteKV, message: AnyMessage) -> AnyMessage:
         return self.prefills[remote.engine_id].sender.handle(message)
 
-    def _hears(self, event: Event) -> None:
+    def _receives(self, event: Event) -> None:
         assert isinstance(event, LoadEnded)
         assert event.request_id not in self._reading, "over while its rank reads"
         self.ended.setdefault(event.request_id, []).append(event)
@@ -242,7 +242,7 @@ class Talk:
             [(owner, _)] = set(found)  # type: ignore[misc]  # none is None
             assert owner.startswith(f"{event.request_id}@"), "somebody else's KV"
 
-    def _rank_hears(self, rank: int, message: bytes) -> None:
+    def _rank_receives(self, rank: int, message: bytes) -> None:
         order = decode_to_rank(message)
         if isinstance(order, Load):
             self.begun.set()
@@ -254,7 +254,7 @@ class Talk:
             self.loads.report(0, LoadReport(order.request_id, "cancelled", 0, 0.1))
 
     def _end_read(self, order: Load) -> None:
-        """What is read is what the holder's blocks hold now, whosever that is."""
+        """Read what P's blocks contain now, whichever request owns them."""
         name = order.request_id
         del self._reading[name]
         p = self.prefills[order.engine_id]
@@ -279,7 +279,7 @@ def outcome(between: Talk, name: str = "r") -> LoadEnded:
     return ended
 
 
-def test_reads_begin_while_the_prompt_is_computed() -> None:
+def test_reads_start_while_prompt_is_computed() -> None:
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()
         between.load("r")
@@ -301,8 +301,8 @@ def test_reads_begin_while_the_prompt_is_computed() -> None:
     talk(scenario)
 
 
-def test_what_was_read_before_a_preemption_is_discarded() -> None:
-    """The blocks belonged to another request in between, and are the same ones again."""
+def test_kv_read_before_preemption_is_discarded() -> None:
+    """Another request used the blocks in between, before the prompt got the same ones again."""
 
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()
@@ -343,7 +343,7 @@ def test_an_aborted_prefill_is_reported_immediately() -> None:
     talk(scenario)
 
 
-def test_a_dead_holder_is_detected_within_two_leases() -> None:
+def test_dead_prefill_instance_is_detected_within_two_leases() -> None:
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()
         between.load("r")
@@ -358,7 +358,8 @@ def test_a_dead_holder_is_detected_within_two_leases() -> None:
 
 @pytest.mark.parametrize("has_read", [False, True])
 def test_a_second_prefill_replaces_a_dead_one(*, has_read: bool) -> None:
-    """The proxy sees the first one's connection end, and asks another instance."""
+    """The proxy sees the first instance's connection close, and sends the prefill to another
+    one."""
 
     async def scenario(between: Talk) -> None:
         dead, alive = between.prefill_instance(), between.prefill_instance()
@@ -369,7 +370,7 @@ def test_a_second_prefill_replaces_a_dead_one(*, has_read: bool) -> None:
         await asyncio.sleep(LONGEST_READ_S if has_read else 0.0)
         dead.is_dead = True
         await between.compute(alive, "r")
-        dead.early.advance("r@p0", Progress(0, (0,), 3 * CHUNK))  # of no use: it came too late
+        dead.early.advance("r@p0", Progress(0, (0,), 3 * CHUNK))  # too late to be used
         await asyncio.sleep(4 * LONGEST_READ_S)
         assert outcome(between) == LoadEnded("r", None, TOKEN)
         assert set(between.read["r"]) == {("r@p1", 0)}
@@ -379,7 +380,8 @@ def test_a_second_prefill_replaces_a_dead_one(*, has_read: bool) -> None:
 
 
 def test_the_late_end_of_a_replaced_prefill_does_not_affect_its_successor() -> None:
-    """Its messages were delayed, and only the newest state is sent: the first one is an error."""
+    """The first prefill's messages were delayed; only the newest state is sent, so the first one is
+    an error."""
 
     async def scenario(between: Talk) -> None:
         given_up, successor = between.prefill_instance(), between.prefill_instance()
@@ -400,7 +402,7 @@ def test_the_late_end_of_a_replaced_prefill_does_not_affect_its_successor() -> N
     talk(scenario)
 
 
-def test_a_reader_that_leaves_ends_the_lease_of_a_prompt_that_is_computed() -> None:
+def test_disconnected_reader_ends_lease_during_prefill() -> None:
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()
         between.load("r")
@@ -416,7 +418,7 @@ def test_a_reader_that_leaves_ends_the_lease_of_a_prompt_that_is_computed() -> N
     talk(scenario)
 
 
-def test_a_request_that_no_prefill_serves_fails_after_a_lease() -> None:
+def test_request_without_prefill_fails_after_lease_time() -> None:
     async def scenario(between: Talk) -> None:
         between.load("r")
         await asyncio.sleep(LEASE_S + 0.1)
@@ -430,7 +432,7 @@ def test_a_request_that_no_prefill_serves_fails_after_a_lease() -> None:
 
 
 def test_a_prefill_that_never_completes_times_out() -> None:
-    """Even if its holder is alive and has reported progress just before."""
+    """Even if P is alive and has just reported progress."""
 
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()
@@ -441,7 +443,7 @@ def test_a_prefill_that_never_completes_times_out() -> None:
         p.early.advance("r@p0", Progress(0, (0,), CHUNK))
         await asyncio.sleep(0.5)
         assert between.ended == {}
-        await asyncio.sleep(0.5 + LONGEST_READ_S)  # what is being read comes to its end first
+        await asyncio.sleep(0.5 + LONGEST_READ_S)  # reads in flight complete first
         assert outcome(between).error == (
             f"its prefill was not complete within {MAX_LOAD_S:g} s (--early-pull-timeout-seconds)"
         )
@@ -451,7 +453,7 @@ def test_a_prefill_that_never_completes_times_out() -> None:
     talk(scenario)
 
 
-def test_a_prompt_of_another_text_is_not_read() -> None:
+def test_other_prompt_is_not_read() -> None:
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()
         between.load("r")
@@ -464,7 +466,7 @@ def test_a_prompt_of_another_text_is_not_read() -> None:
     talk(scenario)
 
 
-def test_an_end_before_the_prompts_end_is_none() -> None:
+def test_incomplete_prefill_does_not_complete_the_load() -> None:
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()
         between.load("r")
@@ -478,7 +480,7 @@ def test_an_end_before_the_prompts_end_is_none() -> None:
     talk(scenario)
 
 
-def test_a_first_token_that_is_lost_on_its_way_is_sent_again() -> None:
+def test_lost_first_token_is_sent_again() -> None:
     async def scenario(between: Talk) -> None:
         p = between.prefill_instance()
         between.load("r")
@@ -494,7 +496,7 @@ def test_a_first_token_that_is_lost_on_its_way_is_sent_again() -> None:
 
 @settings(max_examples=120)
 @given(seed=st.integers(0, 2**32), loses=st.booleans(), kills=st.booleans())
-def test_whatever_is_lost_nothing_is_held_for_ever_and_nothing_foreign_is_used(
+def test_lost_messages_cause_no_leak_and_no_use_of_foreign_kv(
     seed: int, *, loses: bool, kills: bool
 ) -> None:
     async def scenario(between: Talk) -> None:

@@ -1,4 +1,5 @@
-"""The compatibility check of two instances: which metadata must match, and what refusals say."""
+"""The compatibility check of two instances: which metadata must match, and the messages of
+rejections."""
 
 from __future__ import annotations
 
@@ -53,13 +54,13 @@ def refusal(prefill: InstanceMetadata, decode: InstanceMetadata) -> str:
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 1), (2, 4), (4, 2), (3, 2)])
-def test_equal_models_fit_whatever_the_ratio_and_block_size(
+def test_same_model_is_compatible_with_any_ratio_and_block_size(
     prefill_tp: int, decode_tp: int
 ) -> None:
     check_compatible(facts(prefill_tp, block_size=128), facts(decode_tp, block_size=16))
 
 
-def test_stages_are_seen_in_what_the_ranks_hold() -> None:
+def test_stages_follow_from_shards_of_ranks() -> None:
     staged = facts(2, pp_size=2)
     assert (staged.tp_size, staged.pp_size) == (2, 2)
     assert (facts(4).tp_size, facts(4).pp_size) == (4, 1)
@@ -71,21 +72,21 @@ def test_stages_are_seen_in_what_the_ranks_hold() -> None:
 
 
 @pytest.mark.parametrize("missing", range(4))
-def test_an_instance_that_lacks_a_rank_is_refused(missing: int) -> None:
+def test_instance_without_all_ranks_is_rejected(missing: int) -> None:
     staged = facts(2, pp_size=2)
     ranks = tuple(rank for index, rank in enumerate(staged.ranks) if index != missing)
     words = refusal(msgspec.structs.replace(staged, ranks=ranks), facts())
     assert "together don't hold the model's KV" in words
 
 
-def test_another_model_is_refused_with_both_values() -> None:
+def test_other_model_is_rejected_with_both_values() -> None:
     words = refusal(facts(), msgspec.structs.replace(facts(), model_fingerprint="m2"))
     assert "model differs" in words
     assert "m1" in words
     assert "m2" in words
 
 
-def test_another_setting_is_refused_by_its_name_before_the_weights_are_compared() -> None:
+def test_other_setting_is_rejected_by_name_before_weights_are_compared() -> None:
     one, other = (
         msgspec.structs.replace(facts(), model_fingerprint=dtype, model_settings={"dtype": dtype})
         for dtype in ("bfloat16", "float16")
@@ -95,19 +96,19 @@ def test_another_setting_is_refused_by_its_name_before_the_weights_are_compared(
     assert "the decode instance float16" in words
 
 
-def test_a_setting_that_only_one_side_names_is_refused() -> None:
+def test_setting_of_one_side_only_is_rejected() -> None:
     words = refusal(facts(), msgspec.structs.replace(facts(), model_settings={"rope": "{}"}))
     assert "the model's rope differs: the prefill instance has None" in words
 
 
-def test_another_tokenizer_is_refused_with_both_values() -> None:
+def test_other_tokenizer_is_rejected_with_both_values() -> None:
     words = refusal(facts(), msgspec.structs.replace(facts(), tokenizer_fingerprint="t2"))
     assert "tokenizer differs" in words
     assert "t1" in words
     assert "t2" in words
 
 
-def test_another_dtype_is_refused_with_both_values() -> None:
+def test_other_dtype_is_rejected_with_both_values() -> None:
     narrow = replace(GEOMETRY, dtype="bfloat16", element_bytes=2)
     words = refusal(facts(), msgspec.structs.replace(facts(), geometry=narrow))
     assert "the dtype of KV differs" in words
@@ -116,12 +117,12 @@ def test_another_dtype_is_refused_with_both_values() -> None:
 
 
 @pytest.mark.parametrize(("prefill_tp", "decode_tp"), [(1, 2), (3, 2)])
-def test_the_rules_of_deployments_hold_in_the_handshake(prefill_tp: int, decode_tp: int) -> None:
+def test_deployment_rules_apply_to_handshake(prefill_tp: int, decode_tp: int) -> None:
     words = refusal(facts(prefill_tp, STRICT, 128), facts(decode_tp, STRICT, 128))
     assert f"they are {prefill_tp} and {decode_tp}" in words
 
 
-def test_the_transports_that_a_pair_may_use_are_those_whose_constraints_it_meets() -> None:
+def test_pair_may_use_transports_whose_constraints_it_meets() -> None:
     both = {"links": LINKS, "staged": TransportConstraints()}
     two, three = (facts(size, STRICT, 128, transports=both) for size in (2, 3))
     assert check_compatible(two, two) == ("links", "staged")
@@ -131,7 +132,7 @@ def test_the_transports_that_a_pair_may_use_are_those_whose_constraints_it_meets
     assert [set(rank.endpoints) for rank in other.reachable_by(("staged",))] == [{"staged"}] * 2
 
 
-def test_a_pair_without_a_transport_in_common_is_refused_by_name() -> None:
+def test_pair_without_common_transport_is_rejected_by_name() -> None:
     words = refusal(facts(hardware=STRICT, block_size=128), facts())
     assert "links: the decode instance does not offer it; it offers tcp" in words
     assert "tcp: the prefill instance does not offer it; it offers links" in words
@@ -149,7 +150,7 @@ UNSOUND_LAYOUTS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", UNSOUND_SHARDS, ids=str)
-def test_a_shard_that_the_model_does_not_have_is_refused(change: dict[str, int]) -> None:
+def test_shard_outside_the_model_is_rejected(change: dict[str, int]) -> None:
     [rank] = facts().ranks
     lying = msgspec.structs.replace(rank, shard=replace(rank.shard, **change))
     words = refusal(msgspec.structs.replace(facts(), ranks=(lying,)), facts())
@@ -157,14 +158,14 @@ def test_a_shard_that_the_model_does_not_have_is_refused(change: dict[str, int])
 
 
 @pytest.mark.parametrize("change", UNSOUND_LAYOUTS, ids=str)
-def test_a_layout_that_contradicts_itself_is_refused(change: dict[str, Any]) -> None:
+def test_contradictory_layout_is_rejected(change: dict[str, Any]) -> None:
     [rank] = facts().ranks
     lying = msgspec.structs.replace(rank, layout=replace(rank.layout, **change))
     words = refusal(facts(), msgspec.structs.replace(facts(), ranks=(lying,)))
     assert "contradicts itself or the model" in words
 
 
-def test_a_refusal_is_logged_once_per_epoch(caplog: pytest.LogCaptureFixture) -> None:
+def test_rejection_is_logged_once_per_epoch(caplog: pytest.LogCaptureFixture) -> None:
     refusals = IncompatiblePeers()
     for name in ("a", "b", "a", "a"):
         refusals.note(name, "model differs")
@@ -176,14 +177,14 @@ def test_a_refusal_is_logged_once_per_epoch(caplog: pytest.LogCaptureFixture) ->
     assert refusals.num_peers == 2
 
 
-def test_only_failures_of_refused_peers_are_logged_at_info() -> None:
+def test_only_failures_of_rejected_peers_are_logged_at_info() -> None:
     refusals = IncompatiblePeers()
     refusals.note("a", "model differs")
     assert refusals.level("a") == logging.INFO
     assert refusals.level("b") == logging.WARNING
 
 
-def test_only_the_latest_refusals_are_remembered_and_all_are_counted() -> None:
+def test_only_recent_rejections_are_remembered_and_all_are_counted() -> None:
     refusals = IncompatiblePeers()
     for index in range(MAX_INCOMPATIBLE_PEERS + 1):
         refusals.note(str(index), "model differs")
@@ -193,11 +194,11 @@ def test_only_the_latest_refusals_are_remembered_and_all_are_counted() -> None:
     assert refusals.num_peers == MAX_INCOMPATIBLE_PEERS + 1
 
 
-def test_token_ids_from_elsewhere_need_no_tokenizer() -> None:
+def test_instance_without_tokenizer_accepts_any_tokenizer() -> None:
     check_compatible(facts(), msgspec.structs.replace(facts(), tokenizer_fingerprint=""))
 
 
-def test_another_packing_is_refused_with_both() -> None:
+def test_other_packing_is_rejected_with_both_values() -> None:
     packed = replace(GEOMETRY, unit=16, format="packed")
     words = refusal(msgspec.structs.replace(facts(), geometry=packed), facts())
     assert (
@@ -208,12 +209,12 @@ def test_another_packing_is_refused_with_both() -> None:
 
 
 @pytest.mark.parametrize("unit", [0, 5, 32])
-def test_blocks_hold_whole_units(unit: int) -> None:
+def test_block_size_must_be_multiple_of_unit(unit: int) -> None:
     torn = msgspec.structs.replace(facts(), geometry=replace(GEOMETRY, unit=unit))
     assert "contradicts itself" in refusal(torn, torn)
 
 
-def test_windows_need_one_block_size_and_the_same_groups() -> None:
+def test_sliding_windows_need_same_block_size_and_groups() -> None:
     sliding, full = KVGroup(tuple(range(1, GEOMETRY.layers)), 128), KVGroup((0,))
     grouped = replace(GEOMETRY, groups=(sliding, full))
     small, large = (

@@ -31,7 +31,7 @@ def test_every_module_imports_without_torch_and_without_an_engine() -> None:
 
 
 @pytest.mark.parametrize("module", ["params", "errors", "config"])
-def test_what_a_scheduler_imports_opens_no_sockets(module: str) -> None:
+def test_scheduler_imports_no_socket_modules(module: str) -> None:
     code = f"import mooncake_kv.{module}, sys; assert 'mooncake_kv.side_channel' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

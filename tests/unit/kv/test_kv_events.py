@@ -1,4 +1,4 @@
-"""KV events on real sockets: three frames, replay, gaps; read by the conductor."""
+"""KV events over real sockets: three frames, replay, and gaps; parsed by the conductor."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ KEYS = [event_key(digest) for digest in DIGESTS]
 
 @contextmanager
 def published(clock=None, **fields) -> Iterator[tuple[KVEventPublisher, zmq.Socket]]:
-    """A publisher, and a subscriber that has joined for certain."""
+    """A publisher, and a subscriber whose subscription is established."""
     config = KVEventsConfig(True, endpoint=LOOPBACK, replay_endpoint=LOOPBACK, **fields)
     publisher = KVEventPublisher(config, clock=clock or iter(range(1000)).__next__)
     context = zmq.Context()
@@ -69,7 +69,7 @@ def receive(subscriber: zmq.Socket):
             return topic, decode_sequence(sequence), batch
 
 
-def test_a_step_is_one_batch_and_the_conductor_reads_it() -> None:
+def test_step_is_one_batch_that_conductor_parses() -> None:
     with published(topic="kv@pod") as (publisher, subscriber):
         log = KVEventLog(publisher.publish, block_size=2)
         log.stored(DIGESTS[:2], None, [1, 2, 3, 4])
@@ -112,7 +112,7 @@ def test_a_lost_batch_is_replayed() -> None:
 
 
 def test_the_replay_buffer_is_bounded_in_bytes() -> None:
-    """Prompts' tokens are kilobytes; the oldest batches go first."""
+    """Prompts' token ids are kilobytes; the oldest batches are dropped first."""
     with published(buffer_bytes=64_000) as (publisher, subscriber):
         log = KVEventLog(publisher.publish, 1000)
         for _ in range(40):
@@ -171,7 +171,7 @@ def test_a_late_subscriber_gets_a_snapshot_when_no_replay_reaches_back() -> None
 def test_a_full_queue_drops_and_leaves_a_gap(monkeypatch) -> None:
     with published(max_queue_size=1) as (publisher, subscriber):
 
-        class Full(queue.Queue):  # which the publisher's thread may look into meanwhile
+        class Full(queue.Queue):  # which the publisher's thread may read meanwhile
             def put_nowait(self, item) -> None:
                 raise queue.Full
 
@@ -181,7 +181,7 @@ def test_a_full_queue_drops_and_leaves_a_gap(monkeypatch) -> None:
             log.stored(DIGESTS[:1], None, [1, 2])
             sequence = publisher._sequence
             log.flush()
-        for _ in range(100):  # until the thread has room
+        for _ in range(100):  # until the thread has freed a slot
             log.stored(DIGESTS[1:2], None, [1, 2])
             dropped = publisher.num_dropped
             log.flush()
@@ -222,7 +222,7 @@ def test_an_address_in_use_is_refused_with_advice() -> None:
             )
 
 
-def test_the_time_of_a_batch_stays_where_it_is_while_the_clock_is_set_back() -> None:
+def test_batch_time_does_not_go_back_with_the_clock() -> None:
     times = [100.0]
     with published(clock=lambda: times[-1]) as (publisher, subscriber):
         log = KVEventLog(publisher.publish, block_size=2)

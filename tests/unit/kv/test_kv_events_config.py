@@ -12,7 +12,7 @@ from mooncake_kv.kv_events_config import (
 )
 
 
-def test_the_config_has_vllm_s_fields_and_defaults_and_a_bound_in_bytes() -> None:
+def test_config_has_fields_and_defaults_of_vllm_and_a_bound_in_bytes() -> None:
     config = read_kv_events_config('{"enable_kv_cache_events": true}')
     assert config == KVEventsConfig(True)
     assert config.is_published
@@ -35,14 +35,14 @@ def test_the_config_has_vllm_s_fields_and_defaults_and_a_bound_in_bytes() -> Non
         ("inproc://events", "inproc://events_dp2"),
     ],
 )
-def test_each_data_parallel_rank_has_an_address_of_its_own(endpoint: str, of_second: str) -> None:
+def test_each_data_parallel_rank_has_its_own_address(endpoint: str, of_second: str) -> None:
     """As vLLM's ``ZmqEventPublisher.offset_endpoint_port`` numbers ports."""
     config = KVEventsConfig(True, endpoint=endpoint, replay_endpoint=endpoint)
     assert config.of_dp_rank(0) == config
     assert config.of_dp_rank(2).endpoint == config.of_dp_rank(2).replay_endpoint == of_second
 
 
-def test_ports_that_ranks_would_share_are_refused() -> None:
+def test_ports_shared_by_ranks_are_rejected() -> None:
     config = KVEventsConfig(True, endpoint="tcp://*:5557", replay_endpoint="tcp://*:5559")
     assert config.port_conflict(2) is None
     assert "keep them 3 apart" in (config.port_conflict(3) or "")
@@ -60,6 +60,6 @@ def test_ports_that_ranks_would_share_are_refused() -> None:
         ('{"publisher": "kafka"}', "wants JSON like"),
     ],
 )
-def test_a_wrong_config_is_explained(text: str, complaint: str) -> None:
+def test_invalid_config_error_names_reason(text: str, complaint: str) -> None:
     with pytest.raises(KVConfigError, match=complaint):
         read_kv_events_config(text)

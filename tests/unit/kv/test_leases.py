@@ -1,4 +1,4 @@
-"""Leases: each ends once, and repeated questions get the same answer."""
+"""Leases: each ends once, and repeated requests get the same reply."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_a_renewal_extends_the_deadline_and_returns_lost_leases() -> None:
     assert leases.expire(now=24.9) == []
 
 
-def test_an_ending_is_remembered_however_often_it_is_asked() -> None:
+def test_end_of_lease_is_remembered_for_repeated_requests() -> None:
     leases = LeaseTable(DURATION_S)
     leases.grant("a", now=0.0)
     assert leases.end("a", LeaseStatus.RELEASED) is LeaseStatus.RELEASED
@@ -46,7 +46,7 @@ def test_a_released_lease_is_void_for_a_second_reader() -> None:
     assert leases.end("a", LeaseStatus.RELEASED, "first") is LeaseStatus.RELEASED
 
 
-def test_endings_are_not_remembered_for_ever() -> None:
+def test_ended_leases_are_eventually_forgotten() -> None:
     leases = LeaseTable(DURATION_S)
     for index in range(MAX_ENDINGS + 1):
         leases.grant(str(index), now=0.0)
@@ -60,7 +60,8 @@ ENDINGS = st.sampled_from([LeaseStatus.RELEASED, LeaseStatus.EXPIRED])
 
 
 class Leases(RuleBasedStateMachine):
-    """Against two plain dictionaries; a name is used once, as the engine's ids are."""
+    """State machine against two plain dictionaries; a name is used once, as the engine's ids
+    are."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -34,8 +34,8 @@ def item(peer: str = "p", lease_s: float | None = None) -> Item:
 
 
 @dataclass
-class Told:
-    """Records the keepalives that peers get, and when; some peers never answer."""
+class RecordingKeepalive:
+    """Records the keepalives sent to peers, with their times; some peers never answer."""
 
     lease_s: float = 30.0
     silent: str = ""
@@ -47,7 +47,7 @@ class Told:
     def start(self) -> None:
         self.signs = Keepalive(
             KeepaliveInterval(self.lease_s),
-            self._tell,
+            self._send,
             asyncio.ensure_future,
             lambda: self.has_stalled,
         )
@@ -57,7 +57,7 @@ class Told:
         self.items[name] = new
         self.signs.wake_for(new.remote)
 
-    async def _tell(self, group: dict[str, Item], within_s: float) -> None:
+    async def _send(self, group: dict[str, Item], within_s: float) -> None:
         peer = next(iter(group.values())).remote.engine_id
         self.times.setdefault(peer, []).append(asyncio.get_running_loop().time())
         self.names.append(set(group))
@@ -74,99 +74,102 @@ class Told:
         ([1e-9], 60.0, MIN_INTERVAL_S),
     ],
 )
-def test_the_shortest_lease_decides(
+def test_shortest_lease_sets_interval(
     leases_s: list[float | None], max_s: float, pause_s: float
 ) -> None:
     remotes = [item(lease_s=lease_s).remote for lease_s in leases_s]
     assert KeepaliveInterval(30.0, max_s).of(remotes) == pytest.approx(pause_s)
 
 
-def test_a_peer_gets_one_keepalive_for_all_of_its_items() -> None:
+def test_one_keepalive_per_peer_covers_all_items() -> None:
     async def main() -> None:
-        told = Told(items={"a": item("p"), "b": item("q"), "c": item("p")})
-        told.start()
+        keepalive = RecordingKeepalive(items={"a": item("p"), "b": item("q"), "c": item("p")})
+        keepalive.start()
         await asyncio.sleep(16.0)
-        assert told.times == {"p": pytest.approx([5, 10, 15]), "q": pytest.approx([5, 10, 15])}
-        assert told.names[:2] == [{"a", "c"}, {"b"}]
+        assert keepalive.times == {"p": pytest.approx([5, 10, 15]), "q": pytest.approx([5, 10, 15])}
+        assert keepalive.names[:2] == [{"a", "c"}, {"b"}]
 
     run_virtually(main())
 
 
-def test_an_engine_that_does_not_step_lets_its_peers_go(caplog: pytest.LogCaptureFixture) -> None:
-    """Said once; when it steps again, it speaks again."""
+def test_engine_that_does_not_step_stops_keepalives(caplog: pytest.LogCaptureFixture) -> None:
+    """Logged once; when the engine steps again, keepalives resume."""
 
     async def main() -> None:
-        told = Told(items={"a": item("p")})
-        told.start()
+        keepalive = RecordingKeepalive(items={"a": item("p")})
+        keepalive.start()
         await asyncio.sleep(6.0)
-        told.has_stalled = True
+        keepalive.has_stalled = True
         await asyncio.sleep(30.0)
-        assert told.times["p"] == pytest.approx([5.0])
-        told.has_stalled = False
+        assert keepalive.times["p"] == pytest.approx([5.0])
+        keepalive.has_stalled = False
         await asyncio.sleep(5.0)
-        assert told.times["p"] == pytest.approx([5.0, 40.0])
+        assert keepalive.times["p"] == pytest.approx([5.0, 40.0])
 
     run_virtually(main())
     assert caplog.text.count("keepalives to peers are suspended") == 1
 
 
-def test_a_shorter_lease_cuts_the_pause_that_is_running() -> None:
+def test_shorter_lease_shortens_current_wait() -> None:
     async def main() -> None:
-        told = Told(lease_s=300.0)
-        told.start()
+        keepalive = RecordingKeepalive(lease_s=300.0)
+        keepalive.start()
         await asyncio.sleep(10.0)
-        told.add("a", item(lease_s=120.0))
+        keepalive.add("a", item(lease_s=120.0))
         await asyncio.sleep(11.0)
-        assert told.times["p"] == pytest.approx([20.0])
-        told.items.clear()
+        assert keepalive.times["p"] == pytest.approx([20.0])
+        keepalive.items.clear()
         await asyncio.sleep(100.0)
-        assert told.times["p"] == pytest.approx([20.0])
+        assert keepalive.times["p"] == pytest.approx([20.0])
 
     run_virtually(main())
 
 
 def test_new_peers_do_not_postpone_keepalives() -> None:
     async def main() -> None:
-        told = Told()
-        told.start()
+        keepalive = RecordingKeepalive()
+        keepalive.start()
         for count in range(100):
             await asyncio.sleep(0.11)
-            told.add(str(count), item(lease_s=30.0 - 0.01 * count))
-        assert len(told.times["p"]) == 2
+            keepalive.add(str(count), item(lease_s=30.0 - 0.01 * count))
+        assert len(keepalive.times["p"]) == 2
 
     run_virtually(main())
 
 
 def test_a_silent_peer_delays_no_other() -> None:
-    """Its own lease is long: it is waited for longer than the other one's whole lease."""
+    """The silent peer's lease is long: its reply is awaited for longer than the other peer's whole
+    lease."""
 
     async def main() -> None:
-        told = Told(lease_s=60.0, silent="q", items={"a": item("p", 3.0), "b": item("q")})
-        told.start()
+        keepalive = RecordingKeepalive(
+            lease_s=60.0, silent="q", items={"a": item("p", 3.0), "b": item("q")}
+        )
+        keepalive.start()
         await asyncio.sleep(20.1)
-        assert len(told.times["p"]) == 40
-        first, second = told.times["q"]
+        assert len(keepalive.times["p"]) == 40
+        first, second = keepalive.times["q"]
         assert second - first >= 10.0
 
     run_virtually(main())
 
 
-class Book:
-    """A table of one peer; any instance may answer there.
+class SinglePeerTable:
+    """A peer table with one peer, at whose address any instance may answer.
 
     Args:
-        answers_as: its epoch.
+        answers_as: the epoch of the instance that answers.
     """
 
     def __init__(self, answers_as: str = "p-1") -> None:
         self.forgotten: list[str] = []
         self._answers_as = answers_as
 
-    def get(self, writer: Writer) -> Book:
+    def get(self, writer: Writer) -> SinglePeerTable:
         return self
 
     @property
-    def client(self) -> Book:
+    def client(self) -> SinglePeerTable:
         return self
 
     async def ask(self, make: Any, kind: type[StatusReply], *, tries: int) -> StatusReply:
@@ -176,7 +179,7 @@ class Book:
         self.forgotten.append(reason)
 
 
-def ask(book: Book, host: str, port: int, *, is_local: bool) -> StatusReply:
+def ask(book: SinglePeerTable, host: str, port: int, *, is_local: bool) -> StatusReply:
     async def main() -> StatusReply:
         inquiry = StatusInquiry(book)  # type: ignore[arg-type]
         try:
@@ -191,7 +194,7 @@ def ask(book: Book, host: str, port: int, *, is_local: bool) -> StatusReply:
 def test_a_refused_connection_means_the_writer_is_gone(
     is_local: bool, error: type[KVTransferError]
 ) -> None:
-    book = Book()
+    book = SinglePeerTable()
     with pytest.raises(error, match=r"p-1 is .*nothing listens"):
         ask(book, "127.0.0.1", free_range(1).first, is_local=is_local)
     assert book.forgotten == ["nothing listens there now"]
@@ -201,14 +204,14 @@ def test_a_refused_connection_means_the_writer_is_gone(
 def test_another_instance_at_the_address_means_the_writer_is_gone(
     is_local: bool, error: type[KVTransferError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(StatusInquiry, "_connect", _is_let_in)
+    monkeypatch.setattr(StatusInquiry, "_connect", _accepts_connections)
     with pytest.raises(error, match="p-2 listens"):
-        ask(Book("p-2"), "127.0.0.1", 1, is_local=is_local)
+        ask(SinglePeerTable("p-2"), "127.0.0.1", 1, is_local=is_local)
 
 
 def test_a_live_writer_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StatusInquiry, "_connect", _is_let_in)
-    assert ask(Book(), "127.0.0.1", 1, is_local=False).running == ("a",)
+    monkeypatch.setattr(StatusInquiry, "_connect", _accepts_connections)
+    assert ask(SinglePeerTable(), "127.0.0.1", 1, is_local=False).running == ("a",)
 
 
 @pytest.mark.parametrize(
@@ -219,12 +222,12 @@ def test_own_addresses_are_recognised(host: str, is_ours: bool) -> None:
     assert asyncio.run(is_own_address(host)) == is_ours
 
 
-async def _is_let_in(inquiry: StatusInquiry, writer: Writer) -> None:
-    """Somebody listens."""
+async def _accepts_connections(inquiry: StatusInquiry, writer: Writer) -> None:
+    """Whether something listens at the address."""
 
 
-class Mute(Book):
-    """One that never answers."""
+class Mute(SinglePeerTable):
+    """A peer that never answers."""
 
     async def ask(self, make: Any, kind: type[StatusReply], *, tries: int) -> StatusReply:
         raise KVTransferError("no answer")
@@ -242,19 +245,20 @@ class Mute(Book):
 def test_a_host_that_does_not_answer_is_unreachable(
     number: int, is_local: bool, error: type[KVTransferError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Our own host does, whatever it says: a queue is full, or descriptors are short."""
+    """Our own host does answer: a connection error there means a full queue or too few
+    descriptors."""
 
     async def connect(loop: object, factory: object, host: str, port: int) -> None:
         raise OSError(number, "from a test")
 
     monkeypatch.setattr(asyncio.BaseEventLoop, "create_connection", connect)
     with pytest.raises(KVTransferError, match="p-1 can't be reached") as caught:
-        ask(Book(), "127.0.0.1", 1, is_local=is_local)
+        ask(SinglePeerTable(), "127.0.0.1", 1, is_local=is_local)
     assert caught.type is error
 
 
-def test_nothing_is_kept_of_connections_that_are_over() -> None:
-    """Connections to instances that have gone for good, and are not asked again."""
+def test_closed_connections_are_not_retained() -> None:
+    """Connections to instances that are gone for good and are not asked again."""
 
     async def main() -> None:
         inquiry = StatusInquiry(Mute())  # type: ignore[arg-type]
@@ -272,10 +276,11 @@ def test_nothing_is_kept_of_connections_that_are_over() -> None:
 
 
 def test_the_connection_to_a_stopped_process_is_kept() -> None:
-    """However often it is looked for, it fills no queue; when it goes, it is found out."""
+    """Repeated probes fill no accept queue; when the process exits, it is detected."""
 
     async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0), backlog=1) as stopped:  # accepts nothing
+        # does not accept connections
+        with socket.create_server(("127.0.0.1", 0), backlog=1) as stopped:
             writer = Writer("p-1", "a", *stopped.getsockname())
             inquiry = StatusInquiry(Mute())  # type: ignore[arg-type]
             for _ in range(5):

@@ -15,7 +15,7 @@ LOOPBACK = "127.0.0.1"
 
 
 def post_to(answer: bytes, rule: MetaserverRule = ANYBODY, requester: str | None = None) -> int:
-    """Post to a server that answers so; how many connections it got."""
+    """Post to a server with this response; returns the number of connections it got."""
     num_connections = 0
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -55,18 +55,18 @@ OK = b"HTTP/1.1 202 Accepted\r\nContent-Length: 0\r\n\r\n"
     ],
     ids=["long head", "no end", "nothing", "no status", "no text", "half", "elsewhere", "long"],
 )
-def test_any_bad_answer_of_a_metaserver_fails_the_request_with_a_reason(answer: bytes) -> None:
+def test_invalid_metaserver_response_fails_request_with_reason(answer: bytes) -> None:
     with pytest.raises(KVTransferError) as found:
         post_to(answer)
     assert len(str(found.value)) < 2_000
 
 
-def test_the_host_that_sent_the_request_may_be_posted_to() -> None:
+def test_requesting_host_may_be_posted_to() -> None:
     assert post_to(OK, requester=LOOPBACK) == 1
     assert post_to(OK, requester="::ffff:127.0.0.1") == 1
 
 
-def test_another_host_may_not() -> None:
+def test_other_host_may_not_be_posted_to() -> None:
     with pytest.raises(KVTransferError, match=r"came from 198\.51\.100\.7.*--metaserver-allow 127"):
         post_to(OK, requester="198.51.100.7")
 
@@ -92,7 +92,7 @@ def test_invalid_allow_list_entries_fail_at_start(allowed: str) -> None:
 @pytest.mark.parametrize(
     ("address", "requester", "is_permitted"),
     [
-        ("127.0.0.1", "127.0.0.2", True),  # both are this host's
+        ("127.0.0.1", "127.0.0.2", True),  # both are addresses of this host
         ("192.0.2.1", "192.0.2.1", True),
         ("192.0.2.1", "198.51.100.7", False),
         ("169.254.169.254", "127.0.0.1", False),
@@ -101,7 +101,7 @@ def test_invalid_allow_list_entries_fail_at_start(allowed: str) -> None:
         ("127.0.0.1", None, True),
     ],
 )
-def test_addresses_of_one_host_are_one_requester(
+def test_all_addresses_of_requesting_host_are_allowed(
     address: str, requester: str | None, is_permitted: bool
 ) -> None:
     permits: Callable[..., Awaitable[bool]] = ANYBODY.permits
@@ -112,6 +112,6 @@ def test_addresses_of_one_host_are_one_requester(
     assert asyncio.run(main()) is is_permitted
 
 
-def test_names_are_compared_without_case() -> None:
+def test_host_names_are_case_insensitive() -> None:
     rule = MetaserverRule(["Proxy.Example"])
     assert asyncio.run(rule.permits("proxy.example", "192.0.2.1", "192.0.2.9"))

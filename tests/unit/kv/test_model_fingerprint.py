@@ -56,7 +56,7 @@ def fingerprint(directory: Path, tensors: Tensors, **fields: Any) -> ModelFinger
 
 
 def changed(data: bytes, offset: int) -> bytes:
-    """One element there is another."""
+    """Change one element at this position."""
     return data[:offset] + bytes([data[offset] ^ 1]) + data[offset + 1 :]
 
 
@@ -64,9 +64,7 @@ def changed(data: bytes, offset: int) -> bytes:
 @pytest.mark.parametrize(
     "offset", [0, LARGE // 2, LARGE - ELEMENT], ids=["first", "middle", "last"]
 )
-def test_one_element_of_any_tensor_makes_another_model(
-    name: str, offset: int, tmp_path: Path
-) -> None:
+def test_one_changed_element_changes_fingerprint(name: str, offset: int, tmp_path: Path) -> None:
     tensors = some_tensors()
     first = fingerprint(tmp_path / "a", tensors)
     other = fingerprint(tmp_path / "b", {**tensors, name: changed(tensors[name], offset)})
@@ -101,7 +99,7 @@ def test_an_empty_tensor_has_a_fingerprint(tmp_path: Path) -> None:
     fingerprint(tmp_path / "a", {"empty": b""})
 
 
-def test_names_types_and_shapes_count(tmp_path: Path) -> None:
+def test_names_types_and_shapes_change_fingerprint(tmp_path: Path) -> None:
     tensors = some_tensors()
     first = fingerprint(tmp_path / "a", tensors)
     renamed = {name.replace("norm", "scale"): data for name, data in tensors.items()}
@@ -114,13 +112,13 @@ def test_names_types_and_shapes_count(tmp_path: Path) -> None:
         assert other.weights != first.weights
 
 
-def test_two_tensors_that_changed_places_make_another_model(tmp_path: Path) -> None:
+def test_swapped_tensors_change_fingerprint(tmp_path: Path) -> None:
     tensors = some_tensors()
     swapped = {**tensors, "layers.0.q_proj": tensors["embed"], "embed": tensors["layers.0.q_proj"]}
     assert fingerprint(tmp_path / "a", tensors) != fingerprint(tmp_path / "b", swapped)
 
 
-def test_how_tensors_are_spread_over_files_does_not_matter(tmp_path: Path) -> None:
+def test_distribution_over_files_does_not_change_fingerprint(tmp_path: Path) -> None:
     tensors = some_tensors()
     whole = fingerprint(tmp_path / "whole", tensors)
     spread = write_model(tmp_path / "spread", {})
@@ -130,7 +128,7 @@ def test_how_tensors_are_spread_over_files_does_not_matter(tmp_path: Path) -> No
     assert model_fingerprint(spread, "bfloat16") == whole
 
 
-def test_a_file_that_the_index_does_not_name_does_not_matter(tmp_path: Path) -> None:
+def test_file_outside_index_is_ignored(tmp_path: Path) -> None:
     tensors = some_tensors()
     directory = write_model(tmp_path / "model", tensors)
     first = model_fingerprint(directory, "bfloat16")
@@ -166,7 +164,7 @@ def test_a_setting_that_differs_is_named(name: str, change: dict[str, Any], tmp_
     assert {key for key in first.settings if first.settings[key] != other.settings[key]} == {name}
 
 
-def test_the_type_that_weights_are_used_in_counts(tmp_path: Path) -> None:
+def test_dtype_changes_fingerprint(tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model", some_tensors())
     first, other = (model_fingerprint(directory, dtype) for dtype in ("bfloat16", "float16"))
     assert (first.settings["dtype"], other.settings["dtype"]) == ("bfloat16", "float16")
@@ -218,8 +216,8 @@ def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
         model_fingerprint(tmp_path, "bfloat16")
 
 
-def test_reading_it_costs_megabytes_and_not_gigabytes(tmp_path: Path) -> None:
-    """Of a 70B model in bfloat16: 723 tensors of up to 2 GiB, 141 GB in all."""
+def test_fingerprint_reads_megabytes_of_large_model(tmp_path: Path) -> None:
+    """A 70B model in bfloat16: 723 tensors of up to 2 GiB, 141 GB in all."""
     layer = [8192 * 8192, 8192 * 1024, 8192 * 1024, 8192 * 8192, *[8192 * 28672] * 3, 8192, 8192]
     sizes = [ELEMENT * count for count in (layer * 80 + [8192 * 128256] * 2 + [8192])]
     read = sum(len(sample_offsets(size)) * SAMPLE_BYTES for size in sizes)
@@ -257,5 +255,5 @@ def test_a_gguf_model_is_identified_by_the_tensors_of_its_index(tmp_path: Path) 
 def test_short_longrope_factors_are_a_setting_if_the_model_has_long_ones(
     longest: int, max_positions: int, is_said: bool
 ) -> None:
-    """Our engine and our connector in vLLM say the same."""
+    """Our engine and our connector in vLLM compute the same fingerprint."""
     assert bool(longrope_settings(longest, 4096, max_positions)) == is_said

@@ -50,7 +50,7 @@ def instance(engine_id: str, meaning: dict[str, str], rounding: dict[str, str]) 
     )
 
 
-def test_only_what_both_state_is_compared() -> None:
+def test_only_properties_of_both_sides_are_compared() -> None:
     assert differences({"a": "1", "b": "2"}, {"b": "3", "c": "4"}) == {"b": ("2", "3")}
     assert differences({}, {"b": "3"}) == {}
 
@@ -58,7 +58,7 @@ def test_only_what_both_state_is_compared() -> None:
 @pytest.mark.parametrize(
     ("name", "theirs"), [("rope order", "pairs"), ("softmax scale", "0.0625, on the scores")]
 )
-def test_another_meaning_is_refused_with_both_values(name: str, theirs: str) -> None:
+def test_other_meaning_is_rejected_with_both_values(name: str, theirs: str) -> None:
     prefill = instance("p", HALVES, GPU)
     words = refusal(prefill, instance("d", {**HALVES, name: theirs}, GPU))
     assert f"KV's {name} differs" in words
@@ -69,7 +69,7 @@ def test_properties_that_a_peer_does_not_state_are_ignored() -> None:
     assert check_decode_peer(instance("p", HALVES, GPU), facts()) == ("tcp",)
 
 
-def test_the_type_of_kv_is_named_before_the_geometry_that_has_it() -> None:
+def test_kv_dtype_is_named_before_geometry() -> None:
     prefill = facts()
     narrow = replace(prefill.geometry, dtype="float8_e4m3fn", element_bytes=1)
     words = refusal(prefill, msgspec.structs.replace(prefill, geometry=narrow))
@@ -84,7 +84,7 @@ def test_must_match_includes_the_meaning() -> None:
     assert instance("p", HALVES, GPU).must_match["KV's rope order"] == "halves"
 
 
-def test_an_instance_that_turns_rope_rows_takes_both_orders() -> None:
+def test_instance_that_reorders_rope_rows_accepts_both_orders() -> None:
     prefill = instance("p", {**HALVES, "rope order": "pairs"}, GPU)
     turning = msgspec.structs.replace(instance("d", HALVES, GPU), turns_rope=True)
     assert check_compatible(prefill, turning) == ("tcp",)
@@ -108,7 +108,7 @@ def test_different_rounding_is_logged_once_and_counted(caplog: pytest.LogCapture
     assert rounding.num_peers == 1
 
 
-def test_equal_rounding_and_refused_peers_are_not_noted() -> None:
+def test_equal_rounding_and_rejected_peers_are_not_logged() -> None:
     rounding = RoundingDifferences()
     check = rounding.noting(check_prefill_peer)
     check(instance("d", HALVES, CPU), instance("p", HALVES, CPU))

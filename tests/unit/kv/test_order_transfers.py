@@ -12,31 +12,31 @@ FOR_EVER = 1e9
 
 
 class EndlessTransfer:
-    """One that only a cancellation ends, or nothing."""
+    """A transfer that ends only when cancelled, or not even then."""
 
     def __init__(self, *, ends: bool = True) -> None:
         self.is_cancelled = False
         self._ends = ends
 
     def wait(self) -> None:
-        """Over at once, as if it had been done."""
+        """Return at once, as if it had completed."""
 
     def cancel(self) -> None:
-        """Ends it."""
+        """End the transfer."""
         if not self._ends:
             raise RuntimeError("it does not let go")
         self.is_cancelled = True
 
 
-def test_an_order_that_waited_for_its_time_to_be_up_is_not_begun() -> None:
-    """One deadline from the order on, however many orders of that source come first."""
+def test_order_that_expired_in_the_queue_is_not_started() -> None:
+    """The deadline counts from the order, however many orders of the same source run before."""
     with pytest.raises(
         TransferCancelled, match="the deadline passed before all transfers had started"
     ):
         OrderTransfers(0.0).time_left()
 
 
-def test_an_order_is_carried_out_or_reported_by_one() -> None:
+def test_order_is_executed_or_reported_exactly_once() -> None:
     order = OrderTransfers(FOR_EVER)
     assert [order.claim() for _ in range(3)] == [True, False, False]
 
@@ -53,7 +53,7 @@ def test_a_cancelled_order_cancels_running_and_later_transfers() -> None:
         order.wait([early, late])
 
 
-def test_a_transfer_that_can_not_be_drained_ends_the_connector() -> None:
+def test_undrainable_transfer_ends_the_connector() -> None:
     order = OrderTransfers(FOR_EVER)
     order.add(EndlessTransfer(ends=False), 10)
     with pytest.raises(ConnectorDead):

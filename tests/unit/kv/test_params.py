@@ -1,4 +1,4 @@
-"""``kv_transfer_params``: other systems can parse what is built; invalid ones are refused."""
+"""``kv_transfer_params``: other systems can parse ours, and invalid ones are rejected."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def golden(**changes: Any) -> dict[str, Any]:
     return {**params, **changes}
 
 
-def test_a_prefill_answers_with_the_fields_of_the_golden_file() -> None:
+def test_prefill_params_match_golden_file() -> None:
     built = build_params(HOLDER, "cmpl-1-0", [4, 7, 2], PROMPT, FIRST)
     assert json.loads(json.dumps(built)) == golden()
 
@@ -60,7 +60,7 @@ def test_logprobs_are_omitted_unless_requested() -> None:
     assert first.logprobs is None
 
 
-def test_a_field_proxys_order_to_prefill_is_understood() -> None:
+def test_prefill_request_of_other_proxies_is_parsed() -> None:
     order = {
         "do_remote_decode": True,
         "do_remote_prefill": False,
@@ -73,7 +73,7 @@ def test_a_field_proxys_order_to_prefill_is_understood() -> None:
     assert parse_kv_transfer_params(order, (5, 6, 7)) == KVTransferParams(keeps_kv=True)
 
 
-def test_a_peer_may_leave_out_what_the_field_does_not_know() -> None:
+def test_fields_unknown_to_other_systems_are_optional() -> None:
     params = golden()
     del params["prompt_digest"], params["lease_seconds"]
     kv_params = parse_kv_transfer_params(params, PROMPT[::-1])
@@ -84,7 +84,7 @@ def test_a_peer_may_leave_out_what_the_field_does_not_know() -> None:
 @pytest.mark.parametrize(
     "other", [PROMPT[::-1], (*PROMPT[:-1], 7), (7, *PROMPT[1:])], ids=["order", "last", "first"]
 )
-def test_another_prompt_of_the_same_length_is_refused(other: tuple[int, ...]) -> None:
+def test_other_prompt_of_same_length_is_rejected(other: tuple[int, ...]) -> None:
     with pytest.raises(InvalidKVParams, match="given another prompt of 40 tokens") as refusal:
         parse_kv_transfer_params(golden(), other)
     assert prompt_digest(PROMPT) in str(refusal.value)
@@ -92,7 +92,7 @@ def test_another_prompt_of_the_same_length_is_refused(other: tuple[int, ...]) ->
 
 
 @pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}, {"unknown": [1]}])
-def test_nothing_asked_is_nothing_done(params: dict[str, Any] | None) -> None:
+def test_empty_params_do_nothing(params: dict[str, Any] | None) -> None:
     assert parse_kv_transfer_params(params, (5, 6, 7)) == KVTransferParams()
 
 
@@ -131,7 +131,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("change", "words"), BAD, ids=lambda value: str(value)[:40])
-def test_bad_params_are_refused_with_the_reason(change: dict[str, Any], words: str) -> None:
+def test_invalid_params_are_rejected_with_reason(change: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidKVParams) as refusal:
         parse_kv_transfer_params(golden(**change), PROMPT)
     assert words in str(refusal.value)
@@ -147,7 +147,7 @@ ANYTHING = st.recursive(
 
 @settings(max_examples=40)
 @given(field=st.sampled_from(sorted(golden())), value=ANYTHING)
-def test_no_value_of_any_field_is_worse_than_a_refusal(field: str, value: object) -> None:
+def test_any_field_value_is_parsed_or_rejected(field: str, value: object) -> None:
     try:
         kv_params = parse_kv_transfer_params(golden(**{field: value}), PROMPT)
     except InvalidKVParams:
@@ -157,7 +157,7 @@ def test_no_value_of_any_field_is_worse_than_a_refusal(field: str, value: object
         assert all(0 <= block < 2**31 for block in kv_params.remote.block_ids)
 
 
-def test_a_holder_is_found_in_parameters_that_are_wrong_otherwise() -> None:
+def test_prefill_instance_is_found_in_otherwise_invalid_params() -> None:
     wrong = golden(num_prompt_tokens=1, prompt_digest="another", last_token_id=None)
     with pytest.raises(InvalidKVParams):
         parse_kv_transfer_params(wrong, PROMPT)
@@ -173,7 +173,7 @@ def test_a_holder_is_found_in_parameters_that_are_wrong_otherwise() -> None:
     "params",
     [{}, {"do_remote_decode": True}, {"do_remote_prefill": True}, golden(remote_port="x")],
 )
-def test_parameters_without_a_holder_have_none(params: dict[str, Any]) -> None:
+def test_params_without_prefill_instance_have_none(params: dict[str, Any]) -> None:
     assert parse_remote_address(params) is None
 
 
@@ -185,7 +185,7 @@ def test_the_cache_salt_must_match_the_peers() -> None:
             parse_kv_transfer_params(params, PROMPT, other)
 
 
-def test_a_peer_that_does_not_say_what_it_was_given_is_not_verified() -> None:
+def test_peer_without_prompt_digest_is_not_verified() -> None:
     assert parse_kv_transfer_params(golden(), PROMPT).is_verified
     assert not parse_kv_transfer_params(golden(prompt_digest=None), PROMPT).is_verified
 
@@ -195,7 +195,7 @@ PREFILLS = [{"do_remote_decode": True}, {}]
 
 
 @pytest.mark.parametrize("params", PREFILLS, ids=["prefill", "alone"])
-def test_prefix_sources_are_parsed_where_the_prompt_is_computed(
+def test_prefix_sources_are_parsed_by_prefill(
     params: dict[str, Any],
 ) -> None:
     found = parse_kv_transfer_params(params | {"prefix_sources": [SOURCE]}, range(600))
@@ -218,7 +218,7 @@ def test_prefix_sources_are_parsed_where_the_prompt_is_computed(
         ([SOURCE | {"host": "10.0.0.1\0"}], "host: wanted a host's name or address"),
     ],
 )
-def test_a_hint_that_can_not_be_read_is_named(sources: object, problem: str) -> None:
+def test_malformed_hint_is_reported(sources: object, problem: str) -> None:
     with pytest.raises(InvalidKVParams, match=problem):
         parse_kv_transfer_params({"prefix_sources": sources}, range(600))
 
@@ -229,6 +229,6 @@ def test_a_hint_may_name_any_host(host: str) -> None:
     assert found.prefix_sources[0].host == host
 
 
-def test_a_holder_that_no_host_can_be_is_refused() -> None:
+def test_invalid_remote_host_is_rejected() -> None:
     with pytest.raises(InvalidKVParams, match=r"remote_host: wanted .*got 'a\.\.b'"):
         parse_kv_transfer_params(golden(remote_host="a..b"), PROMPT)

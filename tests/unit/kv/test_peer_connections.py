@@ -9,19 +9,19 @@ from mooncake_kv.peer_connections import LOADING, SAVING, PeerConnections
 
 
 class Connections:
-    """Those of a rank, and what was closed of them."""
+    """The connections of a rank, and those that were closed."""
 
     def __init__(self) -> None:
         self.closed: list[tuple[str, int]] = []
         self.all = PeerConnections(lambda epoch, number: self.closed.append((epoch, number)))
 
     def number(self, epoch: str = "a", use: str = LOADING) -> int:
-        """Of the connection that an order gets now."""
+        """The number of the connection that an order gets now."""
         with self.all.used([epoch], use) as numbers:
             return numbers[epoch]
 
     def fail(self, error: Exception) -> None:
-        """An order over both peers."""
+        """An order that uses both peers."""
         with self.all.used(["a", "b"], LOADING):
             raise error
 
@@ -31,7 +31,7 @@ def connections() -> Connections:
     return Connections()
 
 
-def test_each_peer_has_one_for_loads_and_one_for_saves(connections: Connections) -> None:
+def test_each_peer_has_separate_connections_for_loads_and_saves(connections: Connections) -> None:
     uses = [("a", LOADING), ("a", SAVING), ("b", LOADING), ("b", SAVING)]
     numbers = [connections.number(*use) for use in uses]
     assert len(set(numbers)) == 4
@@ -39,7 +39,7 @@ def test_each_peer_has_one_for_loads_and_one_for_saves(connections: Connections)
     assert connections.closed == []
 
 
-def test_what_was_cancelled_or_went_wrong_elsewhere_leaves_them_as_they_are(
+def test_cancellation_and_unrelated_failure_keep_connections(
     connections: Connections,
 ) -> None:
     number = connections.number()
@@ -49,7 +49,7 @@ def test_what_was_cancelled_or_went_wrong_elsewhere_leaves_them_as_they_are(
     assert (connections.number(), connections.closed) == (number, [])
 
 
-def test_the_last_that_uses_one_which_failed_closes_it(connections: Connections) -> None:
+def test_last_user_of_failed_connection_closes_it(connections: Connections) -> None:
     with (
         connections.all.used(["a"], LOADING) as first,
         connections.all.used(["a"], LOADING) as second,

@@ -28,7 +28,7 @@ FACTS = InstanceMetadata(
 
 
 class Ranks:
-    """Record the messages that they are sent."""
+    """Records the messages sent to ranks."""
 
     def __init__(self) -> None:
         self.told: list[ConnectPeer | ForgetPeer] = []
@@ -47,7 +47,7 @@ def held_by(engine_id: str, port: int = 5000) -> RemoteKV:
 
 
 def run(scenario: Callable[[PeerTable, Ranks], Coroutine[Any, Any, None]]) -> None:
-    """Run a scenario with an empty peers."""
+    """Run a scenario with an empty peer table."""
 
     async def main() -> None:
         ranks = Ranks()
@@ -59,7 +59,7 @@ def run(scenario: Callable[[PeerTable, Ranks], Coroutine[Any, Any, None]]) -> No
     asyncio.run(main())
 
 
-def test_a_peer_is_one_incarnation_at_one_address() -> None:
+def test_peer_is_one_epoch_at_one_address() -> None:
     async def scenario(peers: PeerTable, ranks: Ranks) -> None:
         first = peers.get(held_by("a"))
         assert peers.get(held_by("a")) is first
@@ -100,8 +100,8 @@ def test_only_predecessors_at_the_same_address_are_dropped() -> None:
     run(scenario)
 
 
-def test_a_peer_that_is_not_needed_any_more_is_dropped() -> None:
-    """It may have gone for good, while there was nothing to notice that by."""
+def test_unused_peer_is_dropped() -> None:
+    """It may be gone for good, without anything that would detect it."""
 
     async def scenario(peers: PeerTable, ranks: Ranks) -> None:
         began = asyncio.get_running_loop().time()
@@ -129,8 +129,8 @@ def test_requests_to_a_dropped_peer_fail_with_the_reason() -> None:
     run(scenario)
 
 
-class Refuser:
-    """A side channel on which every question is turned down."""
+class RejectingClient:
+    """A side channel that rejects every request."""
 
     def __init__(self) -> None:
         self.num_asked = 0
@@ -140,11 +140,11 @@ class Refuser:
         raise HandshakeRefused("model differs")
 
 
-def test_hands_that_were_refused_are_not_offered_again() -> None:
-    """Facts don't change in an epoch's life."""
+def test_rejected_handshake_is_not_repeated() -> None:
+    """Metadata doesn't change during an epoch."""
 
     async def main() -> None:
-        client: Any = Refuser()
+        client: Any = RejectingClient()
         incompatible = IncompatiblePeers()
         peer = PeerInstance("a", client, handshake_of(Ranks(), incompatible))
         for _ in range(3):
@@ -161,7 +161,7 @@ def small_table(max_peers: int) -> tuple[PeerTable, Ranks]:
     return PeerTable(b"", handshake_of(ranks), max_peers), ranks
 
 
-def test_the_peer_that_was_wanted_longest_ago_goes_for_a_new_one() -> None:
+def test_least_recently_used_peer_is_evicted() -> None:
     async def main() -> None:
         peers, ranks = small_table(3)
         known = [peers.get(held_by(name)) for name in "abc"]
@@ -177,7 +177,7 @@ def test_the_peer_that_was_wanted_longest_ago_goes_for_a_new_one() -> None:
     asyncio.run(main())
 
 
-def test_a_peer_that_holds_something_is_kept() -> None:
+def test_peer_with_leases_is_not_evicted() -> None:
     async def main() -> None:
         peers, _ = small_table(2)
         busy = peers.get(held_by("a"))
@@ -209,7 +209,7 @@ def test_peers_beyond_the_limit_fail_alone(caplog: pytest.LogCaptureFixture) -> 
     assert "all 2 are in use" in caplog.text
 
 
-def test_ten_thousand_peers_over_time_leave_a_bounded_book() -> None:
+def test_table_stays_bounded_over_ten_thousand_peers() -> None:
     async def main() -> None:
         peers, ranks = small_table(MAX_PEERS)
         for number in range(10_000):
@@ -228,8 +228,8 @@ def test_ten_thousand_peers_over_time_leave_a_bounded_book() -> None:
     asyncio.run(main())
 
 
-def test_two_thousand_peers_at_once() -> None:
-    """All of them in use: none is given up for another."""
+def test_two_thousand_concurrent_peers() -> None:
+    """All are in use, so none is evicted for another."""
 
     async def main() -> None:
         peers, ranks = small_table(MAX_PEERS)

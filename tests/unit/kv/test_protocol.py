@@ -50,11 +50,11 @@ MESSAGES: list[protocol.AnyMessage] = [
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_a_message_survives_its_frame(message: protocol.AnyMessage) -> None:
+def test_message_round_trips_through_frame(message: protocol.AnyMessage) -> None:
     assert decode(encode(message)) == message
 
 
-def test_the_wire_form_is_fixed() -> None:
+def test_wire_format_is_stable() -> None:
     payload = encode(Done(7, "cmpl-1", "d1/r"))
     assert msgspec.msgpack.decode(payload) == {
         "kind": "done",
@@ -82,8 +82,8 @@ def test_random_bytes_are_a_bad_frame(frame: bytes) -> None:
 
 
 @given(index=st.integers(0, len(MESSAGES) - 1), data=st.data())
-def test_a_cut_frame_is_a_bad_frame(index: int, data: st.DataObject) -> None:
-    """A changed one is the session's to refuse, by its seal."""
+def test_truncated_frame_is_a_bad_frame(index: int, data: st.DataObject) -> None:
+    """The session's seal detects altered frames."""
     frame = encode(MESSAGES[index])
     cut = data.draw(st.integers(0, len(frame) - 1))
     with pytest.raises(BadFrame):
@@ -103,13 +103,13 @@ NOT_UTF8 = b"\x83\xa4kind\xa4done\xa6ticket\x01\xaarequest_id\xa2\xff\xfe"
     payload=msgspec.msgpack.encode({"kind": "done", "ticket": "1", "request_id": "a", "reader": ""})
 )
 @example(payload=encode(Done(1, "a", "d1/a")) + b"tail")
-def test_a_frame_that_is_no_message_is_a_bad_frame(payload: bytes) -> None:
+def test_frame_without_a_message_is_a_bad_frame(payload: bytes) -> None:
     with pytest.raises(BadFrame):
         decode(payload)
 
 
 @given(payload=st.dictionaries(st.text(max_size=10), st.integers() | st.text(max_size=9)))
-def test_maps_never_raise_anything_else(payload: dict[str, object]) -> None:
+def test_random_maps_raise_only_bad_frame(payload: dict[str, object]) -> None:
     small = {key: value for key, value in payload.items() if not _is_huge(value)}
     try:
         decode(msgspec.msgpack.encode(small))
@@ -121,7 +121,7 @@ def _is_huge(value: object) -> bool:
     return isinstance(value, int) and not -(2**63) <= value < 2**64
 
 
-def test_another_version_is_refused_with_both_named() -> None:
+def test_other_version_is_rejected_naming_both() -> None:
     check_version(PROTOCOL_VERSION)
     with pytest.raises(HandshakeRefused, match="protocol 2, this instance 5"):
         check_version(2)

@@ -1,4 +1,4 @@
-"""A snapshot tells a new subscriber the same as all the events that were published."""
+"""A snapshot gives a new subscriber the same state as all published events."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def held(state: PublishedState) -> dict[int, tuple]:
 
 @given(st.lists(steps, max_size=40), st.integers(1, 4))
 @settings(deadline=None, max_examples=200)
-def test_a_snapshot_rebuilds_all_and_names_parents_first(events: list[KVEvent], limit) -> None:
+def test_snapshot_restores_all_blocks_with_parents_first(events: list[KVEvent], limit) -> None:
     known, rebuilt = PublishedState(), PublishedState()
     known.apply(events)
     before, published_state.MAX_EVENT_BLOCKS = published_state.MAX_EVENT_BLOCKS, limit
@@ -75,7 +75,7 @@ def test_blocks_of_one_prompt_are_one_event() -> None:
     assert not elsewhere.token_ids
 
 
-def test_tokens_that_come_later_are_kept() -> None:
+def test_tokens_added_later_are_kept() -> None:
     state = PublishedState()
     state.apply([stored(1, "STORAGE", follows=False, tells=False), stored(1, "CPU", follows=False)])
     _, first, elsewhere = state.snapshot()

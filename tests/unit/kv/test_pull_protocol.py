@@ -1,6 +1,7 @@
-"""Both sides of a pull when messages are lost and the holder dies; in virtual time.
+"""Both sides of a pull when messages are lost and the prefill instance dies; in virtual time.
 
-KV that may have been another request's when it was read is never used; nothing is held forever.
+KV of blocks that another request may have reused is never decoded from, and nothing is held
+forever.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ class Talk:
     """A prefill instance that is restarted now and then, and a decode instance with one rank.
 
     Args:
-        numbers: for all that is random.
-        model: the prefill instance's; the decode instance has "m".
+        numbers: the source of all randomness.
+        model: the prefill instance's model; the decode instance has "m".
 
     Attributes:
-        epoch: the prefill instance's.
-        freed: when the blocks of a prompt ceased to be held for the reader.
-        has_begun: set once the decode instance's rank reads something.
-        read: when it had read all of a request.
-        loaded: what its core has ordered.
-        ended: what that was told.
-        incompatible: what it remembers.
-        heard: how often the prefill instance was asked what.
+        epoch: the prefill instance's epoch.
+        freed: by request, the time at which its blocks were no longer held for the reader.
+        has_begun: set once the decode instance's rank has started a read.
+        read: by request, the time at which the rank had read everything.
+        loaded: the loads that the decode instance's core has ordered.
+        ended: the events that this core received.
+        incompatible: the incompatible pairs that the decode instance remembers.
+        heard: by type, the number of messages that the prefill instance received.
     """
 
     numbers: random.Random
@@ -75,13 +76,13 @@ class Talk:
     _tasks_of_p: list[asyncio.Task[None]] = field(default_factory=list)
 
     def start(self) -> None:
-        """Begin to live; on the loop."""
-        self.group = RankGroup(1, self._rank_hears)
+        """Start; call it on the loop."""
+        self.group = RankGroup(1, self._rank_receives)
         self.loads = RankLoads(self.group)
         context = ConnectorContext(
             metadata_of("d"),
             LEASE_S,
-            self._d_hears,
+            self._d_receives,
             self.tasks.spawn,
             self.now,
             incompatible=self.incompatible,
@@ -103,25 +104,25 @@ class Talk:
         self.epoch += 1
         name = f"p{self.epoch}"
         facts = msgspec.structs.replace(metadata_of(name), model_fingerprint=self.model)
-        context = ConnectorContext(facts, LEASE_S, self._p_hears, self.tasks.spawn, self.now)
+        context = ConnectorContext(facts, LEASE_S, self._p_receives, self.tasks.spawn, self.now)
         self.p = PullSender(context)
         self._tasks_of_p = [self.tasks.spawn(self.p.sweep())]
 
     def kill_p(self) -> None:
-        """End it as SIGKILL does; its successor knows nothing of what it held."""
+        """Stop P as SIGKILL does; its successor knows nothing of the KV that it held."""
         for task in self._tasks_of_p:
             task.cancel()
         for request_id in list(self._held):
-            self._p_hears(LeaseEnded(request_id))
+            self._p_receives(LeaseEnded(request_id))
 
     def prefill(self, name: str) -> RemoteKV:
-        """A prompt is computed, and held."""
+        """Compute a prompt and keep its KV for the reader."""
         request_id = f"{name}@{self.epoch}"
         self._held.add(request_id)
         self.p.grant(request_id)
         return RemoteKV(f"p{self.epoch}", request_id, *ADDRESS, (0,), 10, lease_s=LEASE_S)
 
-    def _p_hears(self, event: Event) -> None:
+    def _p_receives(self, event: Event) -> None:
         assert isinstance(event, LeaseEnded)
         assert event.request_id in self._held, "freed twice"
         self._held.remove(event.request_id)
@@ -144,16 +145,16 @@ class Talk:
         self.loaded.add(name)
         self.d.load(name, (0,), start)
 
-    def _d_hears(self, event: Event) -> None:
+    def _d_receives(self, event: Event) -> None:
         assert isinstance(event, LoadEnded)
         name = event.request_id
         assert name not in self._reading, "over while its rank reads"
         self.ended[name].append(event)
-        if event.error is None and name in self.read:  # else all of it was there
+        if event.error is None and name in self.read:  # otherwise D had the whole prompt cached
             freed = self.freed.get(self._remotes[name].request_id, self.now())
             assert self.read[name] <= freed, "what was read may have been somebody else's KV"
 
-    def _rank_hears(self, rank: int, message: bytes) -> None:
+    def _rank_receives(self, rank: int, message: bytes) -> None:
         order = decode_to_rank(message)
         if isinstance(order, Load):
             delay = self.numbers.uniform(0.0, LONGEST_READ_S)
@@ -186,7 +187,7 @@ class Talk:
         self._peers.pop(remote.engine_id, None)
 
     def hold(self, remote: RemoteKV) -> None:
-        """Kept anyway."""
+        """Do nothing: this table never evicts."""
 
     def release(self, remote: RemoteKV) -> None:
         """Kept anyway."""
@@ -236,8 +237,8 @@ def test_a_pull_ends_once_on_both_sides() -> None:
     talk(scenario)
 
 
-def test_what_was_read_of_a_dead_instance_is_not_used() -> None:
-    """Its successor, at the same address, knows of nothing."""
+def test_kv_read_from_dead_instance_is_not_used() -> None:
+    """The successor, at the same address, knows nothing of the request."""
 
     async def scenario(between: Talk) -> None:
         between.expect("r", between.prefill("r"))
@@ -252,7 +253,7 @@ def test_what_was_read_of_a_dead_instance_is_not_used() -> None:
 
 
 def test_an_incompatible_instance_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
-    """Later requests end at once, without a word; its successor is asked anew."""
+    """Later requests fail at once, without a message; the successor is asked again."""
     decode_side = "mooncake_kv.kv_reader"
 
     async def scenario(between: Talk) -> None:
@@ -278,7 +279,7 @@ def test_an_incompatible_instance_is_asked_once(caplog: pytest.LogCaptureFixture
     assert loud == []
 
 
-def test_a_release_whose_reply_is_lost_is_answered_again() -> None:
+def test_repeated_release_gets_same_reply() -> None:
     async def scenario(between: Talk) -> None:
         between.line.fate = losing("LeaseReply")
         between.expect("r", between.prefill("r"))
@@ -293,10 +294,10 @@ def test_a_release_whose_reply_is_lost_is_answered_again() -> None:
 
 @settings(max_examples=150)
 @given(seed=st.integers(0, 2**32), loses=st.booleans(), restarts=st.booleans())
-def test_whatever_is_lost_nothing_is_held_for_ever_and_nothing_foreign_is_used(
+def test_lost_messages_cause_no_leak_and_no_use_of_foreign_kv(
     seed: int, *, loses: bool, restarts: bool
 ) -> None:
-    """Requests come, some twice for one prompt, are loaded and cancelled at any moment."""
+    """Requests arrive, some twice for one prompt, and are loaded and cancelled at any moment."""
 
     async def scenario(between: Talk) -> None:
         if loses:
@@ -329,7 +330,7 @@ async def _live(between: Talk, name: str) -> None:
     await asyncio.sleep(numbers.uniform(0.0, 20.0))
     remote = between.prefill(name)
     if numbers.random() < 0.1:
-        return  # nobody comes for it
+        return  # never fetched
     twins = [name] if numbers.random() < 0.7 else [name, f"{name}-again"]
     for twin in twins:
         await asyncio.sleep(numbers.uniform(0.0, LEASE_S))

@@ -29,15 +29,15 @@ LEASE_S = 0.06
 
 
 @dataclass
-class Around:
-    """What surrounds a decode side in these tests.
+class Environment:
+    """The environment of a decode side in these tests.
 
     Args:
-        side: itself; its peer's address answers nobody.
-        leases: at that peer.
-        events: what it told the core.
-        messages: what it told its rank.
-        heard: set once the core was told something.
+        side: the decode side; nothing answers at its peer's address.
+        leases: the leases at that peer.
+        events: the events that the core received.
+        messages: the messages that the rank received.
+        heard: set once the core has received an event.
     """
 
     side: PullReceiver
@@ -47,7 +47,7 @@ class Around:
     heard: asyncio.Event
 
 
-def run(scenario: Callable[[Around], Coroutine[Any, Any, None]]) -> None:
+def run(scenario: Callable[[Environment], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         events: list[Event] = []
         heard = asyncio.Event()
@@ -71,7 +71,7 @@ def run(scenario: Callable[[Around], Coroutine[Any, Any, None]]) -> None:
         context = ConnectorContext(FACTS, LEASE_S, tell, spawn)
         leases = LeaseKeeper(context, peers)
         reader = KVReader(context, RankLoads(ranks), peers, leases)
-        around = Around(PullReceiver(context, reader), leases, events, messages, heard)
+        around = Environment(PullReceiver(context, reader), leases, events, messages, heard)
         await scenario(around)
         for task in tasks:
             task.cancel()
@@ -82,10 +82,10 @@ def run(scenario: Callable[[Around], Coroutine[Any, Any, None]]) -> None:
     asyncio.run(main())
 
 
-def test_a_load_that_crosses_the_news_of_a_lost_lease_is_not_begun() -> None:
-    """The core has not yet taken in that the lease is lost when it orders the load."""
+def test_load_ordered_before_lost_lease_is_processed_is_not_started() -> None:
+    """The core orders the load before it has processed the message that the lease is lost."""
 
-    async def scenario(around: Around) -> None:
+    async def scenario(around: Environment) -> None:
         around.side.expect("mine", REMOTE)
         renewing = asyncio.ensure_future(around.leases.keep_leases())
         await around.heard.wait()
@@ -102,7 +102,7 @@ def test_a_load_that_crosses_the_news_of_a_lost_lease_is_not_begun() -> None:
 
 
 def test_an_interrupted_load_is_never_reported_as_complete() -> None:
-    async def scenario(around: Around) -> None:
+    async def scenario(around: Environment) -> None:
         around.side.expect("mine", REMOTE)
         around.side.load("mine", (0,), 0)
         await asyncio.sleep(0)
@@ -115,7 +115,7 @@ def test_an_interrupted_load_is_never_reported_as_complete() -> None:
 
 
 def test_a_cancelled_request_is_forgotten_once() -> None:
-    async def scenario(around: Around) -> None:
+    async def scenario(around: Environment) -> None:
         around.side.expect("mine", REMOTE)
         around.side.cancel("mine")
         around.side.cancel("mine")
@@ -127,13 +127,13 @@ def test_a_cancelled_request_is_forgotten_once() -> None:
 
 
 class Holders:
-    """A peers whose every peer renews everything, and remembers when."""
+    """A peer table whose peers renew everything and record when."""
 
     def __init__(self) -> None:
         self.renewed: list[float] = []
 
     def hold(self, remote: RemoteKV) -> None:
-        """Kept anyway."""
+        """Do nothing: this table never evicts."""
 
     def release(self, remote: RemoteKV) -> None:
         """Kept anyway."""
@@ -147,10 +147,10 @@ class Holders:
 
 
 @pytest.mark.parametrize(("holders_lease_s", "interval_s"), [(6.0, 1.0), (600.0, 5.0), (None, 5.0)])
-def test_leases_are_renewed_as_often_as_the_shorter_one_asks(
+def test_lease_renewal_follows_shorter_lease(
     holders_lease_s: float | None, interval_s: float
 ) -> None:
-    """Ours is 30 s; the holder's may end before we would have sent a first keepalive."""
+    """Our lease is 30 s; the peer's may expire before we would send a first keepalive."""
 
     async def main() -> None:
         peers = Holders()
@@ -171,8 +171,8 @@ def test_leases_are_renewed_as_often_as_the_shorter_one_asks(
     run_virtually(main())
 
 
-def test_a_prompt_that_is_all_here_needs_no_holder() -> None:
-    async def scenario(around: Around) -> None:
+def test_fully_cached_prompt_needs_no_prefill_instance() -> None:
+    async def scenario(around: Environment) -> None:
         around.side.expect("mine", REMOTE)
         around.side.load("mine", (0,), REMOTE.num_tokens)
         await around.heard.wait()

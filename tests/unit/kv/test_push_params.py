@@ -20,7 +20,7 @@ PROMPT = tuple(range(40))
 POSTED = build_reservation_params(HOLDER, "r-1", [3, 1, 2], PROMPT, 16)
 
 
-def test_what_is_posted_is_understood() -> None:
+def test_posted_params_are_parsed() -> None:
     kv_params = parse_kv_transfer_params(POSTED, PROMPT)
     assert kv_params.keeps_kv
     assert kv_params.mode is TransferMode.PUSH
@@ -37,12 +37,12 @@ def test_what_is_posted_is_understood() -> None:
     assert remote.lease_s == 30.0
 
 
-def test_another_prompt_of_the_same_length_is_refused() -> None:
+def test_other_prompt_of_same_length_is_rejected() -> None:
     with pytest.raises(InvalidKVParams, match="given another prompt of 40 tokens"):
         parse_kv_transfer_params(POSTED, PROMPT[::-1])
 
 
-def test_the_names_are_the_fields() -> None:
+def test_json_names_are_the_field_names() -> None:
     names = {
         "token_ids",
         "do_remote_prefill",
@@ -65,14 +65,14 @@ def test_the_names_are_the_fields() -> None:
     assert set(POSTED) == names
 
 
-def test_a_metaserver_asks_for_a_push() -> None:
+def test_params_with_metaserver_select_push() -> None:
     params = {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": "http://x/y"}
     kv_params = parse_kv_transfer_params(params, PROMPT)
     assert kv_params == KVTransferParams(metaserver="http://x/y")
     assert kv_params.mode is TransferMode.PUSH
 
 
-def test_a_prefill_to_be_fetched_has_no_target() -> None:
+def test_pull_params_have_no_push_target() -> None:
     params = {"do_remote_decode": True, "remote_engine_id": None, "remote_block_ids": None}
     kv_params = parse_kv_transfer_params(params, PROMPT)
     assert kv_params == KVTransferParams(keeps_kv=True)
@@ -91,6 +91,6 @@ def test_a_prefill_to_be_fetched_has_no_target() -> None:
         ({"remote_cached_tokens": -1}, "Expected `int` >= 0"),
     ],
 )
-def test_bad_targets_are_refused_with_the_reason(change: dict[str, Any], words: str) -> None:
+def test_invalid_targets_are_rejected_with_reason(change: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidKVParams, match=words):
         parse_kv_transfer_params({**POSTED, **change}, PROMPT)

@@ -1,4 +1,5 @@
-"""The writers of a push write what every reader would have read: every byte exactly once."""
+"""A push's writers write the same bytes that the readers of a pull would read: each exactly
+once."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from mooncake_kv.push_progress import InstancePair, expected_bytes, plan_push
 
 NUM_BLOCKS = 40
 SPACE = 1 << 32
-"""Ranks lie so far apart that an address says whose it is."""
+"""Address distance between ranks, so that an address identifies its rank."""
 
 uniform_geometries = st.one_of(
     st.builds(
@@ -86,7 +87,7 @@ def expected_by(sides: InstancePair, movement: BlockTransfer) -> dict[tuple[int,
 
 
 def bytes_of(local: list[int], remote: list[int], nbytes: list[int]) -> Counter[tuple[int, int]]:
-    """Every two bytes that are moved, as (source, destination): elements are two bytes wide."""
+    """Every pair of moved bytes as (source, destination); elements are two bytes wide."""
     return Counter(
         (source + step, target + step)
         for source, target, count in zip(local, remote, nbytes, strict=True)
@@ -96,7 +97,7 @@ def bytes_of(local: list[int], remote: list[int], nbytes: list[int]) -> Counter[
 
 @settings(max_examples=150)
 @given(cases())
-def test_writers_write_what_each_reader_would_read(
+def test_push_writes_same_bytes_as_pull_reads(
     case: tuple[InstancePair, BlockTransfer],
 ) -> None:
     sides, movement = case
@@ -145,13 +146,13 @@ def test_chunks_and_layers_add_up_to_the_whole(
     assert dict(sums) == expected_by(sides, movement)
 
 
-def test_nothing_to_write_is_nothing_expected() -> None:
+def test_empty_plan_expects_no_bytes() -> None:
     geometry = KVGeometry(AttentionKind.GQA, 2, 2, (4, 4), "float16", 2)
     shard = shard_of(geometry, 1, 0)
     assert expected_bytes(geometry, [shard], [shard], (3, 3), 0, 4) == {}
 
 
-def test_writers_that_lack_heads_are_refused() -> None:
+def test_writers_without_all_heads_are_rejected() -> None:
     geometry = KVGeometry(AttentionKind.GQA, 2, 2, (4, 4), "float16", 2)
     whole, half = shard_of(geometry, 1, 0), shard_of(geometry, 2, 0)
     with pytest.raises(PlanError, match="hold 2 of them"):

@@ -1,4 +1,5 @@
-"""Which layers of which tokens are due when: each exactly once, with or without callbacks."""
+"""Which layers of which tokens are due for sending, and when: each exactly once, with or without
+callbacks."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def whole(stop: int) -> Counter[tuple[int, int]]:
     return Counter((layer, token) for layer in range(*LAYERS) for token in range(stop))
 
 
-def test_a_layer_is_due_as_soon_as_it_is_done() -> None:
+def test_layer_is_due_once_computed() -> None:
     progress = PromptProgress(LAYERS)
     progress.begin_pass([7, 8])
     assert progress.begin_step(20, []) == []
@@ -34,7 +35,7 @@ def test_a_layer_is_due_as_soon_as_it_is_done() -> None:
     assert progress.layer_done(9) is None
 
 
-def test_chunks_follow_each_other_with_the_blocks_they_have() -> None:
+def test_consecutive_chunks_use_their_blocks() -> None:
     progress = PromptProgress(LAYERS)
     progress.begin_pass([7])
     progress.begin_step(16, [])
@@ -47,16 +48,16 @@ def test_chunks_follow_each_other_with_the_blocks_they_have() -> None:
     assert progress.layer_done(2) == Portion(1, (16, 32), (2, 3), (7, 9))
 
 
-def test_what_the_prefix_cache_holds_is_due_with_the_first_step() -> None:
+def test_cached_prefix_is_due_with_first_step() -> None:
     progress = PromptProgress(LAYERS)
     progress.begin_pass([1, 2, 3])
-    progress.begin_step(48, [])  # only the tokens from 32 on are run
+    progress.begin_step(48, [])  # only tokens from 32 on are computed
     due = progress.layer_done(2)
     assert due is not None
     assert due.tokens == (0, 48)
 
 
-def test_a_request_that_starts_over_sends_everything_again() -> None:
+def test_recomputed_request_sends_everything_again() -> None:
     progress = PromptProgress(LAYERS)
     progress.begin_pass([1])
     progress.begin_step(16, [])
@@ -73,7 +74,7 @@ def test_a_step_without_callbacks_is_due_at_its_end() -> None:
     assert progress.end_pass(30, [4, 5]) == []
 
 
-def test_portions_of_neighbouring_layers_become_one() -> None:
+def test_portions_of_adjacent_layers_are_merged() -> None:
     one = [Portion(1, (0, 9), (layer, layer + 1), (3,)) for layer in (2, 3, 5)]
     other = Portion(1, (9, 12), (6, 7), (3,))
     merged = merge_portions([*one, other])

@@ -1,6 +1,6 @@
-"""Both sides of a push when messages are lost and either of them ends; in virtual time.
+"""Both sides of a push when messages are lost and either side dies; in virtual time.
 
-Blocks on both sides are freed once nothing writes there, whatever is lost.
+Blocks on both sides are freed once nothing writes to them, whichever messages are lost.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def talk(scenario: Scenario, seed: int = 0, lease_s: tuple[float, float] = (6.0,
 
 
 async def push(between: Talk, name: str = "r") -> None:
-    """A prompt from first to last on the prefill side."""
+    """Run a whole prompt on the prefill side."""
     between.load(name)
     between.begin(name)
     await asyncio.sleep(1.0)
@@ -53,8 +53,8 @@ def test_a_push_ends_once_on_both_sides() -> None:
 
 
 @pytest.mark.parametrize("lost", [("Pushed",), ("Pushed", "Renew")], ids=str)
-def test_an_ending_that_is_lost_on_all_tries_is_asked_for(lost: tuple[str, ...]) -> None:
-    """The writer lives on and can't be heard: the reader asks, and even gets its KV."""
+def test_completion_lost_on_all_retries_is_requested(lost: tuple[str, ...]) -> None:
+    """The writer is alive, but its messages are lost: the reader asks, and even gets its KV."""
 
     async def scenario(between: Talk) -> None:
         between.line.fate = losing(*lost)
@@ -67,7 +67,7 @@ def test_an_ending_that_is_lost_on_all_tries_is_asked_for(lost: tuple[str, ...])
 
 
 def test_a_forgotten_writer_sends_hello_again() -> None:
-    """The reader has met too many others since, and the writer knows it from before."""
+    """The reader has evicted the writer, which still knows the reader."""
 
     async def scenario(between: Talk) -> None:
         await push(between, "first")
@@ -84,7 +84,7 @@ def test_a_forgotten_writer_sends_hello_again() -> None:
     talk(scenario)
 
 
-def test_a_failure_that_is_lost_on_all_tries_is_asked_for() -> None:
+def test_failure_lost_on_all_retries_is_requested() -> None:
     async def scenario(between: Talk) -> None:
         between.line.fate = losing("PushFailed", "Renew")
         between.load("r")
@@ -99,8 +99,8 @@ def test_a_failure_that_is_lost_on_all_tries_is_asked_for() -> None:
     talk(scenario)
 
 
-def test_a_push_that_the_writer_has_forgotten_is_over() -> None:
-    """Nothing comes through for longer than the writer keeps what became of its pushes."""
+def test_push_forgotten_by_writer_fails() -> None:
+    """All messages are lost for longer than the writer remembers the results of its pushes."""
 
     async def scenario(between: Talk) -> None:
         between.load("r")
@@ -122,8 +122,8 @@ def test_a_push_that_the_writer_has_forgotten_is_over() -> None:
     talk(scenario)
 
 
-def test_a_push_in_flight_is_waited_for() -> None:
-    """Its keepalives are lost, its replies are not."""
+def test_push_in_flight_is_awaited() -> None:
+    """The writer's keepalives are lost, but its replies are not."""
 
     async def scenario(between: Talk) -> None:
         between.line.fate = losing("Renew")
@@ -140,7 +140,7 @@ def test_a_push_in_flight_is_waited_for() -> None:
 
 
 @pytest.mark.parametrize("lease_s", [(60.0, 1.0), (1.0, 60.0)], ids=["reader", "writer"])
-def test_keepalives_are_as_frequent_as_the_shorter_lease_asks(
+def test_keepalive_interval_follows_shorter_lease(
     lease_s: tuple[float, float],
 ) -> None:
     async def scenario(between: Talk) -> None:
@@ -157,7 +157,7 @@ def test_keepalives_are_as_frequent_as_the_shorter_lease_asks(
     talk(scenario, lease_s=lease_s)
 
 
-def test_an_entry_that_is_granted_after_its_writer_gave_up_is_given_back() -> None:
+def test_reservation_granted_after_writer_aborted_is_released() -> None:
     """Late and repeated messages arrive in any order."""
 
     async def scenario(between: Talk) -> None:
@@ -173,8 +173,9 @@ def test_an_entry_that_is_granted_after_its_writer_gave_up_is_given_back() -> No
     talk(scenario, lease_s=(6.0, 60.0))
 
 
-def test_a_writer_that_is_considered_dead_stops_before_its_blocks_are_free() -> None:
-    """What stands between refuses for it, and lets nothing through; it lives, and writes."""
+def test_writer_considered_dead_stops_before_its_blocks_are_freed() -> None:
+    """A middlebox refuses connections in the writer's name and drops its messages, while the writer
+    lives and writes."""
 
     async def scenario(between: Talk) -> None:
         between.load("r")
@@ -199,10 +200,11 @@ def test_a_writer_that_is_considered_dead_stops_before_its_blocks_are_free() -> 
     hides=st.booleans(),
     lease_s=st.sampled_from([(6.0, 6.0), (6.0, 1.0), (1.0, 6.0), (60.0, 6.0)]),
 )
-def test_whatever_is_lost_both_sides_come_back_to_nothing(
+def test_both_sides_free_everything_despite_lost_messages(
     seed: int, lease_s: tuple[float, float], *, loses: bool, kills: bool, hides: bool
 ) -> None:
-    """Requests come, are completed, aborted and cancelled at any moment; then the line is good."""
+    """Requests arrive, complete, are aborted and cancelled at any moment; then no message is
+    lost."""
 
     async def scenario(between: Talk) -> None:
         if loses:
@@ -242,5 +244,5 @@ async def _live(between: Talk, name: str) -> None:
 
 
 def _ended_once(events: list[LoadEnded]) -> bool:
-    """Drained at last, and never twice; given up before that at most once."""
+    """Check that each request is drained once in the end, and aborted at most once before that."""
     return [event.is_drained for event in events] in ([True], [False, True])

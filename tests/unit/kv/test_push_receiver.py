@@ -84,7 +84,7 @@ MAX_LOAD_S = 300.0
 
 
 async def post_nowhere(metaserver: Metaserver, params: KVTransferDict) -> None:
-    """Nobody is asked."""
+    """Post nothing."""
 
 
 class Desk:
@@ -126,7 +126,7 @@ class Desk:
     def load(self, num_tokens: int = 10) -> None:
         params = {"num_prompt_tokens": 16 + num_tokens, "remote_cached_tokens": 16}
         self.side.load("r", (3, 7), Metaserver("http://nowhere"), params)
-        self.tasks.pop().close()  # the post to the metaserver: nobody is there
+        self.tasks.pop().close()  # the post to the metaserver, which does not exist
 
     def say(self, message: AnyMessage) -> LeaseStatus:
         answer = self.side.handle(message)
@@ -144,7 +144,7 @@ class Desk:
         return self.say(PushFailed(4, "r", writer, "broken", may_land))
 
     def reap(self, now: float) -> list[str | None]:
-        """Look, and see to what that starts; the errors of what ended."""
+        """Reap, and run the tasks that this starts; returns the errors of ended loads."""
         self.now = now
         before = len(self.events)
         self.side.reap()
@@ -177,7 +177,7 @@ def desk() -> Desk:
     return Desk()
 
 
-def test_an_exact_push_ends_the_load_with_the_first_token(desk: Desk) -> None:
+def test_complete_push_completes_load_with_first_token(desk: Desk) -> None:
     desk.load()
     assert desk.open() is LeaseStatus.HELD
     assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
@@ -191,14 +191,14 @@ def test_latents_of_another_order_are_converted_before_the_load_ends() -> None:
     desk.load()
     desk.open()
     assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
-    desk.side.cancel("r")  # its blocks are the ranks' until they are done
+    desk.side.cancel("r")  # its blocks belong to the ranks until they are done
     assert (desk.events, desk.turns) == ([], [])
     assert desk.reap(0.0) == [None]
     assert desk.turns == [TurnRope("r", (3, 7), 16, 26, PAIRS)]
     assert desk.events == [LoadEnded("r", None, FIRST)]
 
 
-def test_a_rank_that_can_not_turn_them_fails_the_load() -> None:
+def test_rank_that_cannot_reorder_latents_fails_the_load() -> None:
     desk = Desk(rope_order=PAIRS)
     desk.load()
     desk.open()
@@ -208,7 +208,7 @@ def test_a_rank_that_can_not_turn_them_fails_the_load() -> None:
     assert desk.side.counts.failures == 1
 
 
-def test_bytes_are_counted_for_the_latest_senders() -> None:
+def test_bytes_are_counted_for_most_recent_senders() -> None:
     received = BytesByPeer()
     for number in range(MAX_SENDERS + 1):
         received.add("oldest, and still sending", 1)
@@ -219,7 +219,7 @@ def test_bytes_are_counted_for_the_latest_senders() -> None:
     assert "p-1" not in found
 
 
-def test_a_repeated_ending_is_answered_alike_and_changes_nothing(desk: Desk) -> None:
+def test_repeated_completion_gets_same_reply_and_changes_nothing(desk: Desk) -> None:
     desk.load()
     desk.open()
     answers = [desk.pushed((0, 0, 10 * TOKEN_BYTES)) for _ in range(3)]
@@ -241,7 +241,7 @@ def test_each_rank_accounts_for_its_own_bytes() -> None:
     [(), ((0, 0, 1),), ((0, 0, 11 * TOKEN_BYTES),), ((1, 0, 10 * TOKEN_BYTES),)],
     ids=["nothing", "too little", "too much", "another rank"],
 )
-def test_what_is_not_exact_is_a_failed_load(
+def test_wrong_byte_count_fails_the_load(
     desk: Desk, written: tuple[tuple[int, int, int], ...]
 ) -> None:
     desk.load()
@@ -253,7 +253,7 @@ def test_what_is_not_exact_is_a_failed_load(
     assert ended.is_drained
 
 
-def test_a_failure_ends_the_load_with_its_reason(desk: Desk) -> None:
+def test_failure_message_fails_load_with_its_reason(desk: Desk) -> None:
     desk.load()
     desk.open()
     assert desk.failed() is LeaseStatus.EXPIRED
@@ -268,7 +268,7 @@ def test_a_writer_that_fails_before_its_grant_ends_the_wait(desk: Desk) -> None:
     assert desk.events == [LoadEnded("r", "the prefill instance gave up: broken")]
 
 
-def test_strangers_can_neither_end_nor_spoil_a_load(desk: Desk) -> None:
+def test_unadmitted_writers_cannot_complete_or_fail_a_load(desk: Desk) -> None:
     desk.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-2")))
     desk.load()
     desk.open()
@@ -386,7 +386,7 @@ def drains(desk: Desk) -> list[bool]:
     return [event.is_drained for event in desk.events if isinstance(event, LoadEnded)]
 
 
-def test_data_in_flight_of_a_failed_writer_is_waited_for_unless_writes_end_with_it() -> None:
+def test_in_flight_data_of_failed_writer_is_drained_unless_writes_end_with_it() -> None:
     desk = Desk(stops_writes_on_failure=False)
     desk.load()
     desk.open()
@@ -424,10 +424,10 @@ def test_a_cancelled_load_keeps_its_blocks_while_something_may_arrive() -> None:
 
 
 @pytest.mark.parametrize(("tp_size", "stops_writes_on_failure"), [(1, False), (2, True)])
-def test_writes_in_flight_of_a_dead_writer_are_waited_for(
+def test_in_flight_writes_of_dead_writer_are_drained(
     tp_size: int, stops_writes_on_failure: bool
 ) -> None:
-    """Where nothing stops it; and where its ranks are processes that may not be dead yet."""
+    """If nothing stops them, and if its ranks are processes that may still be alive."""
     desk = Desk(tp_size, stops_writes_on_failure=stops_writes_on_failure)
     desk.load()
     desk.open()
@@ -440,8 +440,11 @@ def test_writes_in_flight_of_a_dead_writer_are_waited_for(
 
 
 @pytest.mark.parametrize("hosts", [("there", "here"), ("", "")], ids=str)
-def test_a_refusal_by_another_host_does_not_prove_the_writer_dead(hosts: tuple[str, str]) -> None:
-    """A load balancer may refuse for one that lives: that stops when its lease is over."""
+def test_refused_connection_by_other_host_does_not_prove_writer_dead(
+    hosts: tuple[str, str],
+) -> None:
+    """A load balancer may refuse connections for a live writer, which stops when its lease
+    expires."""
     desk = Desk(hosts=hosts)
     desk.is_writer_near = False
     desk.load()
@@ -480,7 +483,7 @@ def test_a_silent_writer_frees_the_request_and_not_the_blocks(desk: Desk) -> Non
 
 
 def test_a_writer_whose_host_is_unreachable_for_long_is_considered_dead() -> None:
-    """Nothing answers or refuses there: a live writer would have stopped long ago."""
+    """The host neither answers nor refuses: a live writer would have stopped long ago."""
     desk = Desk(stops_writes_on_failure=False)
     desk.load()
     desk.open()
@@ -497,8 +500,8 @@ def test_a_writer_whose_host_is_unreachable_for_long_is_considered_dead() -> Non
     assert desk.open() is LeaseStatus.EXPIRED
 
 
-def test_a_writer_that_is_stopped_is_unreachable_from_when_its_host_went() -> None:
-    """While a kernel answers for it, it may go on, and write."""
+def test_stopped_writer_counts_as_unreachable_once_its_host_is_down() -> None:
+    """While its kernel answers, a stopped process may continue and write."""
     desk = Desk()
     desk.load()
     desk.open()
@@ -512,7 +515,7 @@ def test_a_writer_that_is_stopped_is_unreachable_from_when_its_host_went() -> No
     assert drains(desk) == [False, True]
 
 
-def test_a_writer_that_reports_progress_is_waited_for(desk: Desk) -> None:
+def test_writer_that_reports_progress_is_awaited(desk: Desk) -> None:
     desk.load()
     desk.open()
     desk.reply = StatusReply(1, "p-1", ("a",), ())
@@ -523,7 +526,7 @@ def test_a_writer_that_reports_progress_is_waited_for(desk: Desk) -> None:
     assert desk.reap(18.1) == ["prefill instance p-1 has been silent for longer than a lease"]
 
 
-def test_an_ending_that_had_to_be_asked_for_counts_like_any_other(desk: Desk) -> None:
+def test_requested_completion_counts_as_completion(desk: Desk) -> None:
     desk.load()
     desk.open()
     pushed = Pushed(1, "r", ONE, ((0, 0, 10 * TOKEN_BYTES),), TOKEN)
@@ -533,7 +536,7 @@ def test_an_ending_that_had_to_be_asked_for_counts_like_any_other(desk: Desk) ->
     assert desk.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
 
 
-def test_the_ending_of_another_attempt_ends_nothing_well(desk: Desk) -> None:
+def test_completion_of_other_attempt_fails_the_load(desk: Desk) -> None:
     desk.load()
     desk.open()
     foreign = Pushed(1, "r", TWO, ((0, 0, 10 * TOKEN_BYTES),), TOKEN)
@@ -541,7 +544,7 @@ def test_the_ending_of_another_attempt_ends_nothing_well(desk: Desk) -> None:
     assert desk.reap(3.0) == ["prefill instance p-1 has no record of it any more"]
 
 
-def test_a_writer_that_lives_and_does_not_get_on_is_not_waited_for(desk: Desk) -> None:
+def test_live_writer_without_progress_is_not_awaited(desk: Desk) -> None:
     desk.load()
     for second in range(0, int(MAX_LOAD_S) + 1, 2):
         desk.now = float(second)
@@ -551,7 +554,7 @@ def test_a_writer_that_lives_and_does_not_get_on_is_not_waited_for(desk: Desk) -
     assert desk.side.handle(Renew(7, ("r",))) == Renewed(7, ("r",))
 
 
-def test_a_writer_with_another_prompt_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+def test_writer_with_other_prompt_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
     desk = Desk()
     params = {"num_prompt_tokens": 26, "remote_cached_tokens": 16, "prompt_digest": "ours"}
     desk.side.load("r", (3, 7), Metaserver("http://nowhere"), params)

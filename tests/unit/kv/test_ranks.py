@@ -17,7 +17,7 @@ PAUSE_S = LIMIT_S / STALL_CHECKS
 
 
 def loads(has_stalled: Callable[[], bool] = lambda: False) -> RankLoads:
-    """Of two ranks."""
+    """The loads of an instance with two ranks."""
     return RankLoads(RankGroup(2, lambda rank, message: None), LIMIT_S, has_stalled)
 
 
@@ -29,7 +29,7 @@ def now() -> float:
     return asyncio.get_running_loop().time()
 
 
-def test_a_load_is_over_when_the_last_rank_has_reported() -> None:
+def test_load_completes_when_last_rank_has_reported() -> None:
     async def main() -> None:
         ranks = loads()
         running = asyncio.ensure_future(ranks.run(LOAD))
@@ -44,7 +44,7 @@ def test_a_load_is_over_when_the_last_rank_has_reported() -> None:
 
 
 def test_a_rank_that_does_not_report_ends_the_instance() -> None:
-    """It may still write, so the load does not fail: its blocks must not be freed."""
+    """The rank may still write, so the load must not fail: its blocks must not be freed."""
 
     async def main() -> None:
         ranks = loads()
@@ -61,8 +61,8 @@ def test_a_rank_that_does_not_report_ends_the_instance() -> None:
     run_virtually(main())
 
 
-def test_while_the_engine_does_not_step_no_report_is_late() -> None:
-    """An order waits for the rank's step."""
+def test_no_report_times_out_while_engine_does_not_step() -> None:
+    """Orders wait for the rank's next step."""
     stalled_s = 5 * LIMIT_S
 
     async def main() -> None:

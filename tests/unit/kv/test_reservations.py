@@ -1,4 +1,4 @@
-"""Reservations: one writer each, and never free while it may write."""
+"""Reservations: one writer each, and never freed while it may write."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_only_the_first_writer_is_granted(table: ReservationTable) -> None:
     assert table.open("r", SAME_INSTANCE, 2.0) is LeaseStatus.EXPIRED
 
 
-def test_writers_that_come_too_early_or_too_late_are_refused(table: ReservationTable) -> None:
+def test_early_and_late_writers_are_rejected(table: ReservationTable) -> None:
     assert table.open("r", ONE, 0.0) is LeaseStatus.UNKNOWN
     table.reserve("r", (0, 10), now=0.0)
     assert table.revoke("r", 1.0)
@@ -35,7 +35,7 @@ def test_writers_that_come_too_early_or_too_late_are_refused(table: ReservationT
     assert len(table) == 0
 
 
-def test_a_granted_reservation_is_not_free_before_its_writer_reports_its_end(
+def test_granted_reservation_is_kept_until_its_writer_reports_completion(
     table: ReservationTable,
 ) -> None:
     table.reserve("r", (0, 10), now=0.0)
@@ -49,7 +49,7 @@ def test_a_granted_reservation_is_not_free_before_its_writer_reports_its_end(
     assert len(table) == 0
 
 
-def test_repeated_questions_get_the_same_ending(table: ReservationTable) -> None:
+def test_repeated_requests_get_same_result(table: ReservationTable) -> None:
     table.reserve("r", (0, 10), now=0.0)
     table.open("r", ONE, 1.0)
     assert table.end("r", ONE, LeaseStatus.RELEASED)
@@ -59,7 +59,7 @@ def test_repeated_questions_get_the_same_ending(table: ReservationTable) -> None
     assert table.ending("never", ONE) is LeaseStatus.UNKNOWN
 
 
-def test_keepalives_put_the_deadline_off(table: ReservationTable) -> None:
+def test_keepalives_extend_the_deadline(table: ReservationTable) -> None:
     table.reserve("r", (0, 10), now=0.0)
     assert [held.request_id for held in table.overdue(30.0)] == ["r"]
     table.open("r", ONE, 31.0)
@@ -71,7 +71,7 @@ def test_keepalives_put_the_deadline_off(table: ReservationTable) -> None:
 
 
 class ReservationMachine(RuleBasedStateMachine):
-    """Whatever message comes from whom: only the granted writer ends it, and is asked to."""
+    """Any message from any writer: only the granted writer ends the reservation."""
 
     names = st.sampled_from(["r1", "r2"])
     writers = st.sampled_from([ONE, TWO, SAME_INSTANCE])
@@ -127,7 +127,7 @@ class ReservationMachine(RuleBasedStateMachine):
             assert name not in self.revoked
 
     @invariant()
-    def a_writer_is_known_once_it_is_let_in(self) -> None:
+    def writer_is_known_once_granted(self) -> None:
         for name in ("r1", "r2"):
             held = self.table.get(name)
             if held is not None:

@@ -1,4 +1,4 @@
-"""The side channel on loopback: answers, retries, and strangers without the secret."""
+"""The side channel on loopback: replies, retries, and peers without the secret."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def refusing(message: AnyMessage) -> AnyMessage:
 
 
 async def settle() -> None:
-    """Give connections that were closed the time to end."""
+    """Give closed connections the time to finish."""
     await asyncio.sleep(0.02)
 
 
@@ -78,14 +78,15 @@ async def asking(
 
 @asynccontextmanager
 async def relayed(port: int) -> AsyncIterator[tuple[Relay, SideChannelClient]]:
-    """A client that reaches the side channel through a relay, which may lose what they say."""
+    """A client that reaches the side channel through a relay, which may lose messages."""
     async with relay(HOST, port, SECRET) as between, asking(between.port) as client:
         yield between, client
 
 
 @asynccontextmanager
 async def mute() -> AsyncIterator[tuple[int, list[StreamWriter]]]:
-    """Something that accepts connections and never says a word; yields them, too."""
+    """A server that accepts connections and never sends anything; yields the connections as
+    well."""
     accepted: list[StreamWriter] = []
     server = await asyncio.start_server(lambda _, writer: accepted.append(writer), HOST, 0)
     try:
@@ -104,7 +105,7 @@ async def ask(client: SideChannelClient, try_timeout_s: float = 2.0) -> LeaseSta
     return answer.status
 
 
-def test_a_question_is_answered() -> None:
+def test_request_gets_its_reply() -> None:
     async def main() -> None:
         async with serving() as port, asking(port) as client:
             answers = await asyncio.gather(*(ask(client) for _ in range(20)))
@@ -122,7 +123,7 @@ def test_concurrent_first_requests_share_one_connection() -> None:
             first = asyncio.create_task(ask(client))
             others = [asyncio.create_task(ask(client)) for _ in range(4)]
             await asyncio.sleep(0)
-            first.cancel()  # which leaves the connection to the others
+            first.cancel()  # and leaves the connection to the others
             assert await asyncio.gather(*others) == [LeaseStatus.HELD] * 4
             assert len(listener.sessions) == 1
         server.close()
@@ -152,7 +153,7 @@ def test_a_refusal_reaches_its_requester() -> None:
     asyncio.run(main())
 
 
-def test_an_answer_of_another_kind_is_an_error() -> None:
+def test_reply_of_other_type_is_an_error() -> None:
     async def main() -> None:
         def odd(message: AnyMessage) -> AnyMessage:
             return Renewed(message.ticket, ())
@@ -164,7 +165,7 @@ def test_an_answer_of_another_kind_is_an_error() -> None:
     asyncio.run(main())
 
 
-def test_an_answer_that_is_no_message_is_an_error() -> None:
+def test_malformed_reply_is_an_error() -> None:
     def nonsense(session: AsyncSession, payload: bytes) -> bytes:
         return b"\xc1"
 
@@ -230,9 +231,9 @@ def test_another_version_fails_immediately_with_advice() -> None:
     asyncio.run(main())
 
 
-def test_a_lost_question_is_asked_again_and_a_repeated_answer_ignored() -> None:
+def test_lost_request_is_retried_and_repeated_reply_ignored() -> None:
     async def main() -> None:
-        fates = iter([[], [0.0], [0.0, 0.0]])  # lost; asked again; answered twice
+        fates = iter([[], [0.0], [0.0, 0.0]])  # lost; retried; answered twice
         async with serving() as port, relayed(port) as (between, client):
             between.fate = lambda kind: next(fates, [0.0])
             assert await ask(client, try_timeout_s=0.2) is LeaseStatus.HELD
@@ -242,9 +243,9 @@ def test_a_lost_question_is_asked_again_and_a_repeated_answer_ignored() -> None:
     asyncio.run(main())
 
 
-def test_a_late_answer_counts() -> None:
+def test_late_reply_is_accepted() -> None:
     async def main() -> None:
-        fates = iter([[0.3], []])  # the second question is lost
+        fates = iter([[0.3], []])  # the retry is lost
         async with serving() as port, relayed(port) as (between, client):
             between.fate = lambda kind: next(fates, [0.0])
             assert await ask(client, try_timeout_s=0.25) is LeaseStatus.HELD
@@ -253,7 +254,7 @@ def test_a_late_answer_counts() -> None:
     asyncio.run(main())
 
 
-def test_no_answer_is_an_error_in_time() -> None:
+def test_missing_reply_times_out() -> None:
     async def main() -> None:
         async with mute() as (silent, _), asking(silent) as client:
             with pytest.raises(KVTransferError, match=r"did not answer within 0\.4 s"):
@@ -273,7 +274,7 @@ def test_a_refused_connection_to_a_new_peer_fails_immediately() -> None:
     asyncio.run(main())
 
 
-def test_a_peer_that_is_absent_is_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reconnects_to_absent_peer_back_off(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = []
 
     async def refused(*arguments: object, **options: object) -> AsyncSession:
@@ -290,16 +291,16 @@ def test_a_peer_that_is_absent_is_tried_ever_more_rarely(monkeypatch: pytest.Mon
         client.close("the test ends")
 
     asyncio.run(main())
-    assert 2 < len(tried) < 8  # the pause grows, and is one for all who ask
+    assert 2 < len(tried) < 8  # the backoff grows, and is shared by all callers
 
 
-def test_a_peer_that_restarts_at_the_same_port_is_asked_again() -> None:
+def test_peer_restarted_at_same_port_is_reconnected() -> None:
     async def main() -> None:
         async with serving() as port:
             client = SideChannelClient(HOST, port, SECRET)
             assert await ask(client) is LeaseStatus.HELD
         asked = asyncio.create_task(ask(client))
-        await asyncio.sleep(0.2)  # in which nothing listens
+        await asyncio.sleep(0.2)  # while nothing listens
         async with serving(port=port):
             assert await asked is LeaseStatus.HELD
             assert await ask(client) is LeaseStatus.HELD
@@ -360,7 +361,7 @@ def test_a_stranger_affects_no_session(sent: bytes) -> None:
     asyncio.run(main())
 
 
-def test_a_flood_of_strangers_keeps_no_member_out() -> None:
+def test_flood_of_strangers_does_not_block_peers() -> None:
     async def main() -> None:
         async with serving() as port:
             crowd: list[tuple[StreamReader, StreamWriter]] = []
@@ -375,7 +376,7 @@ def test_a_flood_of_strangers_keeps_no_member_out() -> None:
     asyncio.run(main())
 
 
-def test_a_message_that_is_too_long_is_an_error_of_its_own() -> None:
+def test_oversized_message_raises_its_own_error() -> None:
     async def main() -> None:
         async with serving() as port, asking(port) as client:
             long = "x" * (17 << 20)
@@ -386,7 +387,7 @@ def test_a_message_that_is_too_long_is_an_error_of_its_own() -> None:
     asyncio.run(main())
 
 
-def test_a_taken_port_is_named() -> None:
+def test_taken_port_error_names_port() -> None:
     async def main() -> None:
         async with serving() as port:
             with pytest.raises(
@@ -402,7 +403,7 @@ def test_a_taken_port_is_named() -> None:
     asyncio.run(main())
 
 
-def test_a_host_that_is_not_ours_is_named() -> None:
+def test_foreign_listen_host_error_names_host() -> None:
     async def main() -> None:
         said = r"on 192\.0\.2\.1 can't be bound: can't listen on 192\.0\.2\.1 port 0"
         with pytest.raises(SideChannelPortInUse, match=said):
@@ -412,13 +413,13 @@ def test_a_host_that_is_not_ours_is_named() -> None:
 
 
 @pytest.mark.parametrize("host", ["two words", "*", "a/b", "\0", "", "x" * 64, "a..b", "::z"])
-def test_an_impossible_host_is_an_error_of_the_transfer(host: str) -> None:
+def test_invalid_host_is_a_transfer_error(host: str) -> None:
     with pytest.raises(KVTransferError, match="is not a valid side channel address"):
         SideChannelClient(host, 80, SECRET)
 
 
 @pytest.mark.parametrize("host", ["localhost", "node-7.cluster.local", "::1", "10.0.0.7", "a_b."])
-def test_names_and_addresses_are_hosts(host: str) -> None:
+def test_names_and_addresses_are_valid_hosts(host: str) -> None:
     SideChannelClient(host, 80, SECRET)
 
 
@@ -451,10 +452,10 @@ async def check_closing(client: SideChannelClient, is_asked: Callable[[], bool])
         await ask(client)
 
 
-def test_a_loop_that_ends_while_it_connects_leaves_no_task(
+def test_loop_stopped_during_connect_leaves_no_task(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    gc.collect()  # what other tests have left is not this one's
+    gc.collect()  # objects left by other tests do not count
     caplog.clear()
     end_while_connecting()
     gc.collect()
@@ -464,7 +465,7 @@ def test_a_loop_that_ends_while_it_connects_leaves_no_task(
 
 def end_while_connecting() -> None:
     io = IoLoop("test", lambda name, exc: None, lambda dead: None)
-    with socket.create_server((HOST, 0)) as listener:  # takes connections, and says nothing
+    with socket.create_server((HOST, 0)) as listener:  # accepts connections and sends nothing
         client = SideChannelClient(HOST, listener.getsockname()[1], SECRET)
 
         async def begin() -> None:

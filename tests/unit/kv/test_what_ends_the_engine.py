@@ -35,8 +35,8 @@ TIMEOUT_S = 20.0
 LOAD = Load("r", "p", (0,), (0,), 0, 4, 0, 4)
 
 
-class Oops(Exception):
-    """Nobody thought of it."""
+class Bug(Exception):
+    """An unexpected exception."""
 
 
 class Owner:
@@ -50,7 +50,7 @@ class Owner:
 
     def _error(self, request_id: str, exc: Exception) -> None:
         if request_id == "can't be given up":
-            raise Oops("again")
+            raise Bug("again")
         self.errors.append((request_id, exc))
         self.told.set()
 
@@ -62,7 +62,7 @@ class Owner:
         assert self.told.wait(TIMEOUT_S)
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
-        """Call it on the loop, for no request."""
+        """Call it on the loop, on behalf of no request."""
 
         async def main() -> None:
             function(*args)
@@ -78,7 +78,7 @@ def owner() -> Iterator[Owner]:
 
 
 def fail() -> None:
-    raise Oops("a bug")
+    raise Bug("a bug")
 
 
 async def fail_later() -> None:
@@ -93,7 +93,7 @@ def test_a_call_that_fails_fails_its_request(
     [(request_id, exc)] = owner.errors
     assert (request_id, str(exc)) == ("r", "a bug")
     assert owner.failures == []
-    assert "Oops: a bug" in caplog.text, "with its traceback"
+    assert "Bug: a bug" in caplog.text, "with its traceback"
 
 
 def test_a_task_that_fails_fails_its_request(owner: Owner) -> None:
@@ -113,15 +113,15 @@ def test_a_failed_task_without_a_request_is_only_logged(
     assert "failed in a task without a request" in caplog.text
 
 
-def test_housekeeping_that_ends_ends_the_engine(owner: Owner) -> None:
+def test_ended_housekeeping_task_ends_the_engine(owner: Owner) -> None:
     owner.call(lambda: owner.loop.spawn_housekeeping(fail_later()))
     owner.wait()
     [dead] = owner.failures
     assert dead.fatal is Fatal.HOUSEKEEPING_ENDED
-    assert "Oops('a bug')" in str(dead)
+    assert "Bug('a bug')" in str(dead)
 
 
-def test_a_request_that_can_not_be_failed_ends_the_engine(owner: Owner) -> None:
+def test_failure_that_cannot_be_reported_ends_the_engine(owner: Owner) -> None:
     owner.loop.call("can't be given up", fail)
     owner.wait()
     assert [dead.fatal for dead in owner.failures] == [Fatal.HOUSEKEEPING_ENDED]
@@ -137,19 +137,19 @@ def test_a_request_that_finds_the_connector_dead_ends_the_engine(owner: Owner) -
     assert owner.errors == [], "nothing of it is given up: its blocks would be free"
 
 
-def test_a_loop_that_ends_by_itself_ends_the_engine(owner: Owner) -> None:
+def test_loop_that_stops_by_itself_ends_the_engine(owner: Owner) -> None:
     owner.loop.call("r", lambda: asyncio.get_running_loop().stop())
     owner.wait()
     assert [dead.fatal for dead in owner.failures] == [Fatal.IO_LOOP_ENDED]
 
 
-def test_a_loop_that_is_closed_ends_nothing(owner: Owner) -> None:
+def test_closed_loop_does_not_end_the_engine(owner: Owner) -> None:
     owner.loop.close()
     assert (owner.errors, owner.failures) == ([], [])
 
 
 class FakeTransfer:
-    """A transfer that fails, and may not be drained."""
+    """A transfer that fails and possibly can't be drained."""
 
     def __init__(self, failure: Exception, cancel_failure: Exception | None = None) -> None:
         self._failure = failure
@@ -164,7 +164,7 @@ class FakeTransfer:
 
 
 class LoadingRank:
-    """A pull worker without transports: its reads are given."""
+    """A pull worker without transports, whose reads the test provides."""
 
     def __init__(self, read: Callable[[_RunningLoad], None]) -> None:
         self.reports: list[LoadReport] = []
@@ -187,8 +187,8 @@ class LoadingRank:
         self.failures.append(exc)
 
 
-@pytest.mark.parametrize("exc", [Oops("a bug"), TransferError("lost"), MemoryError("full")])
-def test_a_read_that_fails_is_reported_and_harms_no_thread(exc: Exception) -> None:
+@pytest.mark.parametrize("exc", [Bug("a bug"), TransferError("lost"), MemoryError("full")])
+def test_failed_read_is_reported_and_thread_survives(exc: Exception) -> None:
     def read(load: _RunningLoad) -> None:
         raise exc
 
@@ -199,9 +199,9 @@ def test_a_read_that_fails_is_reported_and_harms_no_thread(exc: Exception) -> No
     assert rank.failures == []
 
 
-def test_a_read_that_can_not_be_drained_ends_the_engine_and_frees_no_block() -> None:
+def test_undrainable_read_ends_the_engine_and_frees_no_block() -> None:
     def read(load: _RunningLoad) -> None:
-        load.add(FakeTransfer(Oops("odd"), Oops("stuck")), 1)  # type: ignore[arg-type]
+        load.add(FakeTransfer(Bug("odd"), Bug("stuck")), 1)  # type: ignore[arg-type]
         load.drain()
 
     rank = LoadingRank(read)
@@ -246,10 +246,10 @@ class Line:
 
 
 class BrokenEvent:
-    """A device's event that raises what no contract says."""
+    """A device event that raises an exception outside its contract."""
 
     def synchronize(self) -> None:
-        raise Oops("the device is odd")
+        raise Bug("the device is odd")
 
 
 def test_a_push_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,12 +266,12 @@ def test_a_push_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Wire:
-    """Connections to a peer's rank: those that were opened, in order, and writes that were under
-    way when all were closed.
+    """Connections to a peer's rank in the order of their opening, and the writes in flight when all
+    were closed.
 
     Args:
-        failures: of the first writes; the others arrive.
-        breaks_at_once: a write says so when it is begun, else when it is waited for.
+        failures: the errors of the first writes; the others succeed.
+        breaks_at_once: whether a write fails when it is started instead of when it is awaited.
     """
 
     def __init__(self, failures: list[Exception], *, breaks_at_once: bool) -> None:
@@ -306,7 +306,7 @@ class Wire:
 
 
 @pytest.mark.parametrize("breaks_at_once", [True, False], ids=["begun", "awaited"])
-def test_a_write_that_fails_takes_no_other_of_its_batch_with_it(
+def test_failed_write_does_not_fail_others_of_its_batch(
     monkeypatch: pytest.MonkeyPatch, breaks_at_once: bool
 ) -> None:
     wire = Wire([PeerLost("gone")], breaks_at_once=breaks_at_once)
@@ -331,7 +331,7 @@ def test_a_write_that_fails_takes_no_other_of_its_batch_with_it(
     assert wire.num_opened == (2 if breaks_at_once else 1)
 
 
-def test_a_send_thread_that_ends_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_send_thread_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     line = Line(monkeypatch, bind=fail)
     line.wait()
@@ -340,14 +340,14 @@ def test_a_send_thread_that_ends_ends_the_engine(monkeypatch: pytest.MonkeyPatch
     assert dead.fatal is Fatal.RANK_THREAD_ENDED
 
 
-def test_a_write_that_can_not_be_drained_ends_the_engine() -> None:
+def test_undrainable_write_ends_the_engine() -> None:
     with pytest.raises(ConnectorDead) as found:
-        push_worker._drain(FakeTransfer(Oops("odd"), Oops("stuck")))  # type: ignore[arg-type]
+        push_worker._drain(FakeTransfer(Bug("odd"), Bug("stuck")))  # type: ignore[arg-type]
     assert found.value.fatal is Fatal.MEMORY_MAY_CHANGE
 
 
-def test_every_reason_is_one_of_these() -> None:
-    """Each has its test here; a new one needs one."""
+def test_every_fatal_reason_is_tested() -> None:
+    """Each reason has its test here; a new one needs one."""
     assert {fatal.name for fatal in Fatal} == {
         "IO_LOOP_ENDED",
         "HOUSEKEEPING_ENDED",
@@ -360,14 +360,14 @@ REMOTE = RemoteKV("p", "theirs", "127.0.0.1", 1, (0,), 3)
 
 
 def pulling(send: Callable[[int, bytes], None], events: list[Any], loop: IoLoop) -> PullReceiver:
-    """A decode side over ranks that can't be sent messages."""
+    """A decode side over ranks to which messages can't be sent."""
     ranks = RankGroup(1, send)
     handshake = Handshake(metadata_of("d"), ranks, lambda own, peer: None, IncompatiblePeers())
     peers = PeerTable(b"", handshake)
     context = ConnectorContext(metadata_of("d"), 30.0, events.append, loop.spawn)
 
     async def known(remote: RemoteKV) -> Any:
-        """Hands were shaken."""
+        """The handshake is done."""
 
     peers.reach = known  # type: ignore[method-assign]
     return PullReceiver(
@@ -381,7 +381,7 @@ def test_a_load_that_may_have_reached_a_rank_keeps_its_blocks_and_ends_the_engin
     events: list[Any] = []
 
     def send(rank: int, message: bytes) -> None:
-        raise Oops("half of the ranks were told")
+        raise Bug("half of the ranks were told")
 
     def begin() -> None:
         receiver = pulling(send, events, owner.loop)
@@ -400,7 +400,7 @@ def test_a_load_that_may_have_reached_a_rank_keeps_its_blocks_and_ends_the_engin
 
 
 def test_an_abort_is_reported_to_the_scheduler_once(owner: Owner) -> None:
-    """Known, unknown, and twice."""
+    """Of a known request, of an unknown one, and twice."""
     events: list[Any] = []
 
     def begin() -> None:
@@ -414,11 +414,11 @@ def test_an_abort_is_reported_to_the_scheduler_once(owner: Owner) -> None:
     assert events == [LoadEnded("r", "odd")]
 
 
-def test_a_metaserver_post_that_fails_oddly_fails_its_request() -> None:
+def test_unexpected_metaserver_error_fails_its_request() -> None:
     events: list[Any] = []
 
     async def post(metaserver: Metaserver, params: Any) -> None:
-        raise Oops("no contract says so")
+        raise Bug("no contract says so")
 
     async def main() -> None:
         tasks: list[asyncio.Task[None]] = []
@@ -432,7 +432,7 @@ def test_a_metaserver_post_that_fails_oddly_fails_its_request() -> None:
         params = {"num_prompt_tokens": 3, "remote_cached_tokens": 0}
         receiver.load("r", (0,), Metaserver("http://x"), params)
         [outcome] = await asyncio.gather(*tasks, return_exceptions=True)
-        assert isinstance(outcome, Oops)
+        assert isinstance(outcome, Bug)
         receiver.abort("r", str(outcome))  # as the connector's loop does
 
     asyncio.run(main())

@@ -17,7 +17,7 @@ CONFTEST = Path(__file__).resolve().parents[2] / "conftest.py"
 
 @pytest.mark.parametrize("deadly", [LAST, FIRST], ids=["last", "first"])
 @pytest.mark.parametrize("num_others", [0, 3])
-def test_a_test_that_ends_its_worker_ends_nothing_else(
+def test_test_that_kills_its_worker_fails_alone(
     deadly: str, num_others: int, tmp_path: Path
 ) -> None:
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())

@@ -1,4 +1,4 @@
-"""Random models whose speed is measured: how many bytes a step reads, and their checkpoints."""
+"""Random models for speed measurements: the bytes that a step reads, and their checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoTokenizer
 from mooncake_hal.testing.backends import load_backend
 
 
-def test_the_bytes_of_a_step_are_those_of_the_weights() -> None:
+def test_bytes_of_step_equal_weights() -> None:
     """Norms are left out: 0.003 % of 8 B."""
     model = random_llama(TINY, torch.device("cpu"))
     read = [p for name, p in model.named_parameters() if "embed" not in name and "norm" not in name]
@@ -29,7 +29,7 @@ def test_the_bytes_of_a_step_are_those_of_the_weights() -> None:
     assert TINY.weight_bytes != LLAMA_8B.weight_bytes == 15_009_316_864
 
 
-def test_a_step_takes_what_reading_weights_and_kv_takes() -> None:
+def test_step_time_equals_reading_weights_and_kv() -> None:
     assert LLAMA_8B.token_bytes == 32 * 8 * 128 * 2 * 2
     seconds = LLAMA_8B.step_seconds(4e12, 32, 1024)
     assert seconds == pytest.approx((15_009_316_864 + 32 * 1024 * 131072) / 4e12)
@@ -47,13 +47,13 @@ def test_a_checkpoint_is_written_once(tmp_path: Path) -> None:
     assert tokenizer.convert_tokens_to_ids("<|eos|>") == 256
 
 
-def test_what_can_not_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_write_leaves_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(AssertionError, match="ended with status 1"):
         written_checkpoint(TINY, "none-such", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_shape_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shape_is_read_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SHAPE_VARIABLE, raising=False)
     assert chosen_shape() is LLAMA_8B
     monkeypatch.setenv(SHAPE_VARIABLE, "tiny")
@@ -63,5 +63,5 @@ def test_the_shape_is_the_environments(monkeypatch: pytest.MonkeyPatch) -> None:
         chosen_shape()
 
 
-def test_a_device_reads_at_some_rate() -> None:
+def test_device_read_bandwidth_is_measured() -> None:
     assert read_rate(load_backend("cpu"), 1 << 20) > 1e6

@@ -1,4 +1,5 @@
-"""A device's memory to a store and back through pinned memory; the device is this process."""
+"""Staged transfers between device memory and a store through pinned memory; this process acts as
+the device."""
 
 import ctypes
 from dataclasses import dataclass
@@ -139,7 +140,7 @@ def test_a_cancelled_or_late_move_transfers_nothing(store, device):
     assert store.arena.sum() == 900
 
 
-def test_moves_that_a_device_refuses_give_their_memory_back(store, device, copies):
+def test_transfers_rejected_by_device_free_their_memory(store, device, copies):
     memory = np.ones(1000, np.uint8)
     peer = device.peer("store", 0, store.endpoints, connection=0, timeout_s=20)
     spans = _spans(memory, store.arena, [900])
@@ -153,7 +154,7 @@ def test_moves_that_a_device_refuses_give_their_memory_back(store, device, copie
 
 
 @pytest.mark.parametrize("way", ["read", "write"])
-def test_a_move_that_finds_no_memory_in_its_time_is_late(store, device, way):
+def test_transfer_without_free_memory_times_out(store, device, way):
     memory = np.ones(1000, np.uint8)
     peer = device.peer("store", 0, store.endpoints, connection=0, timeout_s=20)
     taken = [device._free.get() for _ in range(MAX_MOVES)]

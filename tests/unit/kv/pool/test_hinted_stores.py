@@ -1,4 +1,4 @@
-"""Stores that requests name: which hosts are connected to at all."""
+"""Stores that requests name: which hosts may be connected to."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KEYS = [b"key"]
 
 
 class Connected:
-    """A client of a store that has all it is asked for."""
+    """A client of a store that holds every chunk."""
 
     arena = ArenaInfo(EPOCH, 0, 0, {})
 
@@ -32,8 +32,8 @@ class Connected:
 
 
 def name_stores(rule: HintRule, *hosts: str) -> tuple[list[str], Counter[str]]:
-    """Have requests name stores on these hosts; which addresses are connected to, and what is
-    counted."""
+    """Have requests name stores on these hosts; returns the connected addresses and the
+    counters."""
     connected: list[str] = []
     counts: Counter[str] = Counter()
 
@@ -47,7 +47,7 @@ def name_stores(rule: HintRule, *hosts: str) -> tuple[list[str], Counter[str]]:
 
         stores = HintedStores((), connect, rule, count, lambda _: None)
         for port, host in enumerate(hosts, 1):
-            # Of epochs of their own: a store that is known by its epoch is not connected to again.
+            # Each has its own epoch: a store with a known epoch is not connected to again.
             hint = PrefixSource(host, port, EPOCH, 512)
             await stores.probe([hint], KEYS, TIMEOUT_S)
             stores._by_address.clear()
@@ -58,7 +58,7 @@ def name_stores(rule: HintRule, *hosts: str) -> tuple[list[str], Counter[str]]:
 
 @pytest.fixture
 def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """Addresses by name, of a name server that knows no others."""
+    """A fake name server that knows only these names."""
     known: dict[str, str] = {}
 
     def look_up(host: str, *_: Any, **__: Any) -> list[tuple[Any, ...]]:
@@ -71,7 +71,7 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return known
 
 
-def test_without_a_secret_only_stores_of_this_host_are_asked(names: dict[str, str]) -> None:
+def test_without_secret_only_stores_of_this_host_are_used(names: dict[str, str]) -> None:
     names |= {"here": "127.0.0.1", "elsewhere": "192.0.2.1"}
     rule = HintRule((), has_secret=False)
     hosts = ("127.0.0.1", "here", "::1", "192.0.2.1", "elsewhere", "::ffff:192.0.2.1")
@@ -80,7 +80,7 @@ def test_without_a_secret_only_stores_of_this_host_are_asked(names: dict[str, st
     assert counts == {"found": 3, "not_allowed": 3}
 
 
-def test_with_a_secret_that_they_have_to_prove_all_are(names: dict[str, str]) -> None:
+def test_with_secret_all_stores_are_used(names: dict[str, str]) -> None:
     connected, counts = name_stores(HintRule((), has_secret=True), "192.0.2.1", "elsewhere")
     assert connected == ["192.0.2.1", "elsewhere"]
     assert counts == {"found": 2}
@@ -94,12 +94,12 @@ def test_only_allowed_hosts_are_permitted_once_the_operator_names_some(
     rule = HintRule(("10.0.0.0/8", "stores.example"), has_secret=has_secret)
     hosts = ("10.0.0.7", "inside", "Stores.example", "192.0.2.1", "127.0.0.1")
     connected, counts = name_stores(rule, *hosts)
-    # a name is connected to at the address that was looked at, unless it is allowed as a name
+    # a name is connected to at its resolved and checked address, unless it is allowed as a name
     assert connected == ["10.0.0.7", "10.1.2.3", "Stores.example"]
     assert counts == {"found": 3, "not_allowed": 2}
 
 
-def test_a_host_without_an_address_is_a_miss_and_waited_for_no_longer(
+def test_unresolvable_host_is_a_miss_without_wait(
     names: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(f"{__name__}.TIMEOUT_S", 0.05)

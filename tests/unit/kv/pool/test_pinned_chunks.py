@@ -1,4 +1,4 @@
-"""What a load may read: the leading ones of its chunks that there still are, of every store."""
+"""The chunks that a load may read: the leading ones that still exist, over all stores."""
 
 import asyncio
 
@@ -15,7 +15,7 @@ KEYS = [bytes([number]) * 16 for number in range(6)]
 
 @pytest.fixture
 def stores():
-    """Two stores that have every second of the chunks each."""
+    """Two stores that hold alternate chunks."""
     stores = [NodeStore(NodeStoreConfig(8 * NBYTES)) for _ in range(2)]
     for position, key in enumerate(KEYS):
         user = stores[position % 2].open_user()

@@ -1,4 +1,4 @@
-"""An instance's use of the pool: a store in this process, and ranks that the test speaks for."""
+"""An instance's use of the pool: a store in this process, and ranks played by the test."""
 
 import threading
 import time
@@ -39,7 +39,7 @@ IDENTITY = KVIdentity("model", "float32", 4)
 
 
 class RestartedAtWill:
-    """A user of a store which says to be another one after it has granted memory."""
+    """A store user whose store seems to restart after it has granted memory."""
 
     def __init__(self, user):
         self._user = user
@@ -99,12 +99,12 @@ class Instance:
             (self.has_copied if event.is_complete else self.has_failed).set()
 
     def save(self):
-        """Save a chunk; returns when the rank is told to write it."""
+        """Save a chunk; returns when the rank has been ordered to write it."""
         assert self.client.save(SaveRequest("save", (b"k" * 16,), 0, (0,)))
         assert self.is_writing.wait(WAIT_S)
 
     def load(self, timeout_s, **report):
-        """Load a chunk that the store has; returns how it ended, as the rank reports it."""
+        """Load a chunk that the store holds; returns the result that the rank reports."""
         home = ChunkSource(0, Tier.DRAM)
         self.client.start_load(LoadRequest("load", "r", (KEY,), (home,), 0, 1, (0,), timeout_s, 0))
         ended = RunsEnded(self.loading.get(timeout=WAIT_S), **report)
@@ -112,7 +112,7 @@ class Instance:
         return self.ends.get(timeout=WAIT_S)
 
     def estimate(self):
-        """Seconds to load the three tokens of the chunk that the device does not have."""
+        """Estimated seconds to load the three tokens of the chunk that the device does not hold."""
         nbytes = self.client.chunk_bytes * 3 // 4
         return self.client.load_costs.seconds(ChunkSource(0, Tier.DRAM), nbytes, time.monotonic())
 
@@ -137,8 +137,9 @@ def instance():
     made.store.close()
 
 
-def test_memory_that_a_rank_may_be_writing_is_not_given_back_when_the_instance_stops(instance):
-    """The store would have another user write there, and late bytes would land in that chunk."""
+def test_memory_a_rank_may_be_writing_is_not_freed_at_shutdown(instance):
+    """Otherwise the store would grant it to another user, and late bytes would corrupt that
+    chunk."""
     instance.save()
     instance.client.stop()
     assert instance.num_staging == 1
@@ -152,8 +153,9 @@ def test_memory_of_a_copied_save_is_freed_when_the_instance_stops(instance):
     assert instance.num_staging == 0
 
 
-def test_saves_that_are_copied_hold_up_none_that_are_not(instance):
-    """A core answers between two steps, and each step may bring as many saves as it has prompts."""
+def test_completed_saves_do_not_block_pending_ones(instance):
+    """A core processes replies between two steps, and each step may bring as many saves as it has
+    prompts."""
     num_saves = pool_client.SAVES_AT_ONCE + 3
     for number in range(num_saves):
         assert instance.client.save(SaveRequest(f"save{number}", (b"%16d" % number,), 0, (0,)))
@@ -181,8 +183,8 @@ def test_a_refused_chunk_is_counted_once(instance, monkeypatch):
 
 
 def test_nothing_is_written_to_a_store_that_restarted_after_its_grant(instance):
-    """What the handles say is of the former one's memory; in this one it is somebody else's."""
-    instance.user.restarts = None  # once it has granted
+    """The handles refer to the former store's memory; in this one it belongs to another user."""
+    instance.user.restarts = None  # once it has granted memory
     assert instance.client.save(SaveRequest("save", (b"k" * 16,), 0, (0,)))
     assert instance.has_failed.wait(WAIT_S)
     assert not instance.is_writing.is_set()
@@ -194,7 +196,7 @@ def test_stores_are_told_which_processes_write_to_them(instance):
 
 @pytest.fixture
 def stored(instance):
-    """One whose store has a chunk."""
+    """An instance whose store holds a chunk."""
     instance.save()
     instance.client.on_rank_message(0, encode(RunsEnded("save", None, 0, 0.0)))
     assert instance.has_copied.wait(WAIT_S)
@@ -204,7 +206,7 @@ def stored(instance):
 
 
 def test_a_loads_duration_is_learnt_for_the_bytes_requested(stored):
-    """However many bytes ranks that hold the same have moved for it."""
+    """Regardless of how many bytes ranks with the same data have moved for it."""
     assert stored.load(WAIT_S, error=None, nbytes=1 << 30, seconds=0.0) is None
     learnt = stored.client.load_costs._models[ChunkSource(0, Tier.DRAM)]
     assert learnt.has_learnt
@@ -213,7 +215,8 @@ def test_a_loads_duration_is_learnt_for_the_bytes_requested(stored):
 
 
 def test_a_load_that_timed_out_is_learnt_with_a_lower_bound(stored):
-    """A fifth of its layers had begun to move in 40 s: the others would have taken 160 s."""
+    """A fifth of its layers had started to move in 40 s: all would have taken 200 s, the others 160
+    s."""
     assert stored.load(0.0, **FAILED, seconds=40.0, begun_share=0.2) == "late"
     assert stored.estimate() == pytest.approx(160.0, rel=0.1)
 

@@ -1,4 +1,4 @@
-"""``--kv-pool``: what it takes, and what it says to the rest."""
+"""``--kv-pool``: its settings, and the options derived from them."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ def test_a_store_in_the_instance_and_others():
     assert not read_kv_pool(text).always_loads
 
 
-def test_a_store_in_the_instance_has_the_options_of_one_of_its_own():
+def test_store_in_instance_has_options_of_standalone_store():
     text = (
         "dram=4GiB,ssd=/ssd0/kv:2GiB,eviction=lfu,tenant-quota=team-a=1GiB,tenant-quota=b=2GiB,"
         "ssd-write-bytes-per-day=1TiB,ssd-min-free-bytes=1GiB"
@@ -46,11 +46,11 @@ def test_a_store_in_the_instance_has_the_options_of_one_of_its_own():
     assert replace(config, quarantine_s=command.quarantine_s) == command
 
 
-def test_addresses_of_version_6_have_brackets():
+def test_ipv6_addresses_have_brackets():
     assert read_kv_pool("connect=[::1]:9,connect=host:10").connect == (("::1", 9), ("host", 10))
 
 
-def test_a_mooncake_store_in_place_of_node_stores():
+def test_mooncake_store_replaces_node_stores():
     found = read_kv_pool("mooncake-store=10.0.0.1:50051,dram=1G,staging=64M,protocol=rdma")
     assert found == KVPoolConfig(
         1 << 30, mooncake_store="10.0.0.1:50051", staging_bytes=64 << 20, protocol="rdma"
@@ -103,6 +103,6 @@ def test_invalid_settings_are_refused(text, words):
     assert words in str(caught.value)
 
 
-def test_memory_rests_longer_than_a_transfer_may_take():
+def test_quarantine_exceeds_transfer_timeout():
     pool = read_kv_pool("dram=1G").with_network(KVTransferConfig(transfer_timeout_s=77))
     assert own_store(pool).quarantine_s == 87

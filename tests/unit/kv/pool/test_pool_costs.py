@@ -1,4 +1,4 @@
-"""Load, compute again, or some of both: by measured seconds."""
+"""Load, recompute, or some of both, by measured seconds."""
 
 import pytest
 
@@ -34,14 +34,14 @@ def test_estimates_match_measured_costs():
     assert loads.seconds("store", 1 << 26, 0.0) == pytest.approx(1e-3 + 0.067, rel=0.1)
 
 
-def test_all_is_loaded_over_a_fast_link_and_nothing_over_a_slow_one():
+def test_fast_link_loads_everything_and_slow_link_nothing():
     assert choose_load(prompt(), *measured(), 0.0).num_chunks == 15
     assert choose_load(prompt(), *measured(byte_s=1e-5), 0.0).num_chunks == 0
     assert choose_load(prompt(), *measured(byte_s=1e-5), 0.0, is_always=True).num_chunks == 15
 
 
-def test_between_these_a_part_is_loaded_while_the_rest_is_computed():
-    """Loading a chunk takes half of what computing it does: two thirds are loaded."""
+def test_medium_link_loads_a_part_while_the_rest_is_computed():
+    """Loading a chunk takes half as long as computing it: two thirds are loaded."""
     choice = choose_load(prompt(), *measured(byte_s=0.0125e-6), 0.0)
     assert 8 <= choice.num_chunks <= 12
     assert choice.total_s == pytest.approx(max(choice.load_s, choice.compute_s), rel=0.1)
@@ -67,23 +67,23 @@ def test_chunks_on_the_device_are_neither_loaded_nor_counted():
     assert choice.load_s < 2e-3
 
 
-def test_without_a_measurement_all_is_loaded():
+def test_everything_is_loaded_without_measurements():
     _, loads = measured(byte_s=1e-5)
     assert choose_load(prompt(), PrefillCosts(), loads, 0.0).num_chunks == 15
 
 
-def test_a_slow_time_is_forgotten():
+def test_slow_measurement_expires():
     _, loads = measured(byte_s=1e-5)
     assert loads.seconds("store", 1 << 28, 0.0) > 1000
     assert loads.seconds("store", 1 << 28, 3600.0) < 1.0
 
 
 def slow_and_late(loads, began, seconds=500.0):
-    """A load of the prompt was given up after ten seconds; it would have taken longer."""
+    """A load of the prompt timed out after ten seconds; it would have taken longer."""
     loads.learn_late("store", 15 << 20, seconds, began, began + 10.0)
 
 
-def test_a_store_that_is_slower_than_was_thought_makes_one_prompt_wait():
+def test_slower_store_than_estimated_delays_one_prompt():
     prefill, _ = measured()
     loads = LoadCosts()
     assert choose_load(prompt(), prefill, loads, 0.0).num_chunks == 15
@@ -92,10 +92,10 @@ def test_a_store_that_is_slower_than_was_thought_makes_one_prompt_wait():
     assert choose_load(prompt(), prefill, loads, 3600.0).num_chunks == 15, "it is tried again"
 
 
-def test_a_store_that_becomes_slow_makes_two_prompts_wait_and_an_accident_none():
+def test_store_that_becomes_slow_delays_two_prompts_and_an_outlier_none():
     prefill, loads = measured()
     slow_and_late(loads, 0.0)
-    slow_and_late(loads, 5.0)  # beside the other one: the same accident
+    slow_and_late(loads, 5.0)  # next to the other one: the same outlier
     assert choose_load(prompt(), prefill, loads, 15.0).num_chunks == 15
     loads.learn("store", 15 << 20, 0.017, 15.0)
     slow_and_late(loads, 15.0)
@@ -107,7 +107,7 @@ def test_a_store_that_becomes_slow_makes_two_prompts_wait_and_an_accident_none()
     assert 500.0 < loads.seconds("store", 15 << 20, 45.0) < 1500.0, "what was late before counts"
 
 
-def test_no_weight_is_negative():
+def test_weights_are_not_negative():
     model = FadingLeastSquares([((1.0, 0.0), 1e-3)])
     for nbytes, seconds in ((1, 1.0), (2, 0.5), (3, 0.1)):
         model.learn((1.0, nbytes), seconds, 0.0)
@@ -118,13 +118,13 @@ def test_no_weight_is_negative():
     ("load_s", "compute_s", "wanted"),
     [(0.0, 1.0, 0), (1.0, 10.0, 0), (1.0, 2.0, 1), (2.0, 1.0, 17), (1.0, 0.0, 32)],
 )
-def test_a_step_begins_when_it_will_hardly_wait(load_s, compute_s, wanted):
-    """With layers of l seconds and computing of c each: L - (L - 1) c / l of them; none where l is
-    small beside c."""
+def test_step_starts_when_it_will_hardly_wait(load_s, compute_s, wanted):
+    """With l seconds to load and c to compute a layer, a step starts after L - (L - 1) c / l
+    layers; after none if l is small compared with c."""
     assert layers_before_release(LAYERS, load_s, compute_s) == wanted
 
 
-def test_a_released_step_ends_within_a_layer_of_the_best():
+def test_released_step_ends_within_one_layer_of_optimum():
     for load_s in (0.1, 0.5, 1.0, 3.0):
         for compute_s in (0.05, 0.4, 1.0, 5.0):
             layer_s, step_s = load_s / LAYERS, compute_s / LAYERS

@@ -1,11 +1,11 @@
-"""Chunks that are planned and moved as one."""
+"""Runs: chunks that are planned and moved together."""
 
 from __future__ import annotations
 
 from mooncake_kv.pool.pool_messages import ChunkRun, PlacedChunk, consecutive_runs
 
 
-def test_chunks_that_follow_each_other_in_one_store_are_one_run() -> None:
+def test_consecutive_chunks_in_one_store_are_one_run() -> None:
     chunks = [
         PlacedChunk("a", 3, 0),
         PlacedChunk("a", 4, 8192),

@@ -18,7 +18,7 @@ from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.store_service import StoreAddress, StoreService
 
 RANKS = [structs.replace(this_process(), pid=pid) for pid in range(1, 5)]
-"""Two of each data-parallel rank."""
+"""Process ids: two per data-parallel rank."""
 
 
 @pytest.fixture
@@ -32,15 +32,15 @@ def service() -> Iterator[StoreService]:
 
 
 def writers(service: StoreService) -> list[ProcessName]:
-    """Of the only user."""
+    """The writers of the store's only user."""
     [user] = service._users.values()
     return list(user.writers)
 
 
-def test_data_parallel_ranks_that_share_a_store_name_the_processes_of_all(
+def test_data_parallel_ranks_sharing_a_store_name_processes_of_all(
     service: StoreService,
 ) -> None:
-    """Memory that any of them may write to is kept until that one has ended."""
+    """Memory that any of these processes may write to is kept until that process has exited."""
     config = KVPoolConfig(connect=(("127.0.0.1", service.port),))
     stores = PoolStores(config, Registry.discover(), "here")
     stores.name_writers(RANKS[:2])

@@ -1,5 +1,7 @@
-"""A step waits for the layers of a load that it reads, and for no other: with a load whose layers
-come when the test says."""
+"""A step waits for the layers of the loads that it reads, and for no other.
+
+The layers of a load arrive when the test says so.
+"""
 
 import threading
 import time
@@ -59,7 +61,7 @@ def test_stall_times_are_known_when_the_load_ends_before_steps_wake_up(load):
     assert load._awaited == {}
 
 
-def test_a_load_that_ends_holds_up_no_step(load):
+def test_completed_load_blocks_no_step(load):
     threads = [_waiter(load, layer) for layer in (4, 5, 6)]
     load.end()
     for thread in threads:
@@ -68,7 +70,7 @@ def test_a_load_that_ends_holds_up_no_step(load):
     load.wait_for(7)
 
 
-def test_a_step_waits_no_longer_than_the_load_may_take():
+def test_step_waits_at_most_for_load_timeout():
     late = _RunningLoad(LoadRuns("load", "request", (), (), 0.02), first_layer=4)
     late.wait_for(4)
     assert late.is_missed
@@ -84,7 +86,7 @@ def test_a_step_does_not_wait_for_a_cancelled_load(load):
     assert load.is_missed
 
 
-def test_a_load_that_all_steps_waited_for_is_none_that_was_missed(load):
+def test_load_that_all_steps_waited_for_is_not_missed(load):
     assert load.claim()
     assert load.begin_step()
     thread = _waiter(load, 4)
@@ -101,7 +103,7 @@ def _arriving(timeout_s=TIMEOUT_S):
     return _RunningLoad(order, first_layer=4)
 
 
-def test_layers_are_moved_as_far_as_they_are_in_the_store():
+def test_layers_are_moved_as_they_arrive_in_store():
     load = _arriving()
     load.in_store(6)
     parts = load.arriving((4, 9))
@@ -115,8 +117,8 @@ def test_layers_are_moved_as_far_as_they_are_in_the_store():
     later.join()
 
 
-def test_layers_that_do_not_come_end_a_load_by_its_deadline_or_its_cancelling():
-    """Neither is a fault of the connection, which other loads use."""
+def test_load_with_missing_layers_ends_by_deadline_or_cancellation():
+    """Neither is a failure of the connection, which other loads use."""
     with pytest.raises(TransferCancelled, match="an SSD did not deliver its chunks in time"):
         list(_arriving(0.02).arriving((4, 5)))
     load = _arriving()
@@ -125,5 +127,5 @@ def test_layers_that_do_not_come_end_a_load_by_its_deadline_or_its_cancelling():
         list(load.arriving((4, 5)))
 
 
-def test_chunks_in_memory_are_not_waited_for(load):
+def test_load_of_chunks_in_memory_does_not_wait(load):
     assert list(load.arriving((4, 9))) == [(4, 9)]

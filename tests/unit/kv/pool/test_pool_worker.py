@@ -1,5 +1,4 @@
-"""A rank's loads and saves over stand-ins for its connections, whose transfers end when a test says
-so."""
+"""A rank's loads and saves over fake connections, whose transfers complete when a test says so."""
 
 from __future__ import annotations
 
@@ -54,7 +53,7 @@ class Move:
 
 
 class Connection:
-    """To a store."""
+    """A connection to a store."""
 
     def __init__(self) -> None:
         self.moves: list[Move] = []
@@ -116,12 +115,12 @@ class Worker:
         self.running.receive(encode(SaveRuns(name, runs, (0,), timeout_s, **options)))
 
     def moves(self, epoch: str) -> list[Move]:
-        """All that were begun, to or from that store, over connections that it has now."""
+        """All transfers started to or from that store over its current connections."""
         connections = [each for key, each in self.connections.all.items() if key[0] == epoch]
         return [move for connection in connections for move in connection.moves]
 
     def fill(self, epoch: str = "a") -> None:
-        """Loads that hold all threads."""
+        """Occupy all threads with loads."""
         for number in range(LOAD_THREADS):
             self.load(f"long{number}", epoch)
         wait_for(lambda: len(self.moves(epoch)) == LOAD_THREADS)
@@ -133,7 +132,7 @@ class Worker:
 
     @property
     def ended(self) -> dict[str, str | None]:
-        """Of each order that is over, its error."""
+        """The error of each completed order."""
         told = map(decode_from_rank, list(self._rank.told))
         return {each.order_id: each.error for each in told if isinstance(each, RunsEnded)}
 
@@ -143,7 +142,7 @@ class Worker:
         return {each.order_id: each.begun_share for each in told if isinstance(each, RunsEnded)}
 
     def end_all(self) -> None:
-        """All orders end well, as far as that is up to their transfers."""
+        """Complete all transfers, so that all orders succeed that depend on nothing else."""
 
         def are_over() -> bool:
             for move in self.moves("a") + self.moves("b"):
@@ -164,8 +163,8 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     assert rank.failures == []
 
 
-def test_a_load_that_no_thread_has_releases_no_step_and_holds_none_up(worker: Worker) -> None:
-    """Whether its request is run nevertheless, the rank can't know: what comes of it is no good."""
+def test_load_without_a_thread_neither_releases_nor_blocks_steps(worker: Worker) -> None:
+    """The rank can't know whether the request runs nevertheless; if so, its output is unusable."""
     worker.fill()
     worker.load("quick", "b", release_layers=0)
     assert worker.released == []
@@ -185,8 +184,8 @@ def test_a_load_that_timed_out_before_a_thread_took_it_is_not_started(worker: Wo
     assert (worker.released, worker.moves("b")) == ([], [])
 
 
-def test_a_load_that_is_cancelled_before_a_thread_has_it_ends_at_once(worker: Worker) -> None:
-    """Its blocks are free for others, and its request is computed: no step waits for it."""
+def test_load_cancelled_in_the_queue_ends_at_once(worker: Worker) -> None:
+    """Its blocks are free for other requests and its prompt is computed: no step waits for it."""
     worker.fill()
     worker.load("given-up", "b", release_layers=0)
     worker.running.receive(encode(CancelRuns("given-up")))
@@ -218,7 +217,7 @@ def test_a_step_continues_when_its_load_is_cancelled_however_long_it_drains(
 def test_a_load_that_a_step_did_not_wait_for_fails_even_if_all_layers_arrive(
     worker: Worker,
 ) -> None:
-    """The step has read what was there before: no rank's result of it may be believed."""
+    """The step has read the blocks' old contents: no rank's result of it may be used."""
     worker.load("load", release_layers=0)
     wait_for(lambda: worker.moves("a"))
     layer_done = worker.running.begin_step(1, ["r-load"], completes_chunks=False)
@@ -263,7 +262,8 @@ def test_a_save_whose_step_never_starts_does_not_fail_loads(worker: Worker) -> N
 def test_a_failing_order_keeps_the_connection_for_others(
     worker: Worker, error: TransferError
 ) -> None:
-    """It may be dead, or only slow: who comes gets another one, and the last one closes it."""
+    """The store may be dead or only slow: new orders get another connection, and the last user
+    closes the old one."""
     worker.load("failing")
     worker.load("slow")
     worker.save("save")
@@ -286,7 +286,7 @@ def test_a_failing_order_keeps_the_connection_for_others(
     assert [each.is_closed for each in worker.connections.all.values()] == [False, False]
 
 
-def test_a_load_says_how_much_of_it_had_begun_to_move(worker: Worker) -> None:
+def test_load_reports_the_share_that_had_started_to_move(worker: Worker) -> None:
     worker.load("cut-off")
     wait_for(lambda: worker.moves("a"))
     worker.moves("a")[0].end(TransferTimeout("late"))

@@ -1,4 +1,4 @@
-"""Orders to the ranks of an instance, and the stores that the ranks know."""
+"""Orders to the ranks of an instance, and the stores that the ranks have been told about."""
 
 import asyncio
 
@@ -18,7 +18,7 @@ LOAD = LoadRuns("load", "request", (), (), 1.0, release_layers=1)
 
 
 def opened(num_ranks=2):
-    """Orders to so many ranks, and the messages that were sent to each rank."""
+    """Orders to this number of ranks, and the messages sent to each rank."""
     sent = []
     orders = RankOrders(num_ranks, 256)
     orders.open(lambda rank, message: sent.append((rank, decode_to_rank(message))))

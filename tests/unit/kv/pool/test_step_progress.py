@@ -1,4 +1,4 @@
-"""Who follows a step layer by layer waits for what that step has written, and for nothing else."""
+"""Following a step layer by layer: a wait ends when the step has written the layer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ TIMEOUT_S = 20.0
 
 
 class Device:
-    """Work in the order of its enqueuing; an event passes when the test says so."""
+    """A device that runs work in the order of its enqueuing; an event passes when the test says
+    so."""
 
     def __init__(self) -> None:
         self.passed = threading.Semaphore(0)
@@ -43,13 +44,13 @@ def started(wait: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def test_a_layer_is_waited_for_until_the_device_has_written_it() -> None:
+def test_wait_for_layer_ends_when_device_has_written_it() -> None:
     device = Device()
     progress = StepProgress(device.event)
     waiting = started(lambda: progress.await_layer(3, 1, TIMEOUT_S))
     layer_done = progress.begin(3)
     layer_done(0)
-    device.passed.release()  # nobody asks for layer 0: this is for layer 1, once it is enqueued
+    device.passed.release()  # no wait for layer 0: this one is for layer 1, once it is enqueued
     waiting.join(0.05)
     assert waiting.is_alive()
     layer_done(1)
@@ -57,7 +58,7 @@ def test_a_layer_is_waited_for_until_the_device_has_written_it() -> None:
     assert not waiting.is_alive()
 
 
-def test_a_step_that_is_enqueued_does_not_mean_that_it_is_over() -> None:
+def test_enqueued_step_is_not_completed() -> None:
     device = Device()
     progress = StepProgress(device.event)
     progress.begin(0)(7)
@@ -69,7 +70,7 @@ def test_a_step_that_is_enqueued_does_not_mean_that_it_is_over() -> None:
     assert not waiting.is_alive()
 
 
-def test_a_late_order_for_an_old_step_waits_for_the_begin_of_a_newer_one() -> None:
+def test_late_order_for_old_step_waits_for_start_of_newer_one() -> None:
     device = Device()
     progress = StepProgress(device.event)
     for number in range(0, 2 * MAX_STEPS, 2):
@@ -77,7 +78,7 @@ def test_a_late_order_for_an_old_step_waits_for_the_begin_of_a_newer_one() -> No
     progress.begin(50)
     device.passed.release(2)
     progress.await_layer(0, 0, 0.0)
-    progress.await_layer(1, 0, 0.0)  # it had no hook
+    progress.await_layer(1, 0, 0.0)  # its hook was not called
 
 
 def test_a_wait_for_a_step_that_never_starts_times_out() -> None:

@@ -1,4 +1,4 @@
-"""The arena's allocator: nothing lost, nothing owned twice, neighbours joined."""
+"""The arena's allocator: no memory is lost or owned twice, and neighbours are merged."""
 
 import pytest
 from hypothesis import given, strategies as st
@@ -36,7 +36,7 @@ def test_a_batch_is_contiguous_where_possible_and_uses_all_free_ranges():
     arena.check_integrity()
 
 
-def test_freeing_what_is_not_allocated_is_an_error():
+def test_freeing_unallocated_memory_is_an_error():
     arena = ArenaAllocator(4 * GRANULE)
     with pytest.raises(KeyError):
         arena.free(0)

@@ -1,4 +1,4 @@
-"""Keys of chunks: equal exactly where the KV is, in every process."""
+"""Chunk keys: equal if and only if the KV is, in every process."""
 
 from dataclasses import replace
 
@@ -33,13 +33,13 @@ def test_only_full_chunks_have_keys():
     assert all(len(key) == KEY_BYTES for key in chunk_keys(IDENTITY, TOKENS))
 
 
-def test_a_longer_prompt_begins_with_the_keys_of_the_shorter():
+def test_keys_of_longer_prompt_start_with_those_of_shorter():
     keys = chunk_keys(IDENTITY, TOKENS)
     assert extend_keys(IDENTITY, keys[0], TOKENS[4:]) == keys[1:]
     assert chunk_keys(IDENTITY, TOKENS[:4]) == keys[:1]
 
 
-def test_a_token_changes_its_chunk_and_all_after_it():
+def test_token_changes_its_chunk_key_and_all_later_ones():
     keys = chunk_keys(IDENTITY, TOKENS)
     changed = chunk_keys(IDENTITY, [*TOKENS[:5], 7, *TOKENS[6:]])
     assert changed[0] == keys[0]
@@ -70,7 +70,7 @@ def test_a_tenants_salt_and_extra_content_are_in_the_key():
     assert image[1] != plain[1]
 
 
-def test_fields_can_not_run_into_each_other():
+def test_field_boundaries_are_part_of_the_key():
     assert KVIdentity("m", "ab", rope="c").root() != KVIdentity("m", "a", rope="bc").root()
     assert KVIdentity("m", "a", adapter="x").root("y") != KVIdentity("m", "a").root("xy")
 
@@ -107,7 +107,7 @@ def test_an_identity_without_fingerprint_or_tokens_is_refused():
     ("start", "stop", "wanted"),
     [(0, 32, True), (0, 31, False), (31, 32, False), (30, 32, True), (32, 63, False)],
 )
-def test_single_tokens_and_parts_of_chunks_complete_nothing_beside_a_step(
+def test_single_tokens_and_partial_chunks_complete_no_chunk(
     start: int, stop: int, wanted: bool
 ) -> None:
     assert completes_chunks(start, stop, 32) is wanted

@@ -1,4 +1,5 @@
-"""Stored chunks: what a rank of any split, block size and layout wrote, every other one reads."""
+"""Stored chunks written by a rank of any split, block size and layout can be read by every
+other."""
 
 import ctypes
 from dataclasses import replace
@@ -23,7 +24,7 @@ from mooncake_kv.store.chunk_layout import (
 GQA = KVGeometry(AttentionKind.GQA, 3, 4, (8, 8), "float16", 2)
 MLA = KVGeometry(AttentionKind.MLA, 3, 1, (16, 4), "bfloat16", 2)
 PIECES = KVGeometry(AttentionKind.GQA, 3, 4, (8 * 16, 8 * 16), "float16", 2, 16, "pages of 16")
-"""As vLLM keeps KV on a CPU: 16 tokens of a head lie in one piece, in an order of their own."""
+"""vLLM's CPU layout: 16 tokens of a head are contiguous, in their own order."""
 CHUNK = 32
 NUM_CHUNKS = 3
 
@@ -53,7 +54,7 @@ class Ranks:
                 ctypes.memset(address, value, width)
 
     def values(self, block_size):
-        """First byte of every (token, layer, head, plane) that any rank holds."""
+        """The first byte of every (token, layer, head, plane) that any rank holds."""
         return {
             (token, layer, head, plane): ctypes.string_at(address, 1)
             for spec in self.specs
@@ -104,7 +105,7 @@ def test_any_rank_reads_what_any_other_wrote(geometry, writer, reader):
             move(plan_chunks(geometry, spec, stored, transfer), to_store=True)
     target = Ranks(geometry, *reader)
     for spec in target.specs:
-        for layer in range(geometry.layers):  # as a layer-wise load does
+        for layer in range(geometry.layers):  # as in a layer-wise load
             transfer = ChunkTransfer(0, offsets, target.blocks, (layer, layer + 1))
             move(plan_chunks(geometry, spec, stored, transfer), to_store=False)
     assert target.values(reader[2]) == source.values(writer[2])
@@ -112,8 +113,8 @@ def test_any_rank_reads_what_any_other_wrote(geometry, writer, reader):
 
 @pytest.mark.parametrize("geometry", [GQA, MLA, PIECES], ids=["gqa", "mla", "pieces"])
 @pytest.mark.parametrize("layout", ["LPBHT", "BHLPT"])
-def test_a_chunk_is_all_that_is_written(geometry, layout):
-    """Every byte of the chunks, and none of their neighbours'."""
+def test_only_the_chunk_is_written(geometry, layout):
+    """Every byte of the chunks is written, and none of their neighbours'."""
     step = rounded_up(chunk_bytes(geometry, CHUNK))
     arena = np.zeros(step * 6, np.uint8)
     stored = stored_layout(geometry, CHUNK, arena.ctypes.data, arena.nbytes)
@@ -130,14 +131,14 @@ def test_a_chunk_is_all_that_is_written(geometry, layout):
     assert np.array_equal(arena, written)
 
 
-def test_a_chunk_of_parts_of_pieces_is_refused():
+def test_chunk_of_partial_pieces_is_rejected():
     with pytest.raises(
         CapabilityError, match="blocks of 40 tokens are not a multiple of units of 16 tokens"
     ):
         stored_layout(PIECES, 40, 1 << 20, 1 << 20)
 
 
-def test_chunks_from_the_middle_of_a_sequence_leave_the_rest_alone():
+def test_chunks_from_mid_sequence_do_not_change_the_rest():
     step = rounded_up(chunk_bytes(GQA, CHUNK))
     arena = np.full(step, 0xAB, np.uint8)
     stored = stored_layout(GQA, CHUNK, arena.ctypes.data, arena.nbytes)
@@ -159,7 +160,7 @@ def test_shifted_layer_plans_equal_plans_of_single_layers(geometry, reader, is_a
     transfer = ChunkTransfer(1, [step * 3, 0], ranks.blocks, skipped_tokens=5)
     for spec in ranks.specs:
         layout = spec.layout
-        if is_apart:  # an allocation for each layer and plane, later ones before others
+        if is_apart:  # one allocation per layer and plane, later ones before others
             bases = tuple(
                 tuple(base + (1 << 40) - plane * (1 << 33) - layer**2 * (1 << 32)
                       for layer, base in enumerate(of_plane))
@@ -178,7 +179,7 @@ def test_shifted_layer_plans_equal_plans_of_single_layers(geometry, reader, is_a
                 assert np.array_equal(getattr(found, name), getattr(wanted, name))
 
 
-def test_one_of_the_ranks_that_hold_the_same_writes():
+def test_one_of_the_ranks_with_same_data_writes():
     for geometry, tp in ((MLA, 4), (GQA, 8)):
         shards = shards_of(geometry, tp)
         writers = [shard for shard in shards if writes_for_its_replicas(shard, spread=6)]
@@ -188,7 +189,7 @@ def test_one_of_the_ranks_that_hold_the_same_writes():
         )
 
 
-def test_an_offset_outside_of_the_arena_is_refused():
+def test_offset_outside_the_arena_is_rejected():
     step = rounded_up(chunk_bytes(GQA, CHUNK))
     stored = stored_layout(GQA, CHUNK, 1 << 20, step)
     ranks = Ranks(GQA, 1, 1, 16, "LPBHT")

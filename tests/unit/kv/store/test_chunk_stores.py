@@ -1,4 +1,5 @@
-"""The suite of chunk stores, over a node store of this process and one behind sessions."""
+"""The conformance suite of chunk stores, over a node store in this process and one behind
+sessions."""
 
 import pytest
 from support.chunk_store_suite import NBYTES, SECRET, ChunkStoreSuite, OpenedPool
@@ -49,6 +50,6 @@ class TestStoreClient(ChunkStoreSuite):
         service.close()
 
 
-def test_without_its_client_mooncake_store_says_what_to_install():
+def test_mooncake_store_without_client_names_package_to_install():
     with pytest.raises(KVConfigError, match=r"pip install 'mooncake-hal\[mooncake\]'"):
         MooncakeChunkStore(MooncakeStoreConfig("127.0.0.1:1"))

@@ -1,4 +1,4 @@
-"""The chunks of an arena: states, handles, quarantine, quotas; and that no read is ever wrong."""
+"""The chunks of an arena: states, handles, quarantine and quotas; and no read is ever wrong."""
 
 import random
 from dataclasses import dataclass, field
@@ -58,7 +58,7 @@ def test_a_staged_chunk_is_not_readable_and_not_staged_twice():
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("is_use", [True, False])
-def test_a_reserve_that_is_no_use_does_not_keep_chunks_in_memory(policy, is_use):
+def test_reserve_without_use_does_not_protect_chunks(policy, is_use):
     table = ChunkTable(2 * GRANULE, TableSettings(POLICIES[policy], QUARANTINE_S))
     put(table, chunk("a"), now=0)
     put(table, chunk("b"), now=1)
@@ -93,7 +93,7 @@ def test_memory_of_a_write_that_failed_is_free_when_its_early_readers_have_ended
     table.check_integrity()
 
 
-def test_a_handle_is_its_users_and_serves_once():
+def test_handle_belongs_to_its_user_and_is_used_once():
     table = table_of(4)
     (write,) = table.reserve([chunk("a")], ANNA, 10, 0)
     assert table.commit([write.handle_id], BERT, 0) == [False]
@@ -104,7 +104,7 @@ def test_a_handle_is_its_users_and_serves_once():
     assert table.release([read.handle_id] * 2, ANNA, 0) == [True, False]
 
 
-def test_a_pinned_chunk_stays_and_one_that_is_dropped_is_no_valid_read():
+def test_pinned_chunk_is_kept_and_read_of_dropped_chunk_is_invalid():
     table = table_of(1)
     put(table, chunk("a"))
     (handle,) = table.pin([b"a"], ANNA, 10, 0)
@@ -116,7 +116,7 @@ def test_a_pinned_chunk_stays_and_one_that_is_dropped_is_no_valid_read():
     assert levels(table).free_bytes == GRANULE
 
 
-def test_no_handle_outlives_its_deadline_and_a_silent_readers_memory_rests():
+def test_handles_expire_and_memory_of_silent_reader_is_quarantined():
     table = table_of(1)
     put(table, chunk("a"))
     (handle,) = table.pin([b"a"], ANNA, 10, 0)
@@ -127,7 +127,7 @@ def test_no_handle_outlives_its_deadline_and_a_silent_readers_memory_rests():
     table.check_integrity()
 
 
-def test_a_late_writer_can_not_commit_and_keeps_its_memory_until_it_says_so():
+def test_late_writer_cannot_commit_and_keeps_memory_until_it_reports():
     table = table_of(2)
     (late,) = table.reserve([chunk("a")], ANNA, 10, 0)
     (again,) = table.reserve([chunk("a")], BERT, 10, 10)
@@ -155,7 +155,7 @@ def test_memory_of_an_ended_user_is_quarantined_unless_it_is_drained(is_drained)
     assert levels(table).free_bytes == 2 * GRANULE
 
 
-def test_memory_of_a_user_without_a_session_is_not_used_again_before_its_writers_have_ended():
+def test_memory_of_disconnected_user_is_kept_until_its_writers_exit():
     table = table_of(2)
     put(table, chunk("r"))
     table.pin([b"r"], ANNA, 10, 0)
@@ -171,7 +171,7 @@ def test_memory_of_a_user_without_a_session_is_not_used_again_before_its_writers
     table.check_integrity()
 
 
-def test_a_user_that_is_back_says_which_of_its_writes_still_move():
+def test_reconnected_user_names_its_writes_in_flight():
     table = table_of(3)
     ended, moving = table.reserve([chunk("a"), chunk("b")], ANNA, 10, 0)
     assert table.abandon_user(ANNA, 1)
@@ -218,7 +218,7 @@ def test_a_read_can_be_extended():
 
 def test_the_end_of_a_sequence_is_evicted_first_and_never_the_parent_of_a_write():
     table = table_of(4)
-    for position, name in enumerate("abc"):  # committed one after the other, as they are computed
+    for position, name in enumerate("abc"):  # committed one by one, as they are computed
         put(table, chunk(name, "abc"[position - 1] if position else None), now=position)
     put(table, chunk("x"), now=9)
     put(table, chunk("y"), now=10)
@@ -228,7 +228,7 @@ def test_the_end_of_a_sequence_is_evicted_first_and_never_the_parent_of_a_write(
     assert table.probe([b"a", b"b", b"x"]) == [Residence.DRAM, Residence.DRAM, Residence.ABSENT]
 
 
-def test_a_sequence_longer_than_the_arena_keeps_its_beginning():
+def test_sequence_longer_than_the_arena_keeps_its_prefix():
     table = table_of(3)
     put(table, chunk("x"))
     names = "abcdef"
@@ -278,7 +278,7 @@ def test_a_chunk_larger_than_the_arena_evicts_nothing():
     assert table.probe([b"a"]) == [Residence.DRAM]
 
 
-def test_a_users_handles_have_a_bound(monkeypatch):
+def test_handles_per_user_are_bounded(monkeypatch):
     monkeypatch.setattr("mooncake_kv.store.chunk_handles.MAX_HANDLES_PER_USER", 2)
     table = table_of(4)
     put(table, chunk("a"))
@@ -293,7 +293,7 @@ def test_a_users_handles_have_a_bound(monkeypatch):
 
 @dataclass
 class Write:
-    """A write under way: lands granule by granule, whenever it likes."""
+    """A write in flight: it lands granule by granule, at any time."""
 
     handle: WriteHandle
     user: int
@@ -348,7 +348,7 @@ class World:
         self.table.check_integrity()
 
     def sequence(self):
-        """Keys of one of a few sequences that share beginnings; sizes differ by sequence."""
+        """Keys of one of several sequences that share prefixes; sizes differ by sequence."""
         family, branch = self.random.randrange(4), self.random.randrange(6)
         shared = self.random.randrange(3)
         granules, tenant = 1 + family % 3, "t" if family == 3 else ""
@@ -371,10 +371,10 @@ class World:
                 self.writes.append(Write(handle, user, missing))
 
     def land(self):
-        """A piece of some write lands; its user may be frozen or dead."""
+        """Land a piece of some write; its user may be frozen or dead."""
         self.zombies = [(until, write) for until, write in self.zombies if until > self.now]
         candidates = self.writes + [write for _, write in self.zombies]
-        if self.random.random() < 0.05:  # they are thawed seldom, and late
+        if self.random.random() < 0.05:  # they are thawed rarely, and late
             candidates += [write for writes in self.frozen.values() for write in writes]
         for write in self.random.sample(candidates, min(len(candidates), 6)):
             for at in write.missing:
@@ -418,7 +418,7 @@ class World:
         self.num_invalid += not valid
 
     def lose(self):
-        """A user loses its session, for whatever reason; its reads never end."""
+        """Disconnect a user, for whatever reason; its reads never end."""
         user = self.users.pop(self.random.randrange(len(self.users)))
         if len(self.users) < 4:
             self.users.append(self.num_users)
@@ -434,14 +434,14 @@ class World:
         return user, self.frozen.pop(user)
 
     def end_frozen(self):
-        """The processes of a user without a session end; what they had sent lands for a while."""
+        """Exit the processes of a disconnected user; their bytes in flight land for a while."""
         user, writes = self.pop_frozen()
         until = self.now + QUARANTINE_S
         self.zombies += [(until, write) for write in writes]
         self.table.end_user(user, self.now, is_drained=False)
 
     def thaw(self):
-        """A user is back: some of its writes have ended, others still move."""
+        """Reconnect a user: some of its writes have ended, others are still in flight."""
         user, writes = self.pop_frozen()
         moving = [write for write in writes if self.random.random() < 0.5]
         self.table.resume_user(user, [write.handle.handle_id for write in moving], self.now)
@@ -475,7 +475,7 @@ def test_no_read_is_ever_wrong_in_a_hundred_thousand_operations():
     assert world.num_invalid > 200
     assert world.table.stats.num_evicted["room"] > 5000
     assert world.table.stats.num_expired_writes > 200
-    # everybody leaves: every byte comes back
+    # all users disconnect, and every byte is freed
     assert world.num_users > 50
     for user in [*world.users, *world.frozen]:
         world.table.end_user(user, world.now, is_drained=False)
@@ -484,8 +484,9 @@ def test_no_read_is_ever_wrong_in_a_hundred_thousand_operations():
     assert levels(world.table).free_bytes == world.granules * GRANULE
 
 
-def test_a_chunk_that_is_named_twice_with_two_sizes_has_the_memory_that_its_handle_says():
-    """Else it is written into the chunks behind it, and their readers are told that it is right."""
+def test_chunk_named_twice_with_two_sizes_gets_memory_of_its_handle():
+    """Otherwise its write would overwrite the chunks behind it, which readers would consider
+    valid."""
     table = table_of(64)
     put(table, chunk("other"))
     first, second = table.reserve([chunk("a", granules=8), chunk("a")], ANNA, 10, 1)
@@ -512,7 +513,7 @@ def test_a_chunk_larger_than_its_tenants_quota_evicts_nothing():
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_for_a_large_chunk_small_ones_go_that_lie_side_by_side(policy):
+def test_large_chunk_evicts_adjacent_small_chunks(policy):
     table = ChunkTable(512 * GRANULE, TableSettings(POLICIES[policy], QUARANTINE_S))
     put(table, *[chunk(f"{n}") for n in range(512)])
     draw = random.Random(3)
@@ -526,7 +527,7 @@ def test_for_a_large_chunk_small_ones_go_that_lie_side_by_side(policy):
     table.check_integrity()
 
 
-def test_a_large_chunk_evicts_another_groups_neighbours_if_the_oldest_has_none():
+def test_large_chunk_evicts_another_adjacent_group_if_oldest_has_none():
     table = table_of(64, quotas={"anna": 8 * GRANULE})
     put(table, chunk("0"), chunk("a", tenant="anna"), chunk("1"), now=0)
     put(table, *[chunk(f"{n}") for n in range(2, 63)], now=1)
@@ -537,12 +538,12 @@ def test_a_large_chunk_evicts_another_groups_neighbours_if_the_oldest_has_none()
     table.check_integrity()
 
 
-def test_the_chunks_before_a_large_one_stay_for_it_and_memory_that_rests_is_none():
+def test_large_chunk_keeps_its_parents_and_cannot_use_quarantined_memory():
     table = table_of(8)
     put(table, chunk("a"), chunk("b", parent="a"), chunk("c", parent="b"), now=0)
     put(table, *[chunk(f"{n}") for n in range(5)], now=1)
     assert table.reserve([chunk("d", parent="c", granules=6)], ANNA, 10, 2) == [PutRefusal.NO_ROOM]
-    table.pin([b"2"], BERT, 1, 2)  # and never says that it ended
+    table.pin([b"2"], BERT, 1, 2)  # and never releases it
     assert table.reserve([chunk("d", parent="c", granules=5)], ANNA, 10, 3) == [PutRefusal.NO_ROOM]
     assert table.stats.num_evicted == {}
     put(table, chunk("d", parent="c", granules=5), now=3 + QUARANTINE_S)
@@ -550,7 +551,7 @@ def test_the_chunks_before_a_large_one_stay_for_it_and_memory_that_rests_is_none
     table.check_integrity()
 
 
-def test_a_copy_has_to_be_worth_all_that_would_have_to_go_for_it():
+def test_copy_must_be_worth_more_than_all_that_it_evicts():
     table = table_of(8)
     put(table, *[chunk(f"{n}") for n in range(8)], now=0)
     terms = CopyTerms(1, 1.0, 1.0)

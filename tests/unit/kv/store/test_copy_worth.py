@@ -1,4 +1,4 @@
-"""Copies of what other stores hold: kept if they are worth more than what they push out."""
+"""Copies of chunks of other stores: kept if they are worth more than the chunks that they evict."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def where(table, names):
     )
 
 
-def test_uses_count_less_the_older_they_are_and_few_are_counted():
+def test_uses_decay_with_age_and_few_are_counted():
     counts = UseCounts(half_life_s=10, max_keys=2)
     counts.note([b"a"], 0)
     counts.note([b"a"], 10)
@@ -49,17 +49,17 @@ def test_uses_count_less_the_older_they_are_and_few_are_counted():
 
 
 @pytest.mark.parametrize("wrong", [(0, 1.0, 1.0), (1, 0.0, 1.0), (1, 1.0, float("nan"))])
-def test_terms_that_can_not_be_are_refused(wrong):
+def test_invalid_terms_are_rejected(wrong):
     with pytest.raises(ValueError, match="wanted 1 copy or more"):
         CopyTerms(*wrong)
 
 
-def test_the_more_copies_there_are_the_less_another_is_worth():
+def test_worth_of_a_copy_falls_with_number_of_copies():
     worths = [worth_of_copy(6.0, CopyTerms(count, 0.5, 1.0)) for count in (1, 2, 5)]
     assert worths == [1.5, 1.0, 0.5]
 
 
-def test_where_there_is_room_a_copy_stays():
+def test_copy_is_kept_while_there_is_free_space():
     table = table_of(2)
     assert isinstance(put(table, "a", copy=FAST), WriteHandle)
     assert where(table, "a") == "a"
@@ -102,7 +102,7 @@ def test_cold_copies_are_evicted_before_last_copies():
     table.check_integrity()
 
 
-def test_a_copy_that_is_worth_more_than_the_oldest_stays():
+def test_copy_worth_more_than_the_oldest_chunk_is_kept():
     table = table_of(2)
     put(table, "a", now=0)
     put(table, "x", now=1, copy=SLOW)

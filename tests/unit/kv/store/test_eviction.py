@@ -1,4 +1,5 @@
-"""Which chunk leaves first: each policy's rule, closed prefixes, and traces with the optimum."""
+"""Which chunk is evicted first: each policy's rule, prefix-closed eviction, and traces against the
+optimum."""
 
 import itertools
 import json
@@ -33,7 +34,7 @@ def order(policy):
 
 
 def filled(name):
-    """A sequence a, b, c and two of one chunk, x and y; then a and b are used, and x."""
+    """A sequence a, b, c and two single-chunk sequences x and y; then a and b are used, and x."""
     policy = POLICIES[name]()
     for item in (chunk("a"), chunk("b", "a", 1), chunk("c", "b", 2), chunk("x"), chunk("y")):
         policy.add(item)
@@ -43,8 +44,8 @@ def filled(name):
 
 
 @pytest.mark.parametrize("name", POLICIES)
-def test_keys_that_are_no_sequence_do_not_affect_other_users(name):
-    """Chunks that follow each other or themselves, and batches that name one twice."""
+def test_keys_without_valid_sequence_do_not_affect_other_users(name):
+    """Chunks whose parents form a cycle, and batches that name one chunk twice."""
     policy = POLICIES[name]()
     for item in (chunk("a", "b"), chunk("b", "a"), chunk("c", "c"), chunk("d")):
         policy.add(item)
@@ -63,7 +64,7 @@ def test_keys_that_are_no_sequence_do_not_affect_other_users(name):
         ("cost-aware", "c y b x a"),
     ],
 )
-def test_the_order_of_eviction(name, wanted):
+def test_eviction_order(name, wanted):
     policy = filled(name)
     if name == "cost-aware":
         assert set(order(policy).split()[:2]) == {"c", "y"}
@@ -90,14 +91,14 @@ def test_chunks_in_use_overtake_chunks_that_are_no_longer_used():
     raise AssertionError("a chunk of the past stayed for ever")
 
 
-def test_a_policy_of_another_name_is_refused():
+def test_unknown_policy_is_rejected():
     with pytest.raises(KVConfigError, match="'fifo' is not known; known are"):
         make_policy("fifo")
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.integers(0, 1 << 32), st.sampled_from(["tail-first-lru", "cost-aware"]))
-def test_no_chunk_outlives_the_one_before_it(seed, name):
+def test_no_chunk_outlives_its_parent(seed, name):
     draw, policy, present = random.Random(seed), POLICIES[name](), {}
     for _ in range(60):
         path = "".join(draw.choice("ab") for _ in range(draw.randrange(1, 7)))
@@ -156,7 +157,7 @@ def test_no_choice_saves_more_seconds_than_the_bound(tmp_path):
 
 
 def best_by_trying(requests, capacity, worth=None):
-    """The most blocks that any choice of what to keep can hit, or their ``worth``."""
+    """The most blocks, or their ``worth``, that any choice of kept blocks can hit."""
     states = {frozenset(): 0}
     for ids in requests:
         following = {}
@@ -173,20 +174,20 @@ def best_by_trying(requests, capacity, worth=None):
 
 
 @pytest.mark.parametrize("line", ["", "[]", '{"hash_ids": 3}', '{"hash_ids": ["a"]}', "{}"])
-def test_a_line_that_is_no_request_is_named(tmp_path, line):
+def test_invalid_trace_line_is_reported(tmp_path, line):
     path = tmp_path / "trace.jsonl"
     path.write_text('{"hash_ids": [1]}\n' + line + "\n")
     with pytest.raises(KVConfigError, match="line 2: wanted an object with hash_ids"):
         read_trace(path)
 
 
-def test_a_trace_that_is_not_there_is_named(tmp_path):
+def test_missing_trace_is_reported(tmp_path):
     with pytest.raises(KVConfigError, match="can't be read"):
         read_trace(tmp_path / "absent.jsonl")
 
 
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=6), max_size=12))
-def test_a_batch_that_is_touched_stands_as_if_its_chunks_were_touched_alone(batches):
+def test_touching_a_batch_equals_touching_its_chunks(batches):
     policy, order = TailFirstLRU(), [b"%d" % number for number in range(10)]
     for key in order:
         policy.add(Chunk(key, None, 0, 1, 1))

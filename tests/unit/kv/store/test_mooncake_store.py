@@ -1,6 +1,7 @@
-"""A Mooncake Store whose master hangs, or whose client fails: staging memory comes back.
+"""A Mooncake Store whose master hangs, or whose client fails, frees its staging memory.
 
-With a client that stands in for Mooncake's; ``tests/adapters`` has the real one."""
+The client is a stand-in for Mooncake's; ``tests/adapters`` uses the real one.
+"""
 
 import sys
 import threading
@@ -19,7 +20,8 @@ ABSENT_KEY = bytes(16)
 
 
 class StandIn:
-    """Of ``MooncakeDistributedStore``: objects without bytes, behind a master that may hang."""
+    """A stand-in for ``MooncakeDistributedStore``: objects without bytes, and a master that may
+    hang."""
 
     def __init__(self):
         self.answers = threading.Event()
@@ -82,7 +84,7 @@ def reserve(store, first=0):
     return handles
 
 
-def test_a_commit_that_is_refused_while_the_master_hangs_frees_its_memory(store, monkeypatch):
+def test_commit_rejected_while_master_hangs_frees_its_memory(store, monkeypatch):
     monkeypatch.setattr(mooncake_store, "MAX_WAITING", 16)
     handles = reserve(store)
     store._client.answers.clear()

@@ -1,4 +1,4 @@
-"""A node store of this process: KV put by one rank is got by another, over a real transport."""
+"""A node store in this process: KV put by one rank is read by another over a real transport."""
 
 import numpy as np
 import pytest
@@ -116,7 +116,7 @@ def test_other_users_get_the_lock_while_many_chunks_are_dropped(store, monkeypat
         ({"content": ChunkContent(bytes(16), bytes(60))}, "wanted 64 bytes for 16 tokens, got 60"),
     ],
 )
-def test_a_chunk_that_no_record_has_room_for_is_none(changes, words):
+def test_chunk_too_large_for_a_record_is_rejected(changes, words):
     facts = structs.asdict(chunk(1)) | changes
     with pytest.raises(ValueError, match=words):
         Chunk(**facts)
@@ -146,23 +146,23 @@ def test_an_observer_is_notified_of_what_memory_holds():
     ]
 
 
-def test_a_store_that_its_control_group_has_no_memory_for_is_refused(monkeypatch):
-    """It would start, and be killed when that many chunks are in it."""
+def test_store_larger_than_its_cgroup_limit_is_rejected(monkeypatch):
+    """Otherwise it would start, and be killed once it holds that many chunks."""
     available, _ = memory_bytes()
     monkeypatch.setattr(host_memory, "_cgroup_bytes", lambda: (available // 4, 0))
     with pytest.raises(KVConfigError, match=f"to {available // 4} bytes, within the limit"):
         NodeStore(NodeStoreConfig(dram_bytes=available // 2))
 
 
-def test_a_store_that_can_not_be_is_refused():
+def test_invalid_store_settings_are_rejected():
     with pytest.raises(KVConfigError, match="this host can provide"):
         NodeStore(NodeStoreConfig(dram_bytes=1 << 60))
     with pytest.raises(KVConfigError, match="'fifo' is not known; known are"):
         NodeStore(NodeStoreConfig(dram_bytes=CHUNK_BYTES, policy="fifo"))
 
 
-def test_a_replica_is_a_source_chunk_by_chunk():
-    """While a store still copies the end of a sequence, others fetch its beginning from it."""
+def test_replica_serves_chunk_by_chunk():
+    """While a store still copies the end of a sequence, others fetch the start from it."""
     numbers = (1, 2, 3)
     chunks = [chunk(n, None if n == 1 else n - 1) for n in numbers]
     first, second, third = (NodeStore(NodeStoreConfig(4 * CHUNK_BYTES)) for _ in range(3))

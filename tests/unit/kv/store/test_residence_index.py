@@ -1,4 +1,4 @@
-"""A probe without a message: what another process reads of an index is what the store has."""
+"""Probes without a message: another process reads from the index what the store holds."""
 
 import os
 import random
@@ -55,7 +55,7 @@ def test_tiers_are_distinguished_and_memory_has_precedence(index):
     assert view.probe([key(1), b"short"]) == [Residence.ABSENT, Residence.DRAM]
 
 
-def test_a_key_that_was_left_out_is_probed_by_message(index, monkeypatch):
+def test_key_outside_the_index_is_probed_by_message(index, monkeypatch):
     monkeypatch.setattr("mooncake_kv.store.residence_index._place", lambda *_: (512, 520, 8))
     view = ResidenceView.open(index.info, EPOCH)
     assert view.probe([key(99)]) == [Residence.ABSENT]
@@ -81,7 +81,7 @@ def how(request, monkeypatch):
         monkeypatch.setattr("mooncake_kv.store.residence_index._compiled", lambda: None)
 
 
-def test_keys_of_a_batch_that_were_left_out_are_probed_by_message(index, how):
+def test_batch_keys_outside_the_index_are_probed_by_message(index, how):
     view, crowd = (
         ResidenceView.open(index.info, EPOCH),
         [struct.pack("<QQ", 0, n << 3) for n in range(1, 31)],
@@ -97,7 +97,7 @@ def test_keys_of_a_batch_that_were_left_out_are_probed_by_message(index, how):
     assert view.probe([key(99), *crowd]) == [Residence.ABSENT] * (1 + len(crowd))
 
 
-def test_a_batch_is_marked_as_its_chunks_are_one_by_one(index, how):
+def test_batch_is_indexed_like_its_single_chunks(index, how):
     view = ResidenceView.open(index.info, EPOCH)
     keys = [key(number) for number in range(2_000)]  # of 8,192 words
     for at in range(0, len(keys), 2):
@@ -147,7 +147,7 @@ def test_an_index_agrees_with_its_store_through_ten_thousand_changes(tmp_path):
         user.touch([draw.choice(keys)])
     user.abort(writes)
     user.commit([h for h in user.reserve(chunks).result() if not isinstance(h, str)])
-    store._moves.tier.close()  # what was being written is written now
+    store._moves.tier.close()  # the pending writes have completed now
     found = view.probe(keys)
     assert found == store.probe(keys)
     assert {Residence.DRAM, Residence.SSD} <= set(found)
@@ -156,7 +156,7 @@ def test_an_index_agrees_with_its_store_through_ten_thousand_changes(tmp_path):
 
 
 def test_a_reader_never_sees_a_torn_state(index):
-    """Beside a writer that changes words all the time, each is seen as it is or was."""
+    """While a writer changes words all the time, each is read in its old or its new state."""
     view, stop = ResidenceView.open(index.info, EPOCH), threading.Event()
     still, moving = [key(n) for n in range(200)], [key(n) for n in range(200, 400)]
     for name in still:

@@ -1,4 +1,4 @@
-"""What an SSD tier may use: its write budget."""
+"""The write budget of an SSD tier."""
 
 from mooncake_kv.store.ssd_config import SsdBudget
 

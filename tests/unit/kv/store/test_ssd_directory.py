@@ -1,4 +1,5 @@
-"""Segments of records on a disk: found again, torn ends dropped, one store per directory."""
+"""Segments of records on a disk: recovered after a restart, torn ends dropped, one store per
+directory."""
 
 import errno
 import os
@@ -58,7 +59,7 @@ def found(path, **changes):
     return numbers
 
 
-def test_records_are_found_again_with_all_that_they_say(tmp_path):
+def test_records_are_recovered_with_all_fields(tmp_path):
     directory = opened(config(tmp_path))
     for number in range(6):
         store(directory, number)
@@ -158,7 +159,8 @@ def test_segments_of_an_earlier_format_are_dropped_with_one_line(tmp_path, caplo
     directory.close()
     page = aligned_buffer(PAGE)
     for number, segment in enumerate(sorted(tmp_path.glob("segment-*"))):
-        fill_page(page, SegmentHeader(b"12345678", number))  # says nothing of its records
+        # contains no description of its records
+        fill_page(page, SegmentHeader(b"12345678", number))
         with segment.open("r+b") as file:
             file.write(page)
     assert found(tmp_path) == []
@@ -244,7 +246,7 @@ def test_a_full_disk_is_an_error_of_that_write_and_leaves_no_file(tmp_path, monk
 
 @pytest.mark.parametrize("what", ["pwritev", "posix_fallocate", "statvfs"])
 def test_reads_do_not_wait_for_a_segment_that_is_being_started(tmp_path, monkeypatch, what):
-    """Users' pins hold records: were it under the same lock, a drive that hangs would stop all."""
+    """Users' pins hold records: under the same lock, a hung drive would block all of them."""
     directory = opened(config(tmp_path))
     for number in range(4):
         location = store(directory, number)
@@ -272,8 +274,9 @@ def test_reads_do_not_wait_for_a_segment_that_is_being_started(tmp_path, monkeyp
     directory.close()
 
 
-def test_a_collection_waits_for_a_segment_that_is_begun_in_vain(tmp_path, monkeypatch):
-    """Else writes that find a full drive at once take each other for the one that has room."""
+def test_collection_waits_for_failed_start_of_segment(tmp_path, monkeypatch):
+    """Otherwise concurrent writes that find a full drive mistake each other for one that has
+    space."""
     directory = opened(config(tmp_path))
     for number in range(12):
         last = store(directory, number)
@@ -304,7 +307,7 @@ def test_a_collection_waits_for_a_segment_that_is_begun_in_vain(tmp_path, monkey
     directory.close()
 
 
-def test_a_file_system_that_refused_a_segment_is_asked_again_after_a_while(tmp_path, monkeypatch):
+def test_segment_start_is_retried_after_file_system_refused_it(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
@@ -327,9 +330,7 @@ def test_a_file_system_that_refused_a_segment_is_asked_again_after_a_while(tmp_p
     assert found(tmp_path, segments=9) == list(range(4, 13))
 
 
-def test_a_segment_that_is_refused_does_not_end_direct_input_and_output(
-    tmp_path, monkeypatch, caplog
-):
+def test_refused_segment_does_not_disable_direct_io(tmp_path, monkeypatch, caplog):
     directory = opened(config(tmp_path))
     is_direct = directory._is_direct
 

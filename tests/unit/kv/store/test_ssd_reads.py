@@ -1,5 +1,5 @@
-"""Chunks that come in from an SSD layer by layer: the beginning of all of them first, nothing that
-is not right."""
+"""Layer-by-layer reads of chunks from an SSD: the first layers of all chunks first, and never wrong
+data."""
 
 import threading
 import time
@@ -51,8 +51,8 @@ KEYS = [chunk(number).key for number in range(COUNT)]
 
 
 class Reads:
-    """The reads of an SSD in their order; they wait for a gate, but those of records' beginnings
-    where that is said, and but those of the record at ``free``."""
+    """Records an SSD's reads in order; they wait for a gate, optionally except those of records'
+    leading bytes, and except those of the record at ``free``."""
 
     def __init__(self, monkeypatch, *, beginning=True, free=0):
         self.gate = threading.Event()
@@ -70,7 +70,7 @@ class Reads:
 
 @pytest.fixture
 def store(tmp_path):
-    """A store whose chunks are on its SSD and not in its memory."""
+    """A store whose chunks are on its SSD only."""
     drive = SsdDirectoryConfig(tmp_path, 3 << 23, 1 << 23, min_free_bytes=0)
     config = NodeStoreConfig(COUNT * (NBYTES + PAGE), ssd=SsdConfig((drive,)))
     store = NodeStore(config)
@@ -79,7 +79,7 @@ def store(tmp_path):
         put(store, user, chunk(number), content(number))
         user.release(user.pin([chunk(number).key]).result())
         is_written = partial(lambda count, stats: stats.ssd_chunks == count, number + 1)
-        await_level(store, is_written)  # one after the other: tests damage the one they mean
+        await_level(store, is_written)  # one by one, so that tests can damage a particular one
     await_level(store, lambda stats: not stats.num_pins)
     others = [Chunk(bytes([99, number]), None, 0, NBYTES, 16) for number in range(COUNT)]
     for other in others:
@@ -195,7 +195,7 @@ def test_a_chunk_dropped_during_its_load_is_not_found(store, monkeypatch):
 def test_a_wait_ends_once_one_of_its_chunks_is_lost(store, tmp_path, monkeypatch):
     (segment,) = tmp_path.glob("segment-*")
     with segment.open("r+b") as file:
-        file.seek(2 * PAGE)  # behind the segment's page and the record's
+        file.seek(2 * PAGE)  # after the segment's page and the record's
         file.write(bytes(PAGE))
     reads, user = Reads(monkeypatch, free=PAGE), store.open_user()
     handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
@@ -209,8 +209,8 @@ def test_a_wait_ends_once_one_of_its_chunks_is_lost(store, tmp_path, monkeypatch
     assert user.release(handles).result() == [False, *[True] * (COUNT - 1)]
 
 
-def test_a_pin_that_is_granted_before_its_caller_has_it_is_granted_once(store, monkeypatch):
-    """All is read before ``pin`` returns; nobody else waits for longer then."""
+def test_pin_completed_before_its_reply_is_granted_once(store, monkeypatch):
+    """All data is read before ``pin`` returns; no later reader waits longer because of it."""
     has_returned, settled = threading.Event(), threading.Event()
     finish, read = TierMoves._finish, SsdTier.read
 
@@ -239,8 +239,9 @@ def test_a_pin_that_is_granted_before_its_caller_has_it_is_granted_once(store, m
     assert user.release([handle]).result() == [True]
 
 
-def test_readers_that_leave_or_are_late_do_not_block_others(store, monkeypatch):
-    """One leaves while its chunks come in, another one finds them; memory is nobody's then."""
+def test_disconnected_and_late_readers_do_not_block_others(store, monkeypatch):
+    """One reader disconnects while its chunks are read, and another finds them; then the memory has
+    no owner."""
     reads, user, other = Reads(monkeypatch), store.open_user(), store.open_user()
     user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
     second = other.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
@@ -255,7 +256,7 @@ def test_readers_that_leave_or_are_late_do_not_block_others(store, monkeypatch):
 
 
 def test_unwanted_loads_are_cancelled_and_free_the_drive(store, monkeypatch):
-    """One long prompt that was cancelled kept the drive busy until all of it was read."""
+    """One cancelled long prompt kept the drive busy until all of it was read."""
     reads, user = Reads(monkeypatch), store.open_user()
     handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
     assert user.await_bytes(handles, 0).result(WAIT_S) == SECTION
@@ -272,8 +273,8 @@ def test_unwanted_loads_are_cancelled_and_free_the_drive(store, monkeypatch):
     assert None not in user.pin(KEYS).result(WAIT_S)
 
 
-def test_news_of_a_load_that_has_ended_are_none_of_the_next_one(store, monkeypatch):
-    """A thread that was held up tells of bytes after its load has ended."""
+def test_late_progress_of_ended_load_does_not_count_for_the_next(store, monkeypatch):
+    """A delayed thread reports bytes after its load has ended."""
     with monkeypatch.context() as patch:
         reads, user = Reads(patch), store.open_user()
         handles = user.pin(KEYS[:1], first_bytes=SECTION).result(WAIT_S)
@@ -308,7 +309,7 @@ def test_a_wait_for_a_hung_drive_is_bounded(store, monkeypatch):
 
 
 def test_chunks_on_a_hung_drive_are_unavailable_until_it_recovers(store, monkeypatch):
-    """Nobody waits for the store's whole patience, and nobody who comes later waits at all."""
+    """No reader waits for the store's whole timeout, and later readers do not wait at all."""
     reads, user = Reads(monkeypatch), store.open_user()
     [drive] = store._moves.tier._drives
     drive.reading.timeout_s = 0.2
@@ -340,7 +341,7 @@ def test_a_pin_of_whole_chunks_does_not_wait_for_a_hung_drive(store, monkeypatch
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, SECTION, NBYTES, 32 << 20, (84 << 20) + 1])
 @pytest.mark.parametrize("first_bytes", [-1, 1, 70_000, 1 << 20, 1 << 40])
-def test_parts_are_whole_sections_and_few(nbytes, first_bytes):
+def test_parts_are_few_and_consist_of_whole_sections(nbytes, first_bytes):
     parts, section = parts_to_read(nbytes, first_bytes), section_bytes(nbytes)
     assert parts[0][0] == 0
     assert parts[0][1] >= min(first_bytes, nbytes)
@@ -353,7 +354,7 @@ def test_parts_are_whole_sections_and_few(nbytes, first_bytes):
     assert all(stop - start >= min(start, MIN_PART_BYTES) for start, stop in parts[1:-1])
 
 
-def test_parts_that_come_in_any_order_count_from_the_beginning():
+def test_parts_arriving_in_any_order_count_as_prefix():
     seen, parts = [], [(0, 10), (10, 20), (20, 30), (30, 40)]
     read = RecordRead(
         parts,
@@ -372,7 +373,7 @@ def test_after_a_damaged_part_no_other_is_read_and_on_done_is_called_once():
 
     def read(start, stop):
         read_ranges.append(start)
-        if start == 20:  # while it runs, another one fails, and one is put off
+        if start == 20:  # while it runs, another one fails, and one is postponed
             record.run(1)
             record.run(0)
             assert not ended

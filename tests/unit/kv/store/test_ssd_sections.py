@@ -1,4 +1,4 @@
-"""Checksums of sections, and reading sections with them; compiled and not."""
+"""Section checksums, and reading sections with them; with and without the compiled kernels."""
 
 import hashlib
 import importlib.util
@@ -20,7 +20,7 @@ from mooncake_kv.store.ssd_sections import (
 
 
 @pytest.mark.parametrize("checksums", [section_checksums, interpreted_checksums])
-def test_checksums_see_single_bits_and_exchanged_pages(checksums):
+def test_checksums_detect_single_bits_and_swapped_pages(checksums):
     data = np.frombuffer(hashlib.shake_256(b"data").digest(8 * PAGE), np.uint8)
 
     def whole(payload):
@@ -40,7 +40,7 @@ def test_checksums_see_single_bits_and_exchanged_pages(checksums):
 def test_each_section_has_its_own_checksum(checksums):
     data = memoryview(hashlib.shake_256(b"data").digest(8 * PAGE))
     sections = [data[start : start + 3 * PAGE] for start in range(0, 8 * PAGE, 3 * PAGE)]
-    apart = [checksums(each, 3 * PAGE) for each in sections]  # the last one is shorter
+    apart = [checksums(each, 3 * PAGE) for each in sections]  # the last section is shorter
     assert checksums(data, 3 * PAGE) == b"".join(apart)
     assert len(b"".join(apart)) == 3 * 8
 
@@ -78,11 +78,11 @@ def test_a_short_read_is_an_error(file, how):
     os.close(directory)
 
 
-def test_threads_that_come_first_count_with_weights_that_stay(monkeypatch):
-    """One draws weights while another one has come to use its own: neither's may be given back."""
+def test_concurrent_first_checksums_keep_their_weights_alive(monkeypatch):
+    """One thread creates weights while another starts to use its own: neither's may be freed."""
     spec = importlib.util.find_spec(ssd_sections.__name__)
     sections = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sections)  # as in a process that has taken no checksum yet
+    spec.loader.exec_module(sections)  # as in a process that has computed no checksum yet
     compiled = sections._compiled()
     if compiled is None:
         pytest.skip("only compiled code is given an address")
@@ -93,7 +93,7 @@ def test_threads_that_come_first_count_with_weights_that_stay(monkeypatch):
         found.append(sections.section_checksums(data, PAGE))
 
     def checksums(*arguments):
-        others = [np.ones(PAGE // 8, np.uint64) for _ in range(16)]  # memory that is free is used
+        others = [np.ones(PAGE // 8, np.uint64) for _ in range(16)]  # freed memory is reused
         compiled.checksums(*arguments)
         others.clear()
 

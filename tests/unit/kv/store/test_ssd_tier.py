@@ -1,4 +1,4 @@
-"""A store with SSDs: what is used twice outlives memory and the process, and is never wrong."""
+"""A store with SSDs: chunks used twice outlive memory and the process, and are never wrong."""
 
 import errno
 import hashlib
@@ -47,7 +47,7 @@ def keys(numbers):
 
 
 class Stored:
-    """A store with directories, filled and read by hand."""
+    """A store with SSD directories, filled and read by the test."""
 
     def __init__(self, *paths, capacity=8, segments=4, load_timeout_s=WAIT_S, **ssd):
         directories = tuple(
@@ -91,7 +91,7 @@ class Stored:
         assert self.user.commit([handle]).result() == [True]
 
     def get(self, numbers):
-        """The tier that each was read from; None for a miss. Wrong bytes fail the test."""
+        """Read chunks; returns the tier of each, None for a miss. Wrong bytes fail the test."""
         handles = self.user.pin(keys(numbers)).result(WAIT_S)
         for number, handle in zip(numbers, handles, strict=True):
             if handle is not None:
@@ -103,14 +103,14 @@ class Stored:
         return [handle and handle.tier for handle in handles]
 
     def save(self, numbers):
-        """Put, use, and wait until an SSD has them."""
+        """Put and use chunks, and wait until an SSD holds them."""
         for number in numbers:
             self.put(number)
             self.get([number])
             self.await_event("stored", Tier.SSD, chunk(number).key)
 
     def await_writes(self):
-        """Wait until all that is written is, and collected; nothing is written any more then."""
+        """Wait until all writes and collections have completed."""
         for drive in self.store._moves.tier._drives:
             drive.writers.close()
             assert drive.writers.join(time.monotonic() + WAIT_S)
@@ -142,7 +142,7 @@ def test_a_second_use_saves_a_chunk_that_then_outlives_memory(opened):
     store = opened(capacity=4)
     store.save([0, 1])
     for number in range(10, 14):
-        store.put(number)  # used once: pushes 0 and 1 out, and is not written
+        store.put(number)  # used once: evicts 0 and 1, and is not written
     assert store.user.probe(keys([0, 1, 10])).result() == [
         Residence.SSD,
         Residence.SSD,
@@ -167,7 +167,7 @@ def test_a_chunk_that_is_put_again_after_memory_lost_it_is_written(opened):
 def test_a_chunk_that_is_put_while_memory_has_it_is_written(opened):
     store = opened(capacity=2)
     store.put(0)
-    assert store.user.reserve([chunk(0)]).result() == [PutRefusal.PRESENT]  # it was computed again
+    assert store.user.reserve([chunk(0)]).result() == [PutRefusal.PRESENT]  # it was recomputed
     store.await_event("stored", Tier.SSD, chunk(0).key)
 
 
@@ -178,14 +178,15 @@ def test_chunks_saved_by_two_instances_for_one_request_count_one_use(opened):
     refused, handle = store.user.reserve(offered, is_use=False).result()
     assert refused is PutRefusal.PRESENT
     assert store.user.commit([handle]).result() == [True]
-    refusals = store.user.reserve(offered).result()  # by who computed them; first use of chunk 1
+    # by the instance that computed them; first use of chunk 1
+    refusals = store.user.reserve(offered).result()
     assert refusals == [PutRefusal.PRESENT] * 2
     store.await_event("stored", Tier.SSD, chunk(0).key)
     store.await_writes()
     assert store.user.stats().result().ssd_chunks == 1
 
 
-def test_a_chunk_is_not_written_since_another_instance_puts_it_after_memory_lost_it(opened):
+def test_put_by_another_instance_after_eviction_does_not_write_chunk(opened):
     store = opened(capacity=2)
     for number in (0, 10, 20):
         store.put(number)
@@ -231,7 +232,7 @@ def test_a_flipped_bit_is_a_miss_and_the_record_is_forgotten(opened, tmp_path):
 
 
 def test_a_damaged_header_page_is_found_by_verify_and_does_not_affect_reads(opened, tmp_path):
-    """What a read needs of the page is known; what was read is compared with its checksums."""
+    """The page's data that a read needs is known; read data is compared with its checksums."""
     store = opened(capacity=3)
     store.save(range(0, 60, 10))
     (segment,) = tmp_path.glob("segment-*")
@@ -263,7 +264,7 @@ def test_a_full_disk_costs_only_the_copies_on_it(opened, monkeypatch):
     monkeypatch.setattr(os, "posix_fallocate", refuse)
     store.put(0)
     assert store.get([0]) == [Tier.DRAM]
-    deadline = time.monotonic() + WAIT_S  # the copy is begun behind the read that asks for it
+    deadline = time.monotonic() + WAIT_S  # the copy starts after the read that triggers it
     while not (stats := store.user.stats().result()).num_ssd_errors:
         assert time.monotonic() < deadline, stats
         time.sleep(0.01)
@@ -278,10 +279,8 @@ def await_level(store, holds):
         time.sleep(0.005)
 
 
-def test_a_file_system_that_refuses_segments_has_the_oldest_ones_written_again(
-    opened, monkeypatch, caplog
-):
-    """A quota: it says that there is room, and gives none."""
+def test_file_system_that_refuses_segments_reuses_the_oldest_ones(opened, monkeypatch, caplog):
+    """As with a quota: the file system reports free space and grants none."""
     give, num_given = os.posix_fallocate, []
 
     def refuse(*args):
@@ -293,9 +292,9 @@ def test_a_file_system_that_refuses_segments_has_the_oldest_ones_written_again(
     store = opened(segments=100)
     store.save(range(16))
     store.put(16)
-    store.get([16])  # finds no room
+    store.get([16])  # finds no space
     await_level(store, lambda stats: stats.num_ssd_errors)
-    store.save(range(17, 40))  # has it made
+    store.save(range(17, 40))  # frees space
     store.await_event("removed", Tier.SSD, chunk(0).key)
     found = store.user.probe(keys([0, 39])).result()
     assert found == [Residence.ABSENT, Residence.DRAM]
@@ -343,7 +342,7 @@ def test_whole_segments_are_collected_and_chunks_that_were_read_are_rewritten(op
 
 
 def test_verify_does_not_count_as_a_read(opened):
-    """Else whoever verifies every night wears drives down twice as fast."""
+    """Otherwise a nightly verification would wear the drives down twice as fast."""
     store = opened(capacity=6, segments=3)
     store.save(range(0, 60, 2))
     assert store.store.verify()[1] == 0
@@ -354,27 +353,27 @@ def test_verify_does_not_count_as_a_read(opened):
 
 
 def test_bytes_on_ssds_are_counted_as_they_come_and_go(opened, monkeypatch):
-    """Not when counters are asked for: an engine asks twice a second, over millions of records."""
+    """Not when counters are read: an engine reads them twice a second, over millions of records."""
     store = opened(capacity=6, segments=3)
     for number in range(0, 60, 2):
         store.save([number])
         if number % 6 == 0:
             store.user.drop(keys([number]))
-        store.get([number - 4])  # so that some are written again when they are collected
+        store.get([number - 4])  # so that some are rewritten when they are collected
     store.await_writes()
     tier = store.store._moves.tier
     stats = store.store.stats()
     assert stats.ssd_bytes == stats.ssd_chunks * record_bytes(NBYTES) > 0
     assert any(event[0] == "removed" and event[1] is Tier.SSD for event in store.events)
     with monkeypatch.context() as patch:
-        patch.setattr(tier, "_records", dict.fromkeys(tier._records))  # of which none is looked at
+        patch.setattr(tier, "_records", dict.fromkeys(tier._records))  # none of which is read
         assert store.store.stats() == stats
     store.close()
     again = opened(capacity=6, segments=3).store.stats()
     assert again.ssd_bytes == again.ssd_chunks * record_bytes(NBYTES) > 0
 
 
-def test_a_drop_is_one_of_all_tiers(opened):
+def test_drop_applies_to_all_tiers(opened):
     store = opened()
     store.save([0])
     store.put(1)
@@ -383,7 +382,7 @@ def test_a_drop_is_one_of_all_tiers(opened):
 
 
 def around_writes(monkeypatch, number, *, before=None, behind=None):
-    """Call something right before or behind each write of a chunk's record."""
+    """Call functions right before or after each write of a chunk's record."""
     write = SsdDirectory.write
 
     def wrapped(directory, location, page, payload):
@@ -412,7 +411,7 @@ def test_a_chunk_dropped_during_collection_is_not_found(opened, monkeypatch):
     store.save([0, 1])
     for number in range(100, 106):
         store.put(number)
-    assert store.get([0]) == [Tier.SSD]  # so that it is written again
+    assert store.get([0]) == [Tier.SSD]  # so that it is rewritten
     num_dropped = []
     around_writes(
         monkeypatch, 0, before=lambda: num_dropped.append(store.user.drop(keys([0])).result())
@@ -425,7 +424,8 @@ def test_a_chunk_dropped_during_collection_is_not_found(opened, monkeypatch):
 
 
 def test_a_segment_is_not_collected_before_its_writes_are_indexed(opened, monkeypatch):
-    """Else the index says for ever that an SSD has what is overwritten, and each load fails."""
+    """Otherwise the index would keep an overwritten record for ever, and each load of it would
+    fail."""
     recycled = []
 
     def collect(directory, location):
@@ -446,7 +446,8 @@ def test_a_segment_is_not_collected_before_its_writes_are_indexed(opened, monkey
 def test_a_record_whose_write_ends_while_its_segment_is_collected_is_not_found(
     opened, monkeypatch, is_late
 ):
-    """Else the index has it for ever: every load of it fails, and it is not written anew."""
+    """Otherwise the index would keep it for ever: every load of it would fail, and it would not be
+    rewritten."""
     store = opened(capacity=24, segments=3, write_threads=2)
     tier = store.store._moves.tier
     [drive] = tier._drives
@@ -462,7 +463,7 @@ def test_a_record_whose_write_ends_while_its_segment_is_collected_is_not_found(
         await_level(store, lambda _: not drive.directory._sealed[0].num_busy)
 
     def forget(drive, use):
-        """The write ends before what its segment has is forgotten, or right behind that."""
+        """The write completes before its segment's records are forgotten, or right after."""
         is_first = not collected.is_set() and drive.directory._sealed[0].use == use
         if is_first and not is_late:
             finish()
@@ -499,12 +500,12 @@ def test_a_stale_index_entry_is_removed_when_it_is_read(opened):
     store.await_event("removed", Tier.SSD, chunk(0).key)
     assert store.user.probe(keys([0])).result() == [Residence.ABSENT]
     assert store.store.verify() == (0, 0)
-    store.put(0)  # memory had it before
+    store.put(0)  # memory held it before
     store.await_event("stored", Tier.SSD, chunk(0).key)
 
 
 def test_a_failed_read_of_a_record_does_not_remove_its_successor(opened, monkeypatch):
-    """Its chunk may be dropped and written anew while the old record is still being read."""
+    """The chunk may be dropped and rewritten while the old record is still being read."""
     store = opened(capacity=2)
     store.save([0])
     tier = store.store._moves.tier
@@ -528,7 +529,7 @@ def test_a_failed_read_of_a_record_does_not_remove_its_successor(opened, monkeyp
 
 
 def hang(monkeypatch):
-    """Nothing is read of chunks until the event that is returned."""
+    """Block reads of chunks until the returned event is set."""
     hung, read = threading.Event(), SsdDirectory.read_sections
     monkeypatch.setattr(SsdDirectory, "read_sections", lambda *a: hung.wait(WAIT_S) and read(*a))
     return hung
@@ -569,7 +570,7 @@ def test_chunks_on_a_hung_drive_are_unavailable_after_another_drive_was_added(op
             assert second.user.probe(keys(range(0, 16, 2))).result() == [where] * 8
 
 
-def test_a_user_that_leaves_while_it_waits_keeps_no_pin(opened, monkeypatch):
+def test_user_that_disconnects_while_waiting_keeps_no_pin(opened, monkeypatch):
     store = opened(capacity=4)
     store.save([0])
     store.user.drop([])
@@ -610,7 +611,7 @@ def test_a_failed_record_does_not_hide_records_after_it(opened, monkeypatch):
     assert again.get([0, 20, 30]) == [Tier.SSD] * 3
 
 
-def test_a_record_of_no_chunk_is_passed_over(opened, monkeypatch):
+def test_record_without_a_chunk_is_skipped(opened, monkeypatch):
     store = opened()
     real = ssd_tier.record_header
 
@@ -629,8 +630,8 @@ def test_a_record_of_no_chunk_is_passed_over(opened, monkeypatch):
 
 
 class HungStart:
-    """A drive that hangs as its directory is opened, or as it is scanned behind the first record,
-    until ``over``."""
+    """A drive that hangs when its directory is opened, or scanned after the first record, until
+    ``over``."""
 
     def __init__(self, monkeypatch, path, what):
         self.over = threading.Event()
@@ -716,9 +717,7 @@ def test_a_store_whose_drive_hangs_at_start_is_closed_in_bounded_time(
     assert not caplog.messages, "nobody is told of what it finds then"
 
 
-def test_a_directory_that_can_not_be_used_after_all_is_logged(
-    opened, tmp_path, monkeypatch, caplog
-):
+def test_directory_that_becomes_unusable_is_logged(opened, tmp_path, monkeypatch, caplog):
     other = SsdDirectory(SsdDirectoryConfig(tmp_path, 4 * SEGMENT, SEGMENT, min_free_bytes=0))
     other.open()
     start = HungStart(monkeypatch, tmp_path, "open")
@@ -733,8 +732,8 @@ def test_a_directory_that_can_not_be_used_after_all_is_logged(
 
 
 class HungWrites:
-    """What is written to one directory does not end until ``over``; at the beginning of a segment
-    only, if that is said."""
+    """Writes to one directory do not complete until ``over``; optionally only those that start a
+    segment."""
 
     def __init__(self, monkeypatch, path, *, beginning=False):
         self.over, self.has_begun = threading.Event(), threading.Event()
@@ -752,9 +751,10 @@ class HungWrites:
 
 
 def on_drive(number, path):
-    """The next chunk from this one on that goes to the second of two drives, or the first."""
+    """The next chunk, from this one on, that is placed on the second of two drives, or on the
+    first."""
     while int.from_bytes(key_of(number)[:4], "big") % 2 != path:
-        number += 2  # without a parent, as the first
+        number += 2  # without a parent, like the first chunk
     return number
 
 
@@ -778,7 +778,7 @@ def test_a_drive_with_hung_writes_is_read_and_others_are_written(
         store.get([number])
     assert hung.has_begun.wait(WAIT_S)
     await_level(store, lambda stats: stats.num_ssd_hung_writes == 1)
-    # what is queued behind those that hang lets its memory go, and nothing more is queued
+    # writes queued behind hung ones release their memory, and no more are queued
     await_level(store, lambda stats: stats.num_pins == 4 and stats.num_ssd_skipped["hung"] == 4)
     store.get([first[-1]])
     assert store.store.stats().num_ssd_skipped["hung"] == 5
@@ -856,9 +856,9 @@ def test_a_store_whose_drive_hangs_is_closed_in_bounded_time(
     drive.directory.close()
 
 
-def test_a_store_that_is_closed_collects_no_further(opened, monkeypatch):
-    """What would be written again lies where it is; else a slow drive is taken for one that hangs,
-    and the directory stays in use."""
+def test_closed_store_stops_collecting(opened, monkeypatch):
+    """Records to rewrite stay where they are; otherwise a slow drive would be considered hung, and
+    its directory would stay in use."""
     first = opened(capacity=80)
     first.save(range(0, 48, 2))
     first.close()
@@ -894,7 +894,7 @@ def test_a_store_that_is_closed_collects_no_further(opened, monkeypatch):
     assert again.user.probe(keys(range(0, 50, 2))).result() == [Residence.SSD] * 25
 
 
-def test_threads_take_the_items_of_calls_in_turn():
+def test_threads_process_items_of_calls_round_robin():
     gate, taken = threading.Event(), []
 
     def run(item):

@@ -1,4 +1,5 @@
-"""A store publishes what its tiers hold; the conductor's index agrees, after a restart too."""
+"""A store publishes the chunks that its tiers hold; the conductor's index agrees, after a restart
+too."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def put(store: NodeStore, chunks: list[Chunk]) -> None:
 
 
 class Reader:
-    """Follows a store over its sockets, as the conductor does."""
+    """Subscribes to a store over its sockets, as the conductor does."""
 
     def __init__(self, store: NodeStore) -> None:
         events = store.arena.kv_events
@@ -83,7 +84,7 @@ class Reader:
         self.stream.request_snapshot()
 
     def until(self, tier: IndexTier, keys: tuple[int, ...]) -> None:
-        """Ask until the index has these in a tier, and no others: events take a moment."""
+        """Wait until the index has exactly these chunks in a tier: events are asynchronous."""
         wanted = (len(keys), int(np.bitwise_xor.reduce(np.array(keys or (0,), np.uint64))))
         while self.index.digest(0, tier) != wanted:
             self.snapshot()
@@ -100,7 +101,7 @@ def test_the_index_matches_memory(tmp_path: Path) -> None:
     first, second = [1] * 192, [2] * 128
     put(store, chunks_of(first))
     reader.until(IndexTier.HOST, token_keys(first))
-    put(store, chunks_of(second))  # the tail of the first makes room
+    put(store, chunks_of(second))  # the end of the first is evicted
     reader.until(IndexTier.HOST, token_keys(first)[:2] + token_keys(second))
     user = store.open_user()
     user.drop([chunk.key for chunk in chunks_of(first)]).result()
@@ -119,7 +120,7 @@ def test_events_distinguish_tenants_and_models(tmp_path: Path) -> None:
 
 
 def test_a_restarted_store_publishes_its_ssd_chunks_in_batches(tmp_path: Path, monkeypatch) -> None:
-    """All at once, the events of millions of chunks are gigabytes."""
+    """The events of millions of chunks at once are gigabytes."""
     (tmp_path / "ssd").mkdir()
     directory = SsdDirectoryConfig(tmp_path / "ssd", 64 << 20, 16 << 20, min_free_bytes=0)
     wanted = config(tmp_path, ssd=SsdConfig((directory,)))
@@ -158,7 +159,7 @@ def test_a_restarted_store_publishes_its_ssd_chunks(tmp_path: Path) -> None:
     store = NodeStore(wanted)
     reader = Reader(store)
     put(store, chunks_of(ids))
-    put(store, chunks_of(ids))  # used again: worth an SSD
+    put(store, chunks_of(ids))  # used again, so copied to an SSD
     reader.until(IndexTier.DISK, token_keys(ids))
     reader.until(IndexTier.HOST, token_keys(ids))
     store.close()
@@ -174,7 +175,7 @@ def test_a_restarted_store_publishes_its_ssd_chunks(tmp_path: Path) -> None:
     store.close()
 
 
-def test_one_event_tells_of_a_run_and_names_its_salt() -> None:
+def test_one_event_covers_a_run_and_names_its_salt() -> None:
     batches: list = []
     log = StoreEventLog(batches.append)
     chunks = chunks_of([5] * 192, salt="team-a")
@@ -207,7 +208,7 @@ MEDIUMS = {Tier.DRAM: "CPU", Tier.SSD: "STORAGE"}
 
 @given(st.lists(st.tuples(st.sampled_from(Tier), st.integers(0, 5), st.booleans(), st.booleans())))
 def test_taken_events_match_the_store_whenever_they_are_taken(steps: list) -> None:
-    """Steps: in which tier, which chunk, whether it comes or goes, and whether events are taken."""
+    """Steps: the tier, the chunk, whether it is stored or removed, and whether events are taken."""
     chunks, buffer = chunks_of(list(range(64 * 6))), StoreEventBuffer()
     wanted: dict[Tier, set[int]] = {tier: set() for tier in Tier}
     told: dict[str | None, set[int]] = {medium: set() for medium in MEDIUMS.values()}

@@ -1,4 +1,4 @@
-"""What a store tells Prometheus, and who may ask it what."""
+"""A store's Prometheus endpoint, and its limits on connections."""
 
 import contextlib
 import re
@@ -61,7 +61,7 @@ def test_counters_are_by_tier_and_reason(served):
     user.close()
 
 
-def test_every_line_is_one_that_prometheus_reads():
+def test_every_line_is_valid_exposition_format():
     stats = StoreStats(num_evicted={"room": 1, "quota": 2}, num_ssd_skipped={"budget": 3})
     names = set()
     for line in prometheus_text(stats).splitlines():
@@ -87,8 +87,8 @@ def test_other_paths_are_not_found(served, request_bytes):
     assert ask(served[1], request_bytes).startswith("HTTP/1.1 404 Not Found\r\n")
 
 
-def test_a_head_that_never_ends_is_not_read(served):
-    with contextlib.suppress(ConnectionError):  # closed before all was sent
+def test_endless_headers_are_not_read(served):
+    with contextlib.suppress(ConnectionError):  # closed before everything was sent
         assert ask(served[1], b"x" * (4 * MAX_HEAD_BYTES)) == ""
 
 

@@ -1,4 +1,4 @@
-"""A store behind sessions: the same answers as in its own process, and misses when it is gone."""
+"""A store behind sessions: the same replies as in its own process, and misses when it is gone."""
 
 import asyncio
 import logging
@@ -64,7 +64,7 @@ class Served:
         self.address = StoreAddress("127.0.0.1", self.service.port, SECRET)
 
     def cut_off(self):
-        """End all sessions without a word."""
+        """Cut all sessions without notice."""
         for session in list(self.service._users):
             self.service._loop.call("", session.abort, PeerLost("cut off"))
 
@@ -105,7 +105,7 @@ def put(client, *numbers, tenant=""):
     assert client.commit(handles).result(WAIT_S) == [True] * len(numbers)
 
 
-def test_every_call_is_answered_as_by_the_store_itself(served, client):
+def test_every_call_gets_the_reply_of_the_store(served, client):
     assert client.arena == served.store.arena
     put(client, 1, 2)
     (refused,) = client.reserve([chunk(1)]).result(WAIT_S)
@@ -124,7 +124,7 @@ def test_every_call_is_answered_as_by_the_store_itself(served, client):
     assert client.verify().result(WAIT_S) == (0, 0)
 
 
-def test_a_look_through_the_ssds_that_fails_ends_itself_alone(served, client, monkeypatch):
+def test_failed_verify_of_ssds_fails_alone(served, client, monkeypatch):
     may_fail = threading.Event()
 
     def fails():
@@ -138,7 +138,7 @@ def test_a_look_through_the_ssds_that_fails_ends_itself_alone(served, client, mo
     assert client.probe([b"absent"]).result(WAIT_S) == [Residence.ABSENT]
 
 
-def test_chunks_are_listed_by_pages_and_dropped_by_tenant(served, client, monkeypatch):
+def test_chunks_are_listed_in_pages_and_dropped_by_tenant(served, client, monkeypatch):
     for module in ("store_service", "store_client"):
         monkeypatch.setattr(f"mooncake_kv.store.{module}.PAGE_CHUNKS", 2)
     put(client, 1, 2, 3)
@@ -174,14 +174,14 @@ def test_dropping_all_chunks_does_not_block_other_users(served, client, monkeypa
     assert asked.result(WAIT_S) == 2
 
 
-def test_handles_are_the_sessions_and_end_with_it(served, client):
+def test_handles_belong_to_their_session_and_end_with_it(served, client):
     other = StoreClient(served.address)
     assert other.await_store(WAIT_S)
     put(client, 1)
     (handle,) = client.pin([chunk(1).key]).result(WAIT_S)
     assert other.release([handle]).result(WAIT_S) == [False]
     other.reserve([chunk(2)]).result(WAIT_S)
-    other.close()  # says that nothing moves: nothing rests
+    other.close()  # reports that nothing is in flight: nothing is quarantined
     stats = served.store.stats()
     assert (stats.num_staging, stats.num_pins, stats.quarantine_bytes) == (0, 1, 0)
     assert client.release([handle]).result(WAIT_S) == [True]
@@ -203,7 +203,7 @@ input()
 
 @pytest.fixture
 def frozen(served):
-    """A process that has reserved all memory, and is frozen before it writes."""
+    """A process that has reserved all memory and is frozen before it writes."""
     command = [sys.executable, "-c", USER, str(served.address.port)]
     pipes = dict.fromkeys(("stdin", "stdout"), subprocess.PIPE)
     with subprocess.Popen(command, **pipes, text=True) as process:
@@ -241,7 +241,7 @@ def test_a_thawed_writer_names_its_writes_in_flight(served, frozen):
 
 def test_a_user_that_has_lost_its_session_ends_its_writes_on_the_next(served, client):
     ended, writing = client.reserve([chunk(1), chunk(2)]).result(WAIT_S)
-    client._writing.remove(ended.handle_id)  # as if the store's answer had been lost
+    client._writing.remove(ended.handle_id)  # as if the store's reply had been lost
     served.cut_off()
     await_new_session(client)
     served.await_stats(num_staging=0, abandoned_bytes=NBYTES, free_bytes=7 * NBYTES)
@@ -253,7 +253,7 @@ def test_a_user_that_has_lost_its_session_ends_its_writes_on_the_next(served, cl
     assert not served.service._departed
 
 
-def test_a_session_whose_end_was_not_noticed_is_ended_by_the_users_next(served, monkeypatch):
+def test_undetected_dead_session_is_ended_by_the_users_next(served, monkeypatch):
     always = SimpleNamespace(token_bytes=lambda count: b"1" * count)
     monkeypatch.setattr("mooncake_kv.store.store_client.secrets", always)
     monkeypatch.setattr("mooncake_kv.store.store_client.RECONNECT_PAUSE_S", WAIT_S)
@@ -278,7 +278,7 @@ def await_new_session(client):
 
 
 @pytest.mark.parametrize("are_seen", [True, False])
-def test_writers_that_can_not_be_seen_have_a_bound(served, client, monkeypatch, are_seen):
+def test_number_of_invisible_writers_is_bounded(served, client, monkeypatch, are_seen):
     monkeypatch.setattr("mooncake_kv.store.store_service.UNSEEN_WRITERS_S", 0.2)
     monkeypatch.setattr("mooncake_kv.store.store_service.QUARANTINE_MARGIN_S", 0.0)
     writer = this_process()
@@ -310,9 +310,7 @@ def test_writers_named_during_a_connect_reach_the_store(served, monkeypatch):
     client.close()
 
 
-def test_a_client_that_is_closed_while_it_introduces_itself_leaves_no_connection(
-    served, monkeypatch
-):
+def test_client_closed_during_handshake_leaves_no_connection(served, monkeypatch):
     sessions, has_begun = [], threading.Event()
 
     async def introduce(client, session):
@@ -335,7 +333,7 @@ def test_a_user_with_an_invalid_transfer_timeout_is_refused(served, caplog, time
     assert caplog.text.count("change --transfer-timeout-seconds") == 1
 
 
-def test_without_the_secret_there_is_no_store(served, caplog):
+def test_client_without_secret_finds_no_store(served, caplog):
     caplog.set_level(logging.CRITICAL)
     stranger = StoreClient(StoreAddress("127.0.0.1", served.address.port, b"other"))
     assert not stranger.await_store(1.0)
@@ -386,7 +384,7 @@ def test_a_store_that_does_not_reply_costs_one_timeout(served, client, monkeypat
     frozen.set()
 
 
-def test_messages_that_make_no_sense_are_refused(served, client, monkeypatch):
+def test_invalid_messages_are_rejected(served, client, monkeypatch):
     for payload in (b"", b"\xc1", b"\x81\xa4kind\xa5nobody", encode_message(ProbeKeys(()))[:-1]):
         with pytest.raises(BadFrame):
             decode_request(payload)
@@ -411,7 +409,7 @@ class Garbage:
 
 
 @pytest.mark.parametrize("lease_s", [float("nan"), float("inf"), -5.0, 1e9])
-def test_no_lease_is_longer_than_the_longest(client, lease_s):
+def test_lease_duration_is_capped(client, lease_s):
     put(client, 7)
     (handle,) = client.pin([chunk(7).key], lease_s=lease_s).result(WAIT_S)
     assert 0 <= handle.lease_s <= 120
@@ -422,7 +420,7 @@ def client_threads():
 
 
 @pytest.mark.parametrize("host", ["a..b", "x" * 70])
-def test_a_host_that_can_not_be_named_is_no_store_and_its_client_ends(host):
+def test_invalid_host_is_a_miss_and_its_client_closes(host):
     client = StoreClient(StoreAddress(host, 7701, SECRET))
     assert not client.await_store(0.3)
     assert client.probe([b"key"]).result(WAIT_S) == [Residence.ABSENT]
@@ -452,7 +450,7 @@ async def defect():
 
 
 def test_calls_beyond_the_sessions_limit_wait_for_a_slot(served, client, caplog):
-    """They once ended the session, and with it every read and write under way."""
+    """Such calls once ended the session, and with it every read and write in flight."""
     put(client, 1)
     read = client.pin([chunk(1).key]).result(WAIT_S)
     written = client.reserve([chunk(2)]).result(WAIT_S)
@@ -481,7 +479,7 @@ def test_a_store_that_replies_to_none_of_many_calls_is_disconnected(
 def test_calls_that_get_no_slot_in_time_are_misses_and_keep_the_session(
     served, client, monkeypatch, caplog
 ):
-    """The store replies to all in time; what is read and written at the time goes on, and ends."""
+    """The store replies to all calls in time; reads and writes in flight continue and complete."""
     put(client, 1)
     read = client.pin([chunk(1).key]).result(WAIT_S)
     written = client.reserve([chunk(2)]).result(WAIT_S)
@@ -505,7 +503,7 @@ def test_calls_that_get_no_slot_in_time_are_misses_and_keep_the_session(
     assert not caplog.messages
 
 
-def test_a_message_that_is_too_long_is_a_miss_and_keeps_the_session(served, client, caplog):
+def test_oversized_message_is_a_miss_and_keeps_the_session(served, client, caplog):
     put(client, 1)
     read = client.pin([chunk(1).key]).result(WAIT_S)
     assert client.drop([bytes(LIMITS.frame_bytes)]).result(WAIT_S) == 0
@@ -514,8 +512,8 @@ def test_a_message_that_is_too_long_is_a_miss_and_keeps_the_session(served, clie
 
 
 def test_a_drive_with_hung_writes_does_not_block_users(tmp_path, monkeypatch):
-    """Not even one that hangs as a segment is begun: a pin of what it has, and all that comes
-    behind that on the service's only loop, once waited for its end."""
+    """Not even a drive that hangs when a segment is started: a pin of its chunks, and every later
+    call on the service's only loop, once waited for it."""
     drive = SsdDirectoryConfig(tmp_path, 12 * NBYTES, 4 * NBYTES, min_free_bytes=0)
     served = Served(ssd=SsdConfig((drive,), write_timeout_s=0.2))
     client, other = StoreClient(served.address), StoreClient(served.address)
@@ -537,7 +535,7 @@ def test_a_drive_with_hung_writes_does_not_block_users(tmp_path, monkeypatch):
         put(client, 0)
         use(0)
         served.await_stats(ssd_chunks=1, num_pins=0)
-        put(client, *range(1, 9))  # pushes it out of memory
+        put(client, *range(1, 9))  # evicts it from memory
         monkeypatch.setattr(os, "pwritev", hung)
         use(1, 2, 3)
         assert hangs.wait(WAIT_S)
