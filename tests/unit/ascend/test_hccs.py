@@ -269,7 +269,7 @@ def test_endpoints_share_an_engine_and_its_regions() -> None:
         shared.register(buffer.region)
     shared.deregister(buffer.region)
     with pytest.raises(TransferError, match="-7, memory overlaps"):
-        first.register(buffer.region.address, 64)  # still there for the other one
+        first.register(buffer.region.address, 64)  # still registered once
     shared.deregister(buffer.region)
     first.register(buffer.region.address, 64)
     shared.leave()

@@ -47,11 +47,11 @@ def test_call_meets_the_requirements_of_cuda(
     shapes = [tuple(scale.shape) for scale in scaled]
     if dtype is torch.bfloat16:
         assert shapes == [(rows, 1), (1, 48)]
-        assert options["out_dtype"] is torch.bfloat16  # the only one with scales of rows
+        assert options["out_dtype"] is torch.bfloat16  # the only type that supports scales per row
         assert options["bias"].dtype is torch.bfloat16
     else:
         assert shapes == [(), ()]
-        assert options == {"out_dtype": torch.float32}  # which takes no bias
+        assert options == {"out_dtype": torch.float32}  # float32 output supports no bias
     wanted = (x.float() * scales) @ dequantised(weight).T + bias.float()
     tolerance = 1e-2 if dtype is torch.bfloat16 else 1e-3
     assert found.dtype is dtype

@@ -154,7 +154,7 @@ class OldOps(NullOps):
 
     silu_mul: Any = None
 
-    def rms_norm(self, x: Any) -> Any:  # type: ignore[override]  # that is what is tested
+    def rms_norm(self, x: Any) -> Any:  # type: ignore[override]  # on purpose
         return x
 
 

@@ -203,7 +203,7 @@ def test_pool_sized_by_profiling_has_no_size_in_the_plan(model: Path, backend: B
     config = EngineConfig(model, memory_utilization=0.5, max_num_batched_tokens=64, max_num_seqs=2)
     plan = make_plan(config, backend)
     assert plan.pool_size is None
-    assert profiling_pool_size(plan).num_blocks == 3, "32 tokens, and one more"
+    assert profiling_pool_size(plan).num_blocks == 3, "32 tokens, and one block more"
     final = plan.with_blocks(9)
     assert final.pool_size is not None
     assert final.pool_size.num_blocks == 9

@@ -46,7 +46,7 @@ def test_result_is_returned_after_the_next_step_is_launched(
             result_future.result(timeout=0.1)
         may_launch.set()
         assert result_future.result(timeout=10).step == 0
-    assert held.result().step == HELD, "there is none behind it"
+    assert held.result().step == HELD, "no step follows it"
 
 
 def test_failed_launch_does_not_delay_other_results(launches: _LaunchThread) -> None:

@@ -65,7 +65,7 @@ def join(checkpoint: Path, listener: socket.socket, answer: Answer, secret: str 
         finally:
             if secret == SECRET:
                 answering.result(TIMEOUT_S)
-            else:  # node 0 waits for the next one
+            else:  # node 0 waits for the next node
                 connect_authenticated(listener.getsockname(), secret.encode()).close()
                 assert isinstance(answering.exception(TIMEOUT_S), EOFError)
 

@@ -173,7 +173,7 @@ def test_experts_of_other_ranks_are_launched_between_pieces(family: str, tmp_pat
             assert rig.runtime.num_captured == 4 * len(SIZES)
             num_tokens = {sum(counts.tokens) for counts in rig.model.expert_counts.values()}
             tokens = 2 * sum(len(step.token_ids) for step in steps)
-            assert num_tokens == {2 * tokens * 3}, "padding takes no expert; by both runners"
+            assert num_tokens == {2 * tokens * 3}, "both runners count; padding chooses no experts"
 
     on_ranks(2, rank)
 

@@ -29,7 +29,7 @@ def filled(
 
 
 def test_each_request_has_its_newest_token() -> None:
-    buffer = SampledTokenBuffer(1, torch.device("cpu"), depth=2)  # it grows
+    buffer = SampledTokenBuffer(1, torch.device("cpu"), depth=2)  # the buffer grows
     buffer.store([A, B], torch.tensor([10, 20]))
     assert filled(buffer, [A, B], [0, 1]) == [10, 20, 0, 0]
     buffer.store([A, B], torch.tensor([11, 21]))

@@ -12,7 +12,7 @@ from support.scheduling import Bench
 from mooncake_engine.kv_cache.block_pool import extend_chain
 
 PROMPT = list(range(10, 26))
-"""Four blocks of four."""
+"""Four full blocks of four tokens."""
 
 
 @pytest.mark.parametrize("hash_seed", ["0", "1", "4711"])

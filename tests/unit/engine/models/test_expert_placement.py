@@ -103,7 +103,7 @@ def test_moves_turn_one_placement_into_another(given_placements, num_more: int) 
         sorted(tuple(sorted(slots[first : first + size])) for first in range(0, num_slots, size))
         for slots in (wanted, after)
     ]
-    assert by_rank[0] == by_rank[1], "the same packs, on other ranks maybe"
+    assert by_rank[0] == by_rank[1], "the packs are equal, possibly on other ranks"
     weights = list(before)
     for move in plan_moves(before, after, num_ranks):
         assert before[move.source] == after[move.target] != before[move.target]

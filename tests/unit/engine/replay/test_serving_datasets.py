@@ -85,7 +85,7 @@ def test_short_long_and_unanswered_conversations_are_skipped(
     assert [(r.text, r.num_input, r.num_output) for r in found] == [("a question", 10, 9)] * 3
     assert len(replace(dataset, repeats=False).requests(tokenizer)) == 1
     asked = replace(dataset, num_output=5, repeats=False).requests(tokenizer)
-    assert [r.num_output for r in asked] == [5] * 3, "their own answers' lengths don't count then"
+    assert [r.num_output for r in asked] == [5] * 3, "num_output overrides the answers' lengths"
 
 
 def test_sonnet_prompts_fill_the_length_and_share_a_prefix(

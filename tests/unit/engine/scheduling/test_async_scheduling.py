@@ -164,7 +164,9 @@ def test_drafts_do_not_delay_a_prompt() -> None:
         ("b", 21, 1),
     ]
     begun = next(index for index, plan in enumerate(plans) if len(who(plan)) == 2)
-    assert all(len(who(plan)) == 2 for plan in plans[begun : begun + 3]), "none was left out"
+    assert all(len(who(plan)) == 2 for plan in plans[begun : begun + 3]), (
+        "a sequence is missing from a step"
+    )
 
 
 def test_placeholder_token_runs_before_it_is_sampled() -> None:
@@ -226,7 +228,7 @@ def test_sender_is_withdrawn_once_no_step_is_in_flight() -> None:
     assert bench.connector.withdrawn == []
     bench.land()
     assert bench.connector.withdrawn == ["a"]
-    assert bench.num_free < 32, "the peer may still get them"
+    assert bench.num_free < 32, "the peer may still read the blocks"
     bench.scheduler.release("a")
     assert bench.num_free == 32
 

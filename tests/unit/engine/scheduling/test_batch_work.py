@@ -26,7 +26,7 @@ def test_batch_work_is_preempted_for_an_interactive_request() -> None:
     bench.step()
     assert states(bench)["chat"] is RequestStatus.RUNNING
     answers = bench.run()
-    # the first one came before
+    # the first token was generated before the preemption
     assert answers["batch"] == [token_of("batch", index) for index in range(1, 8)]
     assert bench.scheduler.num_preemptions == 1
 

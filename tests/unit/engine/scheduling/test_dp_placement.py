@@ -27,7 +27,9 @@ def test_request_goes_to_the_least_loaded_rank() -> None:
 def test_cached_prefix_reduces_the_load_of_a_request() -> None:
     placement = RequestPlacement(2)
     assert placement.place(request("a"), (0, 96)) == 1
-    assert placement.place(request("b"), (0, 96)) == 1, "its wait is shorter than the prefix"
+    assert placement.place(request("b"), (0, 96)) == 1, (
+        "the wait costs less than computing the prefix"
+    )
     for number in range(2):
         placement.place(replace(request(f"c{number}", 200), data_parallel_rank=1), NOTHING)
     assert placement.place(request("d"), (0, 96)) == 0

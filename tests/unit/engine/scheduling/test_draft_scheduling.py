@@ -23,7 +23,7 @@ def test_accepted_drafts_are_returned_in_one_update() -> None:
     assert [update.token_ids for update in updates] == [(7, 7, 7)]
     assert bench.step()[0].sequences[0].start == 9
     stats = bench.scheduler.speculation.stats()
-    assert stats == SpeculationStats(2, 5, (2, 2, 0)), "one less is tried where not all came true"
+    assert stats == SpeculationStats(2, 5, (2, 2, 0)), "one fewer is drafted after a rejection"
 
 
 def test_no_drafts_before_the_first_token_or_beyond_the_limit() -> None:
@@ -63,7 +63,7 @@ def test_prompts_precede_drafts() -> None:
         [("a", 1, 0), ("b", 7, 0)],
         [("a", 1, 3), ("b", 4, 0)],
         [("a", 1, 2), ("b", 1, 3)],
-    ], "none of a's came true"
+    ], "no draft of a was accepted"
 
 
 def test_sequence_without_accepted_drafts_pauses_drafting() -> None:
@@ -167,7 +167,7 @@ def timed_bench(**limits: int) -> Bench:
 
 def test_drafting_stops_when_it_lowers_throughput() -> None:
     bench = timed_bench()
-    bench.worker.num_accepted = 1  # and 2, 3, 0 of the others: 10 tokens instead of 4
+    bench.worker.num_accepted = 1  # and 2, 3, 0 for the others: 10 tokens instead of 4
     drafted = run_timed(bench, 400, draft_s=0.010)
     assert sum(drafted[-200:]) < 0.1 * 200 * 12, "they take thirteen times as long"
     assert any(drafted[:10])

@@ -766,15 +766,15 @@ def test_prefix_evicted_while_a_request_waits_is_loaded():
             assert bench.pool.loads[load_id].request_id == "waits"
             bench.end(load_id)
             return
-    raise AssertionError("it was computed")
+    raise AssertionError("the prompt was computed")
 
 
 class RandomRun:
-    """Requests that come, go, load and save in any order; some of them from peers, some of them
-    batch work, in some runs with drafts.
+    """Requests that arrive, finish, load and save in random order. Some have KV from peers, some
+    are batch work, and some runs have drafts.
 
     Args:
-        seed: of the dice.
+        seed: the seed of all random choices.
     """
 
     def __init__(self, seed):

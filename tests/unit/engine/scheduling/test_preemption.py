@@ -62,7 +62,7 @@ def test_swapping_a_group_overlaps_with_steps(depth: int) -> None:
             break
     assert answers == {name: expected(name, 20) for name in ("old", "new0", "new1")}
     assert bench.scheduler.num_swap_outs >= 2
-    assert num_beside > 1, "copies hold steps up"
+    assert num_beside > 1, "copies delay steps"
 
 
 def test_no_load_starts_in_blocks_that_are_being_copied() -> None:
@@ -80,7 +80,7 @@ def test_no_load_starts_in_blocks_that_are_being_copied() -> None:
         late.append(len(bench.worker._late))
         bench.step()
     assert late[0] > 0
-    assert not bench.worker._late, "copies read what a peer is about to overwrite"
+    assert not bench.worker._late, "a peer may overwrite blocks that are being copied"
 
 
 def test_group_is_preempted_as_a_whole() -> None:
@@ -247,4 +247,4 @@ def test_postponed_prompts_start_together() -> None:
     for index in range(3):
         bench.add(f"r{index}", [20 + index, 21], arrival=11.0 + index / 2)
     assert step_at(11.0) == {"first"}
-    assert step_at(13.1) == {"first", "r0", "r1", "r2"}, "each prompt disturbs a step of its own"
+    assert step_at(13.1) == {"first", "r0", "r1", "r2"}, "the prompts start in separate steps"

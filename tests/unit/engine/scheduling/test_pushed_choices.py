@@ -20,7 +20,7 @@ def test_other_choices_wait_for_the_prompt_and_compute_its_last_token() -> None:
     bench = Bench(num_blocks=32, token=None)
     three_choices(bench)
     for _ in range(3):
-        assert bench.step()[0].is_empty, "nothing is computed that a peer computes"
+        assert bench.step()[0].is_empty, "the prompt that a peer computes is not computed here"
     bench.end_load("a", None, FirstToken(60))
     assert {len(tokens) for tokens in bench.run().values()} == {8}
     first_steps = bench.worker.num_computed

@@ -44,7 +44,7 @@ def test_several_choices_sample_from_one_pulled_prompt() -> None:
     bench.add("b", prompt, group="g")
     bench.add("c", prompt, group="g")
     for _ in range(3):
-        assert bench.step()[0].is_empty, "nothing is computed that a peer has computed"
+        assert bench.step()[0].is_empty, "the prompt that a peer has computed is not computed here"
     bench.end_load("a", None)
     plan, updates = bench.step()
     assert plan.num_tokens == 1

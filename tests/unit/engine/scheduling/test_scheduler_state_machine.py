@@ -183,10 +183,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def _take(self, updates: list[TokenUpdate]) -> None:
         for update in updates:
             name = update.request_id
-            assert name in self.live, "an update after the end"
+            assert name in self.live, "an update after the finish"
             answer = self.answers[name]
             answer += update.token_ids
-            assert answer == [token_of(name, i) for i in range(len(answer))], "other tokens"
+            assert answer == [token_of(name, i) for i in range(len(answer))], "wrong tokens"
             if update.finish is not None:
                 self.live.remove(name)
                 if update.finish is not FinishReason.ABORT:

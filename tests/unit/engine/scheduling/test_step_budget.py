@@ -211,13 +211,13 @@ def test_varying_step_times_reduce_prompt_tokens() -> None:
             times.learn(32, 0, 0.010)
             times.learn(32, 50, seconds)
     assert even.prompt_tokens_within(0.020) == 50
-    assert swinging.prompt_tokens_within(0.020) < 25, "two deviations of 4 of the 10 ms"
+    assert swinging.prompt_tokens_within(0.020) < 25, "two deviations of 4 ms leave 2 of the 10 ms"
 
 
 def test_short_step_at_most_doubles_the_tokens() -> None:
     times = StepTimes(first_tokens=10)
     times.learn(4, 0, 0.010)
-    times.learn(4, 10, 0.010)  # no longer than one without them: noise
+    times.learn(4, 10, 0.010)  # no longer than a step without prompt tokens: noise
     assert times.prompt_tokens_within(1.0) == 20
 
 
@@ -272,5 +272,5 @@ def test_last_chunks_of_a_long_prompt_meet_the_target_tbt() -> None:
         bench.scheduler.update(plan, StepResult(plan.step, tokens), now)
         if step >= 20:
             took += [0.0235 + seconds for seconds in prompts_s]
-    assert not chunks, "it is done"
+    assert not chunks, "the prompt is complete"
     assert max(took) <= 0.035 * 1.1

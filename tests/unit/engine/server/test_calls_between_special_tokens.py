@@ -76,7 +76,9 @@ def test_mistrals_call_ids_are_short_and_deterministic(engine: FakeEngine, tmp_p
     client = client_of(engine, tmp_path, "mistral")
     message = client.post(PATH, messages=[ASK], tools=[BREW]).json()["choices"][0]["message"]
     ids = [call["id"] for call in message["tool_calls"]]
-    assert all(len(each) == 9 and each.isalnum() for each in ids), "or its templates refuse them"
+    assert all(len(each) == 9 and each.isalnum() for each in ids), (
+        "Mistral's templates reject others"
+    )
     assert len({*ids}) == 2
     chunks = client.stream(PATH, messages=[ASK], tools=[BREW])
     deltas = [call for c in chunks for call in c["choices"][0]["delta"].get("tool_calls", [])]

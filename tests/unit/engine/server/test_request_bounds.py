@@ -50,7 +50,7 @@ def test_texts_longer_than_any_context_are_not_tokenised(
     encode = byte_tokenizer.encode
 
     def encode_short(text: str, **options: Any) -> tuple[int, ...]:
-        assert len(text) < 1000, "tokenised before its size was looked at"
+        assert len(text) < 1000, "tokenised before its size was checked"
         return encode(text, **options)
 
     monkeypatch.setattr(byte_tokenizer, "encode", encode_short)

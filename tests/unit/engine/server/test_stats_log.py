@@ -40,7 +40,7 @@ def test_lines_are_logged_while_busy_and_once_after(caplog: pytest.LogCaptureFix
         for now in range(0, 65, 5):
             stats_log.tick(float(now))
     running = [record.getMessage().partition("running: ")[2][0] for record in caplog.records]
-    assert running == ["3", "3", "0", "0"], "work, work, its end, and that all is idle"
+    assert running == ["3", "3", "0", "0"], "busy, busy, finished, and idle"
     assert not seen
 
 

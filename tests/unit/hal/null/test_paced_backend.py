@@ -38,7 +38,7 @@ def test_work_runs_sequentially_at_the_pace(backend: PacedBackend) -> None:
         attention(query, cache, cache, batch((3,)), 1.0)
     events.append(backend.runtime.event(0))
     events[-1].record()
-    assert not events[0].query(), "nothing waits for the device"
+    assert not events[0].query(), "launches do not wait for the device"
     passed = []
     for event in events:
         event.synchronize()

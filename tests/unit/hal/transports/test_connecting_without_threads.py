@@ -63,7 +63,9 @@ def test_failed_connection_leaks_no_threads_or_descriptors(
                 near.connect(far.address, timeout=5)
         deadline = time.monotonic() + 10
         while held() != before:
-            assert time.monotonic() < deadline, f"{held()} are left, there were {before}"
+            assert time.monotonic() < deadline, (
+                f"{held()} threads and descriptors remain of {before} before"
+            )
             time.sleep(0.01)
         check(near.connect(far.address, timeout=5), here, there)
 

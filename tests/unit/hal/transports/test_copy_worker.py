@@ -132,7 +132,7 @@ def test_queued_job_behind_a_hung_one_can_be_cancelled() -> None:
         released.set()
         worker.close()
     running.transfer.wait()
-    assert line.events.count("begin 0") == 1, "the cancelled one has not begun"
+    assert line.events.count("begin 0") == 1, "the cancelled job was never started"
 
 
 class Drained(NullCopier):

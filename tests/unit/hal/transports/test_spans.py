@@ -109,9 +109,6 @@ def test_gather_and_scatter_round_trip() -> None:
     assert (memory == expected).all()
 
 
-# -- cutting at a limit ----------------------------------------------------------------------------
-
-
 def test_short_spans_are_not_cut() -> None:
     local, remote, nbytes = u64(0, 100), u64(50, 0), u64(8, 4)
     pieces = cut(local, remote, nbytes, 8)

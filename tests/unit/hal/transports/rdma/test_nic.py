@@ -46,9 +46,6 @@ def nic(library: ctypes.CDLL) -> Iterator[Nic]:
     nic.close()
 
 
-# -- ports ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("function", ["ibv_open_device", "ibv_alloc_pd", "ibv_create_cq"])
 def test_port_that_cannot_be_opened_reports_the_reason(library: ctypes.CDLL, function: str) -> None:
     library.emulated_fail(function.encode(), errno.EPERM)
@@ -69,14 +66,11 @@ def test_closing_a_port_closes_its_objects() -> None:
         memory = nic.register(buffer.region)
         nic.close()
         for left in (pair, served, memory, nic):
-            left.close()  # again: nothing is destroyed twice
+            left.close()  # closed again: nothing is destroyed twice
         with pytest.raises(TransportUnavailable, match="emu0:1 is closed"):
             nic.register(buffer.region)
     with pytest.raises(TransportUnavailable, match="emu0:1 is closed"):
         nic.queue_pair()
-
-
-# -- queue pairs ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -112,9 +106,6 @@ def test_taking_an_absent_event_does_not_block(nic: Nic) -> None:
     assert not is_readable(pair.fd)
     pair.take_event()
     assert pair.completions(8) == []
-
-
-# -- memory ---------------------------------------------------------------------------------------
 
 
 def test_memory_has_keys_until_it_is_closed(nic: Nic) -> None:

@@ -69,7 +69,7 @@ def test_callback_of_a_readable_descriptor_is_called(
     os.write(pipe[1], b"y")
     assert is_readable(pipe[0], SECONDS)
     endpoint.progress.close()
-    assert os.read(pipe[0], 1) == b"y", "taken after it was removed"
+    assert os.read(pipe[0], 1) == b"y", "the callback was called after its removal"
 
 
 def test_tick_is_called_at_the_deadline(endpoint: Endpoint) -> None:

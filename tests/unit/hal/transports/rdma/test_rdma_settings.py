@@ -19,8 +19,6 @@ IPV4 = "0000:0000:0000:0000:0000:ffff:0a00:0001"
 IPV6 = "2001:0db8:0000:0000:0000:0000:0000:0001"
 V1, V2 = GidKind.ROCE_V1, GidKind.ROCE_V2
 
-# -- GIDs -----------------------------------------------------------------------------------------
-
 
 def table(*entries: tuple[GidKind, str]) -> list[Gid]:
     return [Gid(index, kind, text) for index, (kind, text) in enumerate(entries)]
@@ -55,8 +53,6 @@ def test_missing_gid_is_reported(wanted: int, message: str) -> None:
         choose_gid(table((V2, "::")), "mlx5_0:1", wanted)
 
 
-# -- ports ----------------------------------------------------------------------------------------
-
 PORTS = ["mlx5_0:1", "mlx5_1:2"]
 
 
@@ -81,9 +77,6 @@ def test_inactive_ports_cannot_be_chosen(wanted: str) -> None:
 def test_host_without_active_ports_is_unavailable() -> None:
     with pytest.raises(TransportUnavailable, match="no RDMA port of this host is up"):
         choose_ports("", [])
-
-
-# -- settings -------------------------------------------------------------------------------------
 
 
 def test_settings_are_parsed() -> None:

@@ -14,9 +14,6 @@ from mooncake_hal.transports.rdma.send_window import PieceRun, SendWindow, strip
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=30)
 
 
-# -- striping -------------------------------------------------------------------------------------
-
-
 @given(sizes, st.integers(1, 8), st.data())
 def test_striping_is_even(lengths: list[int], connections: int, data: st.DataObject) -> None:
     ends = np.cumsum(np.array(lengths, np.int64))
@@ -27,9 +24,6 @@ def test_striping_is_even(lengths: list[int], connections: int, data: st.DataObj
     assert 1 <= len(parts) <= connections
     fair = sum(lengths[start:stop]) / connections
     assert all(sum(lengths[low:high]) <= fair + max(lengths) for low, high in parts)
-
-
-# -- the window -----------------------------------------------------------------------------------
 
 
 @dataclass(eq=False)
@@ -116,7 +110,7 @@ def test_take_unfinished_returns_all_incomplete_runs() -> None:
     window.add(PieceRun(second, 1, 4))
     run = window.post_next()
     assert run is not None
-    assert run.first_id == 5, "numbers are never used twice"
+    assert run.first_id == 5, "request ids are never reused"
 
 
 @settings(max_examples=200)

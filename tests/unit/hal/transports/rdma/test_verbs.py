@@ -23,7 +23,7 @@ from mooncake_hal.transports.rdma.work_requests import (
 
 HEADER = Path("/usr/include/infiniband/verbs.h")
 
-OURS = {  # structs that we allocate, which must be whole
+OURS = {  # structs that we allocate, described in full
     "ibv_wc": verbs.IbvWc,
     "ibv_qp_cap": verbs.IbvQpCap,
     "ibv_qp_init_attr": verbs.IbvQpInitAttr,
@@ -65,9 +65,6 @@ def fresh_library() -> Iterator[None]:
     verbs.load.cache_clear()
     yield
     verbs.load.cache_clear()
-
-
-# -- layout ---------------------------------------------------------------------------------------
 
 
 def test_structs_that_we_allocate_have_their_full_size() -> None:
@@ -133,9 +130,6 @@ def test_struct_with_another_layout_is_named() -> None:
     verbs.check_layout("ibv_pd", {"context": (7, 7)})
     with pytest.raises(TransportUnavailable, match=r"struct ibv_pd differently.*'context': \(9, 7"):
         verbs.check_layout("ibv_pd", {"context": (9, 7), "handle": (1, 1)})
-
-
-# -- the library ----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("fresh_library")

@@ -65,9 +65,6 @@ def _memory(address: int, nbytes: int) -> Any:
     return (ctypes.c_uint8 * nbytes).from_address(address)
 
 
-# -- work requests --------------------------------------------------------------------------------
-
-
 def test_layout_equals_that_of_the_verbs() -> None:
     class SendRequest(ctypes.Structure):  # struct ibv_send_wr, as far as one-sided requests use it
         _fields_ = (
@@ -130,8 +127,6 @@ def test_inline_pieces_are_marked() -> None:
     assert not any(int(request["send_flags"]) & SEND_INLINE for request, _ in chain(array.address))
 
 
-# -- keys -----------------------------------------------------------------------------------------
-
 KEYS = {
     7: RegionKeys([1, 2], [0, 2**64 - 4096], True),
     9: RegionKeys([3, 4], [0, 0], False),
@@ -158,9 +153,6 @@ def test_table_is_cached_until_the_regions_change() -> None:
     assert tables.of(regions) is tables.of(regions)
     assert tables.of([7]) is not tables.of(regions)
     assert asked == [[7, 9], [7], [7, 9]]
-
-
-# -- work -----------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -204,9 +196,6 @@ def test_other_requests_are_not_inline(
     assert batch_of(PieceRun(transfer, 0, 1), 0, 0, most).inline is None
 
 
-# -- posting --------------------------------------------------------------------------------------
-
-
 class Device:
     """A stand-in for a queue pair's driver, which records the posted requests."""
 
@@ -239,9 +228,6 @@ def test_full_queue_reports_the_number_of_posted_requests() -> None:
     post = batch_poster(ctypes.addressof(device.pair))
     with pytest.raises(OSError, match="took 3 requests: Cannot allocate memory"):
         post(WorkRequestArray(8, 4), batch(5), 30)
-
-
-# -- the whole path, without a NIC ----------------------------------------------------------------
 
 
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="needs a C compiler")
