@@ -47,7 +47,7 @@ class Stage:
 _SUITE = "tests/conformance/test_backends.py"
 _CUDA, _ASCEND = "tests/hardware/cuda", "tests/hardware/ascend"
 _BENCH = "tests/benchmarks/cuda"
-_MEMORY = "(the_peak_of_memory or too_much_memory)"
+_MEMORY = "(peak_memory or too_much_memory)"
 _CONFORMANCE = (
     Stage(
         "conformance",

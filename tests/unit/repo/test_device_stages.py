@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -63,6 +64,20 @@ def test_stages_of_run_cover_its_folders() -> None:
         named = {word for stage in stages.RUNS[run] for word in stage.tests}
         for file in (ROOT / "tests" / folder).glob("test_*.py"):
             assert str(file.relative_to(ROOT)) in named
+
+
+@pytest.mark.parametrize("run", ["test-cuda", "bench-cuda"])
+def test_stage_selections_name_existing_tests(run: str) -> None:
+    """A word of a ``-k`` expression that no test has selects nothing, or deselects nothing."""
+    suites = [path.read_text() for path in (ROOT / "mooncake_hal" / "testing").glob("*.py")]
+    for stage in stages.RUNS[run]:
+        if "-k" not in stage.tests:
+            continue
+        files = [(ROOT / word).read_text() for word in stage.tests if word.endswith(".py")]
+        text = "\n".join([*files, *suites])
+        selection = stage.tests[stage.tests.index("-k") + 1].replace("{backend}", "")
+        for word in set(re.findall(r"\w+", selection)) - {"and", "or", "not"}:
+            assert re.search(rf'def test_\w*{word}|"{word}"', text), f"{stage.name}: {word}"
 
 
 def test_benchmark_stages_are_judged_by_their_metrics() -> None:
@@ -196,7 +211,7 @@ def test_stage_has_environment_and_backend_name(tmp_path: Path) -> None:
     passed, _ = run_of(tmp_path, content, environment={"IT": "x"})
     assert passed
     command = stages.StageRunner(MACHINE, tmp_path, {})._command(stages.RUNS["test-cuda"][1], 9)
-    assert "cpu and (the_peak_of_memory or too_much_memory)" in command
+    assert "cpu and (peak_memory or too_much_memory)" in command
 
 
 def test_interrupted_stage_reports_remaining_tests(tmp_path: Path) -> None:
