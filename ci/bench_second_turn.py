@@ -273,7 +273,7 @@ def visible_load(model: Path, prefix: int, *, threads: int) -> Figure:
     options = {"dtype": "float32", "threads": threads, "swap_space_bytes": 0}
     options["num_kv_blocks"] = 3 * prefix // BLOCK
     pool = f"dram=1GiB,chunk={WIDE_CHUNK},load=always"
-    with core_of_its_own() as take_core, engine(model, pool, **options) as core:
+    with reserve_core() as take_core, engine(model, pool, **options) as core:
         take_core()
         serve(core, [first, other])
         rounds = [visible_round(core, first, other) for _ in range(VISIBLE_ROUNDS + WARM_UP)]
@@ -295,14 +295,14 @@ def visible_load(model: Path, prefix: int, *, threads: int) -> Figure:
 def visible_round(core: EngineCore, first: Prompt, other: Prompt) -> Visible:
     """One round of ``visible_load``."""
     forget(core)
-    spoil_caches()
+    evict_cpu_caches()
     load = whole_load_s(core, next_turn(first))
     forget(core)
-    spoil_caches()
+    evict_cpu_caches()
     both = first_token_s(core, next_turn(first))[0]
-    spoil_caches()
+    evict_cpu_caches()
     compute = first_token_s(core, next_turn(first))[0]
-    spoil_caches()
+    evict_cpu_caches()
     load_beside, compute_beside = side_by_side_s(core, next_turn(other), next_turn(first))
     return Visible(load, compute, both, load_beside, compute_beside)
 
@@ -312,13 +312,13 @@ def next_turn(first: Prompt) -> Prompt:
     return (*first, *random_prompt(next(_numbers), WIDE_REST))
 
 
-def spoil_caches() -> None:
+def evict_cpu_caches() -> None:
     """Evict the CPU caches, so that a measurement does not profit from the one before it."""
     np.ones(CACHE_BYTES // 8).sum()
 
 
 @contextmanager
-def core_of_its_own() -> Iterator[Callable[[], None]]:
+def reserve_core() -> Iterator[Callable[[], None]]:
     """Reserve a CPU core for computing; the calling thread moves to it when it calls the result.
 
     Threads that are started before that call get the other cores, so that copies take no time from

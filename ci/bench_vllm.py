@@ -33,7 +33,7 @@ from pathlib import Path
 from statistics import median
 
 from vllm_contenders import CONTENDERS, Contender, running
-from vllm_environment import SKIPPED, Skip, end_in_order, install_connector
+from vllm_environment import SKIPPED, Skip, exit_on_sigterm, install_connector
 from vllm_requests import COMPLETIONS, completion, figure, post, tokens
 from vllm_serving import Json, family, prepare, title
 
@@ -72,7 +72,7 @@ STAGES = (
 time includes the queue and the KV transfer."""
 
 
-Said = dict[tuple[str, int, int], list[str]]
+Answers = dict[tuple[str, int, int], list[str]]
 """Expected answers, by shape, clients and round."""
 
 
@@ -152,7 +152,7 @@ def main() -> int:
     wanted = args.groups.split(",") if args.groups else [*groups]
     if unknown := {*wanted} - {*groups}:
         parser.error(f"no such groups on a {args.device} device: {', '.join(sorted(unknown))}")
-    end_in_order()
+    exit_on_sigterm()
     try:
         install_connector(prepare())
     except Skip as reason:
@@ -160,10 +160,10 @@ def main() -> int:
         return SKIPPED
     items: list[Item] = []
     missing: list[str] = []
-    said: Said = {}
+    answers: Answers = {}
     for together in (each for group in wanted for each in groups[group]):
         names = [name for name in together if name in args.only.split(",")]
-        items += measure_group(names, args, said, missing)
+        items += measure_group(names, args, answers, missing)
     device = "" if args.device == "cpu" else f"{args.device} "
     for item in items:
         verdict = "ok" if item.holds else "short"
@@ -177,7 +177,7 @@ def main() -> int:
 def measure_group(
     names: Sequence[str],
     args: argparse.Namespace,
-    said: Said,
+    answers: Answers,
     missing: list[str],
 ) -> list[Item]:
     """Start a group's contenders at the same time, and measure them.
@@ -185,7 +185,7 @@ def measure_group(
     Args:
         names: the group's contenders.
         args: the command line's arguments.
-        said: answers of the very first contender, to which others are compared; extended.
+        answers: answers of the very first contender, to which others are compared; extended.
         missing: extended by the names of contenders that can't run here.
     """
     loads = [int(clients) for clients in args.clients.split(",")]
@@ -206,7 +206,7 @@ def measure_group(
             warm_up(contender, max(loads))
         for results in all_results.values():
             for number in range(args.rounds):
-                measure_round(contenders, loads, number, results, said, missing)
+                measure_round(contenders, loads, number, results, answers, missing)
         for contender in contenders:
             if contender.name in OURS[:2] and (results := all_results.get("chat")) is not None:
                 measure_hand_over(contender, results)
@@ -246,7 +246,7 @@ def measure_round(
     loads: Sequence[int],
     number: int,
     results: Results,
-    said: Said,
+    answers: Answers,
     missing: list[str],
 ) -> None:
     """Measure every contender at every load, one by one. If a pair with one of vLLM's own
@@ -255,7 +255,7 @@ def measure_round(
         for contender in tuple(contenders):
             try:
                 key = results.shape, clients, number
-                texts, figures = measure(contender, *key, said.get(key))
+                texts, figures = measure(contender, *key, answers.get(key))
             except OSError as exc:
                 if contender.name not in PEERS:
                     raise
@@ -265,7 +265,7 @@ def measure_round(
                 for load in loads:
                     results.rounds.pop((contender.name, load), None)
                 continue
-            said.setdefault(key, texts)
+            answers.setdefault(key, texts)
             results.rounds.setdefault((contender.name, clients), []).append(figures)
             print(
                 f"{results.shape} round {number} {clients:2} clients {contender.name:14} "

@@ -71,7 +71,7 @@ class Machine:
     description: str
 
     @property
-    def room(self) -> int:
+    def max_processes(self) -> int:
         """Number of test processes that fit into the first device's memory."""
         return max(1, int(self.devices[0]["total_bytes"]) // BYTES_PER_PROCESS)
 
@@ -82,7 +82,7 @@ class Machine:
             stage: the stage.
             wanted: processes that it and concurrent stages want in total; 0 if it runs alone.
         """
-        share = self.room * stage.processes // max(wanted, stage.processes)
+        share = self.max_processes * stage.processes // max(wanted, stage.processes)
         return max(1, min(stage.processes, os.cpu_count() or 1, share))
 
 
@@ -244,7 +244,7 @@ class StageRunner:
         shared = [stage for stage in stages if not (stage.measures or stage.is_alone)]
         rest = [stage for stage in stages if stage not in shared]
         self._wanted = sum(stage.processes for stage in shared if not self._lacks(stage))
-        with ThreadPoolExecutor(max(1, min(len(shared), self._machine.room))) as pool:
+        with ThreadPoolExecutor(max(1, min(len(shared), self._machine.max_processes))) as pool:
             verdicts = list(pool.map(self.run, shared))
         self._wanted = 0
         return [*verdicts, *map(self.run, rest)]

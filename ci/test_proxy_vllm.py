@@ -16,7 +16,7 @@ import sys
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
-from vllm_environment import CACHE, SKIPPED, Skip, end_in_order
+from vllm_environment import CACHE, SKIPPED, Skip, exit_on_sigterm
 from vllm_requests import ask, figure
 from vllm_serving import (
     EXAMPLE,
@@ -35,7 +35,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--start-timeout", type=float, default=420.0, help="seconds for vLLM")
     args = parser.parse_args()
-    end_in_order()
+    exit_on_sigterm()
     try:
         python = prepare()
         with ExitStack() as stack:

@@ -74,18 +74,18 @@ NUM_STREAMS = 8
 NUM_TOKENS = 32
 LENGTHS = (130, 256, 300, 390, 511, 640, 700, 900)
 FROZEN_S = 8.0  # longer than a lease and than a transfer may take
-END_S = 150.0
+STREAM_TIMEOUT_S = 150.0
 """Seconds within which every stream must end, on machines with other load."""
 LEASE_S = 4
 HEALTHY_S = 60.0
-APART_S = 0.02
+STAGGER_S = 0.02
 """Seconds between the starts of streams, about the duration of a load, so that they are at
 different points of their transfers."""
 FALLBACKS = "mooncake_proxy_local_prefill_total"
-VICTIMS = ("P api", "P core", "P worker", "D api", "D core", "D worker", "proxy")
+TARGETS = ("P api", "P core", "P worker", "D api", "D core", "D worker", "proxy")
 STORE = "store"
 PHASES = ("prefill", "transfer", "decode")
-DEEDS = ("kill", "freeze")
+ACTIONS = ("kill", "freeze")
 TITLES = {"core": "EngineCore", "worker": "Worker"}
 
 
@@ -115,8 +115,8 @@ def find_problems(args: argparse.Namespace) -> list[str]:
     wanted = {name: answer["choices"][0]["text"] for name, answer in alone.items()}
     problems = []
     for flow in args.flow.split(","):
-        problems += break_everything(python, flow, wanted, args)
-    return problems if args.no_leases else problems + lapsed_leases(python, wanted, args)
+        problems += run_rows(python, flow, wanted, args)
+    return problems if args.no_leases else problems + check_expired_leases(python, wanted, args)
 
 
 def questions() -> dict[str, tuple[str, Json]]:
@@ -132,19 +132,22 @@ def faults_log(role: str) -> Path:
     return CACHE / f"vllm-faults-{role}.log"
 
 
-def victims(args: argparse.Namespace) -> list[str]:
+def targets(args: argparse.Namespace) -> list[str]:
     """The processes to kill or freeze: of several ranks the last one, and the first one, whose
     output vLLM uses."""
     several = [size != "1" for size in args.tp.split(":")]
     first = [f"{name} first worker" for name, has in zip("PD", several, strict=True) if has]
-    return [*VICTIMS, *first, *([STORE] if args.pool else [])]
+    return [*TARGETS, *first, *([STORE] if args.pool else [])]
 
 
 def rows(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
     """Action, target process and phase of each row."""
     words = [word for word in args.only.replace(",", " ").split() if word]
     found = [
-        (deed, victim, phase) for deed in DEEDS for victim in victims(args) for phase in PHASES
+        (action, target, phase)
+        for action in ACTIONS
+        for target in targets(args)
+        for phase in PHASES
     ]
     if args.short:
         found = [row for number, row in enumerate(found) if number // 3 % 3 == number % 3]
@@ -303,39 +306,39 @@ def bodies(pair: Pair) -> dict[str, Json]:
     return {name: body | {"cache_salt": salt} for name, (_, body) in questions().items()}
 
 
-def break_everything(
+def run_rows(
     python: Path, flow: str, wanted: dict[str, str], args: argparse.Namespace
 ) -> list[str]:
     """Run all rows of one flow; returns the problems."""
     try:
         with running(python, flow, wanted, args) as pair:
-            one_row(pair, "nothing", "", "decode")
+            run_row(pair, "nothing", "", "decode")
             if pair.has_pool and not figure(pair.url("D"), POOL_LOADS):
                 pair.problems.append(f"{flow}: D loads nothing from the store")
-            for deed, victim, phase in rows(args):
-                one_row(pair, deed, victim, phase)
+            for action, target, phase in rows(args):
+                run_row(pair, action, target, phase)
     except DidNotStart as exc:
         return [f"{flow}: {exc}"]
     return pair.problems
 
 
-def one_row(pair: Pair, deed: str, victim: str, phase: str) -> None:
+def run_row(pair: Pair, action: str, target: str, phase: str) -> None:
     """Kill or freeze one process in one phase; prints the row and records problems."""
-    name = f"{pair.flow} {deed} {victim}, {phase}"
+    name = f"{pair.flow} {action} {target}, {phase}"
     asked = bodies(pair)
     before = len(pair.problems)
     with ThreadPoolExecutor(NUM_STREAMS) as threads:
         began = time.monotonic()
         streams = {prompt: Stream() for prompt in asked}
         ended = send(pair, phase, asked, streams, threads)
-        restore = harm(pair, deed, victim)
-        wait(ended, timeout=max(1.0, END_S - (time.monotonic() - began)))
+        restore = inject_fault(pair, action, target)
+        wait(ended, timeout=max(1.0, STREAM_TIMEOUT_S - (time.monotonic() - began)))
         took = time.monotonic() - began
         hung = sum(not each.done() for each in ended)
         restore()
         wait(ended, timeout=HEALTHY_S)
     judge(pair, name, streams, hung)
-    look_after(pair, name)
+    check_recovery(pair, name)
     right = sum(not stream.error for stream in streams.values())
     verdict = "ok" if len(pair.problems) == before else "WRONG"
     print(
@@ -366,11 +369,11 @@ def send(
     ended = []
     for prompt, body in asked.items():
         asks = pair.url("D") if prompt in stored else url
-        ended.append(threads.submit(follow, asks, body, streams[prompt], started, END_S))
+        ended.append(threads.submit(follow, asks, body, streams[prompt], started, STREAM_TIMEOUT_S))
         if phase == "transfer":
-            time.sleep(APART_S)
+            time.sleep(STAGGER_S)
     if phase == "decode":
-        started.wait(END_S)
+        started.wait(STREAM_TIMEOUT_S)
     elif phase == "prefill":
         time.sleep(0.05)
     return ended
@@ -394,23 +397,23 @@ def hold(url: str, body: Json) -> Json:
     return found
 
 
-def harm(pair: Pair, deed: str, victim: str) -> Callable[[], None]:
+def inject_fault(pair: Pair, action: str, target: str) -> Callable[[], None]:
     """Kill or stop a process; returns a function that restarts or continues it."""
-    part_name, _, what = victim.partition(" ")
-    if deed == "nothing":
+    part_name, _, what = target.partition(" ")
+    if action == "nothing":
         return lambda: None
     part = pair.parts[part_name]
     pid = part.process(what)
-    if deed == "kill":
+    if action == "kill":
         os.kill(pid, signal.SIGKILL)
-        return lambda: revive(pair, part)
+        return lambda: restart(pair, part)
     os.kill(pid, signal.SIGSTOP)
     timer = threading.Timer(FROZEN_S, os.kill, (pid, signal.SIGCONT))
     timer.start()
     return timer.join
 
 
-def revive(pair: Pair, part: Part) -> None:
+def restart(pair: Pair, part: Part) -> None:
     """Restart a killed part, after stopping its remaining processes."""
     part.stop()
     part.start()
@@ -428,10 +431,10 @@ def judge(pair: Pair, name: str, streams: dict[str, Stream], hung: int) -> None:
                 f"{wanted!r:.80}"
             )
     if hung:
-        pair.problems.append(f"{name}: {hung} streams did not end within {END_S:.0f} s")
+        pair.problems.append(f"{name}: {hung} streams did not end within {STREAM_TIMEOUT_S:.0f} s")
 
 
-def look_after(pair: Pair, name: str) -> None:
+def check_recovery(pair: Pair, name: str) -> None:
     """Check that all parts are healthy and hold nothing, and that P and D both serve the next
     request."""
     for part in pair.parts.values():
@@ -440,7 +443,7 @@ def look_after(pair: Pair, name: str) -> None:
         except Skip as exc:
             pair.problems.append(f"{name}: {exc}")
             return
-    pair.problems += [f"{name}: {each}" for each in what_is_left(pair)]
+    pair.problems += [f"{name}: {each}" for each in leftovers(pair)]
     prompt, body = next(iter(bodies(pair).items()))
     text, is_split = until_split(pair.url("proxy"), body)
     if text != pair.wanted[prompt]:
@@ -451,7 +454,7 @@ def look_after(pair: Pair, name: str) -> None:
         pair.problems.append(f"{name}: afterwards {wrong}")
 
 
-def what_is_left(pair: Pair) -> Iterator[str]:
+def leftovers(pair: Pair) -> Iterator[str]:
     """Resources that P and D still hold, and their failed hooks."""
     for who in ("P", "D"):
         for gauge in NOTHING_LEFT:
@@ -504,12 +507,14 @@ def until_loaded(pair: Pair) -> str:
 # ---------------------------------------------------------------- leases
 
 
-def lapsed_leases(python: Path, wanted: dict[str, str], args: argparse.Namespace) -> list[str]:
+def check_expired_leases(
+    python: Path, wanted: dict[str, str], args: argparse.Namespace
+) -> list[str]:
     """Query D after P's lease has expired and its blocks were reused; returns the problems."""
     problems = []
     for connector in ("HalPullConnector", "NixlConnector"):
         try:
-            right, errors, wrong = come_late(python, connector, wanted, args.start_timeout)
+            right, errors, wrong = run_expired_leases(python, connector, wanted, args.start_timeout)
         except (Skip, OSError, KeyError) as exc:
             if connector.startswith("Hal"):
                 raise
@@ -525,7 +530,7 @@ def lapsed_leases(python: Path, wanted: dict[str, str], args: argparse.Namespace
     return problems
 
 
-def come_late(
+def run_expired_leases(
     python: Path, connector: str, wanted: dict[str, str], timeout_s: float
 ) -> tuple[int, int, int]:
     """Numbers of right answers, errors, and wrong answers."""
@@ -546,10 +551,10 @@ def come_late(
         for vllm in pair:
             vllm.wait_until_healthy(timeout_s)
         prefill, decode = (vllm.url for vllm in pair)
-        return ask_late(prefill, decode, wanted)
+        return query_after_expiry(prefill, decode, wanted)
 
 
-def ask_late(prefill: str, decode: str, wanted: dict[str, str]) -> tuple[int, int, int]:
+def query_after_expiry(prefill: str, decode: str, wanted: dict[str, str]) -> tuple[int, int, int]:
     """Prefill, wait until the lease expires, overwrite P's blocks, then query D."""
     asked = {name: body for name, (_, body) in questions().items() if int(name) < 600}
     held = {name: hold(prefill, body) for name, body in asked.items()}

@@ -34,7 +34,7 @@ class DidNotStart(Skip):
 
 def exit_status(find_problems: Callable[[], Sequence[str]]) -> int:
     """Exit status of a script: 0 without problems, 1 with problems, 77 if vLLM can't run."""
-    end_in_order()
+    exit_on_sigterm()
     try:
         problems = find_problems()
     except Skip as reason:
@@ -44,7 +44,7 @@ def exit_status(find_problems: Callable[[], Sequence[str]]) -> int:
     return 1 if problems else 0
 
 
-def end_in_order() -> None:
+def exit_on_sigterm() -> None:
     """Make SIGTERM stop the script's child processes: otherwise vLLM's would outlive it."""
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
 

@@ -84,10 +84,10 @@ def check_fleet(
                 wait_until_healthy(launch.url, launch.log, timeout_s, [child])
             proxy = stack.enter_context(conducting(prefills, [each.url for each in decodes]))
             urls = [each.launch.url for each in prefills]
-            problems = follow_hints(proxy, urls, asked, texts)
-            problems += lose_one(proxy, children[0], asked, texts)
+            problems = check_routing(proxy, urls, asked, texts)
+            problems += kill_prefill(proxy, children[0], asked, texts)
             running = {each.url: child for each, child in zip(decodes, children[2:], strict=True)}
-            problems += lose_streams(proxy, running, asked)
+            problems += kill_decode(proxy, running, asked)
             for url in (urls[1], *running):
                 problems += [
                     f"fleet: {url} has {each} {left:g}"
@@ -158,7 +158,7 @@ def conducting(prefills: Sequence[Prefill], decodes: Sequence[str]) -> Iterator[
         stop(child)
 
 
-def follow_hints(
+def check_routing(
     proxy: str, urls: list[str], asked: dict[str, tuple[str, Json]], texts: dict[str, str]
 ) -> list[str]:
     """Have each P compute half of the prompts, which the proxy only learns from events; then check
@@ -178,7 +178,7 @@ def follow_hints(
     return problems
 
 
-def lose_one(
+def kill_prefill(
     proxy: str,
     victim: subprocess.Popen[bytes],
     asked: dict[str, tuple[str, Json]],
@@ -202,7 +202,7 @@ def lose_one(
     return problems + report("after that", ask(proxy, path, body)[0], texts[name])
 
 
-def lose_streams(
+def kill_decode(
     proxy: str, decodes: dict[str, subprocess.Popen[bytes]], asked: dict[str, tuple[str, Json]]
 ) -> list[str]:
     """Kill all processes of a D while it streams, and remove it from ``decodes``: clients must not

@@ -40,7 +40,7 @@ from vllm_serving import EXAMPLE, SLIDING_WINDOW, Json, RunningVllm, proxying
 
 LENGTHS = (1, 20, 127, 128, 129, 256, 300, 1000)
 """Prompt lengths; vLLM's blocks on a CPU have 128 tokens."""
-NUM_AT_ONCE = 16
+NUM_CONCURRENT = 16
 CHILDREN = "n = 3"
 BEYOND = "one token beyond the window"
 BEYOND_TOKENS = SLIDING_WINDOW - 1 + 128  # vLLM's blocks on a CPU have 128
@@ -142,7 +142,7 @@ def cases() -> dict[str, tuple[str, Json]]:
     question = next(iter(json.loads((EXAMPLE / "chat.json").read_text())["answers"]))
     chat = {"messages": [{"role": "user", "content": question}]}
     found = {f"{n} tokens": completion(tokens(n)) for n in LENGTHS}
-    found |= {f"at once {n}": completion(tokens(60 + 41 * n, 1)) for n in range(NUM_AT_ONCE)}
+    found |= {f"at once {n}": completion(tokens(60 + 41 * n, 1)) for n in range(NUM_CONCURRENT)}
     found |= {
         "prefix": completion(tokens(300)[:256] + tokens(90, 2)),
         CHILDREN: completion(tokens(200, 3), n=3, temperature=0.01),  # almost greedy
@@ -154,7 +154,7 @@ def cases() -> dict[str, tuple[str, Json]]:
             repetition_penalty=1.2,
             ignore_eos=True,
         ),
-        "trouble": completion(tokens(280, 5)),
+        "invalid parameters": completion(tokens(280, 5)),
     }
     with_paths = {name: (COMPLETIONS, body) for name, body in found.items()}
     chat |= {"model": "tiny", "temperature": 0, "max_tokens": NUM_TOKENS, "return_token_ids": True}
@@ -187,17 +187,17 @@ def hand_over(run: Run, path: str, body: Json, **changes: object) -> Json:
 def same_tokens(run: Run) -> None:
     """Check every case sequentially, without the proxy."""
     for name, (path, body) in cases().items():
-        if not name.startswith(("at once", "trouble", CHILDREN)):
+        if not name.startswith(("at once", "invalid parameters", CHILDREN)):
             run.expect(name, token_ids(hand_over(run, path, body)), token_ids(run.wanted[name]))
 
 
-def at_once(run: Run) -> None:
+def concurrent_requests(run: Run) -> None:
     """Check concurrent requests."""
     named = [(name, case) for name, case in cases().items() if name.startswith("at once")]
-    with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+    with ThreadPoolExecutor(NUM_CONCURRENT) as threads:
         answers = list(threads.map(lambda item: hand_over(run, *item[1]), named))
     wanted = [token_ids(run.wanted[name]) for name, _ in named]
-    run.expect(f"{NUM_AT_ONCE} at once", [token_ids(answer) for answer in answers], wanted)
+    run.expect(f"{NUM_CONCURRENT} at once", [token_ids(answer) for answer in answers], wanted)
 
 
 def through_a_sidecar(run: Run) -> None:
@@ -249,13 +249,13 @@ def children(run: Run) -> None:
         run.expect("loads that failed for them", figure(run.decode, LOAD_FAILURES), 0)
 
 
-def kv_came_over(run: Run) -> None:
+def kv_was_pulled(run: Run) -> None:
     """Check that all KV that D lacked was pulled, and that no load failed."""
     run.expect("load failures", figure(run.decode, LOAD_FAILURES), 0)
     prompts = sum(
         answer["usage"]["prompt_tokens"]
         for name, answer in run.wanted.items()
-        if name not in ("trouble", CHILDREN, BEYOND)
+        if name not in ("invalid parameters", CHILDREN, BEYOND)
     )
     # A prompt of one token is not worth a load; two blocks of "prefix" are in D's own cache.
     num_there = 1 + (256 if MODELS[run.pair.model].has_prefix_cache else 0)
@@ -265,7 +265,7 @@ def kv_came_over(run: Run) -> None:
 def through_the_proxy(run: Run) -> None:
     """Compare texts through the proxy, without and with streaming."""
     for name, (path, body) in cases().items():
-        if name.startswith(("at once", "n =", "trouble", "1 tokens")):
+        if name.startswith(("at once", "n =", "invalid parameters", "1 tokens")):
             continue
         plain = without_token_ids(body)
         [choice] = run.wanted[name]["choices"]
@@ -292,13 +292,15 @@ def children_through_the_proxy(run: Run) -> None:
     run.expect("leases that expired", figure(run.prefill, LEASES_EXPIRED) - expired, 0)
 
 
-def at_once_through_the_proxy(run: Run) -> None:
+def concurrent_requests_through_the_proxy(run: Run) -> None:
     """Check concurrent requests through the proxy, and several choices of one request."""
     named = [(name, case) for name, case in cases().items() if name.startswith("at once")]
-    with ThreadPoolExecutor(NUM_AT_ONCE) as threads:
+    with ThreadPoolExecutor(NUM_CONCURRENT) as threads:
         answers = list(threads.map(lambda item: post(run.proxy, *item[1]), named))
     wanted = [token_ids(run.wanted[name]) for name, _ in named]
-    run.expect(f"proxy: {NUM_AT_ONCE} at once", [token_ids(answer) for answer in answers], wanted)
+    run.expect(
+        f"proxy: {NUM_CONCURRENT} at once", [token_ids(answer) for answer in answers], wanted
+    )
     children = token_ids(post(run.proxy, *cases()[CHILDREN]))
     run.expect("proxy: n = 3", children, token_ids(run.wanted[CHILDREN]))
 
@@ -316,20 +318,22 @@ def kv_was_pushed(run: Run) -> None:
 
 def clients_of_the_proxy_leave(run: Run) -> None:
     """Disconnect clients of the proxy while P computes, and while D responds."""
-    path, body = cases()["trouble"]
+    path, body = cases()["invalid parameters"]
     for seed in range(6):
         long = completion(tokens(900, 10 + seed), max_tokens=200, stream=True)
         leave(run.proxy, path, long)
     run.expect(
-        "after that", token_ids(post(run.proxy, path, body)), token_ids(run.wanted["trouble"])
+        "after that",
+        token_ids(post(run.proxy, path, body)),
+        token_ids(run.wanted["invalid parameters"]),
     )
 
 
-def trouble(run: Run) -> None:
+def invalid_parameters(run: Run) -> None:
     """Send parameters that can't be honoured: D must compute the prompt and give the same
     answer."""
-    path, body = cases()["trouble"]
-    wanted = token_ids(run.wanted["trouble"])
+    path, body = cases()["invalid parameters"]
+    wanted = token_ids(run.wanted["invalid parameters"])
     params = prefill(run, path, body)
     for what in ("first use", "second use"):
         answer = post(run.decode, path, body | {"kv_transfer_params": params})
@@ -343,7 +347,7 @@ def trouble(run: Run) -> None:
         "foreign blocks": {"remote_block_ids": [[2**30]] * MODELS[run.pair.model].num_groups},
     }
     for number, (what, change) in enumerate(changes.items()):
-        fresh = completion(tokens(280, 5), cache_salt=f"trouble {number}")
+        fresh = completion(tokens(280, 5), cache_salt=f"invalid parameters {number}")
         run.expect(what, token_ids(hand_over(run, path, fresh, **change)), wanted)
     refused = hand_over(run, path, completion(tokens(280, 6), max_tokens=100_000))
     run.expect("a request that D's API server rejects", "error" in refused, True)
@@ -351,7 +355,7 @@ def trouble(run: Run) -> None:
 
 def failed_loads_are_errors(run: Run) -> None:
     """Check that a failed load fails its own request only, as vLLM is configured to do."""
-    path, body = cases()["trouble"]
+    path, body = cases()["invalid parameters"]
     changes: dict[str, Json] = {
         "nobody's port": {"remote_port": 1},
         "unknown id": {"remote_engine_id": "nobody"},
@@ -361,20 +365,24 @@ def failed_loads_are_errors(run: Run) -> None:
         run.expect(what, "error" in hand_over(run, path, fresh, **change), True)
     run.expect("load failures", figure(run.decode, LOAD_FAILURES), len(changes))
     run.expect(
-        "D after that", token_ids(hand_over(run, path, body)), token_ids(run.wanted["trouble"])
+        "D after that",
+        token_ids(hand_over(run, path, body)),
+        token_ids(run.wanted["invalid parameters"]),
     )
 
 
 def clients_leave(run: Run) -> None:
     """Disconnect clients at every stage: while P computes, before D is asked, while D responds."""
-    path, body = cases()["trouble"]
+    path, body = cases()["invalid parameters"]
     for seed in range(6):
         long = completion(tokens(900, 10 + seed), max_tokens=200)
         leave(run.prefill, path, long | {"kv_transfer_params": {"do_remote_decode": True}})
         params = prefill(run, path, long)
         leave(run.decode, path, long | {"kv_transfer_params": params, "stream": True})
     run.expect(
-        "D after that", token_ids(hand_over(run, path, body)), token_ids(run.wanted["trouble"])
+        "D after that",
+        token_ids(hand_over(run, path, body)),
+        token_ids(run.wanted["invalid parameters"]),
     )
 
 
@@ -405,7 +413,7 @@ def beyond_the_window(run: Run) -> None:
     run.expect("loads with P's token", figure(run.decode, LOADS) - before[1], int(is_pull))
 
 
-def all_is_free(run: Run) -> None:
+def nothing_is_left(run: Run) -> None:
     """Check that every block is free, no lease is held, and no hook has failed."""
     for name, url in (("P", run.prefill), ("D", run.decode)):
         for what in ("vllm:kv_cache_usage_perc", LEASES_HELD):
@@ -416,22 +424,22 @@ def all_is_free(run: Run) -> None:
 CHECKS: dict[str, tuple[Callable[[Run], None], ...]] = {
     "pull": (
         same_tokens,
-        at_once,
-        kv_came_over,
+        concurrent_requests,
+        kv_was_pulled,
         children,
         through_a_sidecar,
         through_the_proxy,
         children_through_the_proxy,
-        trouble,
+        invalid_parameters,
         clients_leave,
-        all_is_free,
+        nothing_is_left,
     ),
-    "fail": (same_tokens, children, failed_loads_are_errors, all_is_free),
+    "fail": (same_tokens, children, failed_loads_are_errors, nothing_is_left),
     "push": (
         through_the_proxy,
-        at_once_through_the_proxy,
+        concurrent_requests_through_the_proxy,
         kv_was_pushed,
         clients_of_the_proxy_leave,
-        all_is_free,
+        nothing_is_left,
     ),
 }
