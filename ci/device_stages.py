@@ -143,10 +143,10 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def detect_machine(backend: str, environment: Mapping[str, str]) -> Machine:
-    """What the backend finds here, in a process of its own.
+    """The devices that the backend finds on this machine, probed in a separate process.
 
     Raises:
-        Unusable: it can't be used, with its reason.
+        Unusable: the backend can't be used.
     """
     program = str(ROOT / "ci" / "test_backend.py")
     last, status = _said_last([program, backend, "--devices"], environment)

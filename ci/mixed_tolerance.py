@@ -85,7 +85,7 @@ class Distance:
 
 
 def main() -> int:
-    """Run what was asked for."""
+    """Run the requested data types."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--type", nargs="+", choices=tuple(TYPES), default=tuple(TYPES))
     parser.add_argument("--prompts", type=int, default=8)

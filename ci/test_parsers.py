@@ -43,7 +43,7 @@ Call = tuple[str, Any]
 
 @dataclass(frozen=True)
 class Message:
-    """A parsed output. White space around text is not significant."""
+    """A parsed output; whitespace around text is not significant."""
 
     content: str
     calls: tuple[Call, ...] = ()

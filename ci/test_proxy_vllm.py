@@ -45,7 +45,7 @@ def main() -> int:
         return SKIPPED
 
 
-# ---------------------------------------------------------------- what runs
+# ---------------------------------------------------------------- processes
 
 
 def start_all(stack: ExitStack, python: Path, timeout_s: float) -> tuple[str, str, str]:

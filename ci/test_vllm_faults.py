@@ -154,7 +154,7 @@ def rows(args: argparse.Namespace) -> Iterator[tuple[str, str, str]]:
     return (row for row in found if all(word in " ".join(row) for word in words))
 
 
-# ---------------------------------------------------------------- what runs
+# ---------------------------------------------------------------- processes
 
 
 @dataclass

@@ -156,7 +156,7 @@ class Launch:
         return f"http://127.0.0.1:{self.port}"
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Start it, in a process group of its own."""
+        """Start the instance in a separate process group."""
         command = [
             *(self.python.parent / "vllm", "serve", self.model or MODEL),
             *("--host", "127.0.0.1", "--port", self.port),
