@@ -70,7 +70,7 @@ def file_names(paths: Iterable[str], shared: list[str]) -> Iterator[str]:
         by_name[Path(path).name].append(path)
     for name, found in sorted(by_name.items()):
         if len(found) > 1 and name not in shared:
-            yield f"{', '.join(found)}: {len(found)} files are called {name}; name what is in each"
+            yield f"{', '.join(found)}: {len(found)} files are called {name}; name each after its content"
 
 
 def class_names(paths: Iterable[str], shared: dict[str, str]) -> Iterator[str]:
@@ -83,16 +83,16 @@ def class_names(paths: Iterable[str], shared: dict[str, str]) -> Iterator[str]:
     repeated = {name: found for (_, name), found in by_name.items() if len(found) > 1}
     for name in sorted(repeated.keys() - shared.keys()):
         found = repeated[name]
-        yield f"{', '.join(found)}: {len(found)} classes are called {name}; name what each is"
+        yield f"{', '.join(found)}: {len(found)} classes are called {name}; give each a name of its own"
     for name in sorted(shared.keys() - repeated.keys()):
-        yield f"ci/house.toml: {name} is listed as a shared class name, and is one class"
+        yield f"ci/house.toml: {name} is listed as a shared class name, but only one class has it"
 
 
 def file_sizes(path: str, text: str, small: dict[str, str]) -> Iterator[str]:
     """Find a file with too few or too many lines."""
     lines = text.count("\n")
     if lines > MAX_FILE_LINES:
-        yield f"{path}: {lines} lines, at most {MAX_FILE_LINES}; divide it by what it is about"
+        yield f"{path}: {lines} lines, at most {MAX_FILE_LINES}; split it by topic"
     if lines < MIN_FILE_LINES and Path(path).name != "__init__.py" and path not in small:
         yield (
             f"{path}: {lines} lines; join it with its neighbour, or give the reason for so small "

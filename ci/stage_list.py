@@ -129,7 +129,7 @@ RUNS: Mapping[str, tuple[Stage, ...]] = {
             (*_cuda("engine_step"), "-k", "over_an_hour"),
             is_alone=True,
         ),
-        Stage("pairs", "prefill and decode apart", _cuda("pd"), processes=6),
+        Stage("pairs", "separate prefill and decode", _cuda("pd"), processes=6),
         Stage(
             "transports",
             "cuda_ipc and staged",
@@ -164,7 +164,7 @@ RUNS: Mapping[str, tuple[Stage, ...]] = {
     ),
     "test-ascend": (
         *_CONFORMANCE,
-        Stage("pairs", "prefill and decode apart", (f"{_ASCEND}/test_pd.py",)),
+        Stage("pairs", "separate prefill and decode", (f"{_ASCEND}/test_pd.py",)),
         Stage("transports", "hccs", (f"{_ASCEND}/test_hccs.py",)),
         *_SERVING,
     ),

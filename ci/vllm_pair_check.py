@@ -206,11 +206,11 @@ def through_a_sidecar(run: Run) -> None:
     reads."""
     body = completion(tokens(210, 8))
     wanted = token_ids(post(run.prefill, COMPLETIONS, body))
-    nobody: Json = dict.fromkeys(
+    no_peer: Json = dict.fromkeys(
         ("remote_engine_id", "remote_block_ids", "remote_host", "remote_port")
     )
     asked = body | {"stream": False, "max_tokens": 1, "max_completion_tokens": 1}
-    asked["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False} | nobody
+    asked["kv_transfer_params"] = {"do_remote_decode": True, "do_remote_prefill": False} | no_peer
     params = post(run.prefill, COMPLETIONS, asked).get("kv_transfer_params")
     before = figure(run.decode, LOADS)
     answer = post(run.decode, COMPLETIONS, body | {"kv_transfer_params": params})
@@ -340,7 +340,7 @@ def invalid_parameters(run: Run) -> None:
         run.expect(what, token_ids(answer), wanted)
     changes: dict[str, Json] = {
         "unknown id": {"remote_engine_id": "nobody"},
-        "nobody's port": {"remote_port": 1},
+        "closed port": {"remote_port": 1},
         "another prompt": {"prompt_digest": "another"},
         "a bad port": {"remote_port": "x"},
         "no blocks": {"remote_block_ids": [[]] * MODELS[run.pair.model].num_groups},
@@ -357,7 +357,7 @@ def failed_loads_are_errors(run: Run) -> None:
     """Check that a failed load fails its own request only, as vLLM is configured to do."""
     path, body = cases()["invalid parameters"]
     changes: dict[str, Json] = {
-        "nobody's port": {"remote_port": 1},
+        "closed port": {"remote_port": 1},
         "unknown id": {"remote_engine_id": "nobody"},
     }
     for number, (what, change) in enumerate(changes.items()):
