@@ -70,7 +70,7 @@ def file_names(paths: Iterable[str], shared: list[str]) -> Iterator[str]:
         by_name[Path(path).name].append(path)
     for name, found in sorted(by_name.items()):
         if len(found) > 1 and name not in shared:
-            yield f"{', '.join(found)}: {len(found)} files are called {name}; name each after its content"
+            yield f"{', '.join(found)}: {len(found)} files are called {name}; rename all but one"
 
 
 def class_names(paths: Iterable[str], shared: dict[str, str]) -> Iterator[str]:
@@ -83,7 +83,7 @@ def class_names(paths: Iterable[str], shared: dict[str, str]) -> Iterator[str]:
     repeated = {name: found for (_, name), found in by_name.items() if len(found) > 1}
     for name in sorted(repeated.keys() - shared.keys()):
         found = repeated[name]
-        yield f"{', '.join(found)}: {len(found)} classes are called {name}; give each a name of its own"
+        yield f"{', '.join(found)}: {len(found)} classes are called {name}; rename all but one"
     for name in sorted(shared.keys() - repeated.keys()):
         yield f"ci/house.toml: {name} is listed as a shared class name, but only one class has it"
 
