@@ -1,5 +1,5 @@
-"""vLLM-Ascend's KV tuples by strides: the planner moves KV between them, and to and from vLLM's
-views on other hardware."""
+"""vLLM-Ascend's KV tuples described by strides: the planner moves KV between them, and to and from
+vLLM's views on other hardware."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def same(targets: Any, sources: Any) -> bool:
 @pytest.mark.parametrize("heads_first", [False, True])
 @pytest.mark.parametrize("is_shared", [False, True])
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
-def test_tuples_read_from_tuples(
+def test_kv_moves_between_tuples(
     source_tp: int, target_tp: int, is_shared: bool, heads_first: bool
 ) -> None:
     sources = ranks(GQA, source_tp, is_shared=is_shared)
@@ -49,7 +49,7 @@ def test_tuples_read_from_tuples(
     assert same(targets, sources)
 
 
-def test_latent_and_rope_are_two_tensors() -> None:
+def test_latent_and_rope_are_separate_tensors() -> None:
     sources, targets = ranks(MLA, 1), ranks(MLA, 2)
     copy_prompt(targets, sources, MOVEMENT)
     assert all(same([target], sources) for target in targets)
@@ -58,7 +58,7 @@ def test_latent_and_rope_are_two_tensors() -> None:
 
 @pytest.mark.parametrize("model", [GQA, MLA], ids=["gqa", "mla"])
 @pytest.mark.parametrize("order", ["LBHNC", "LBNHC", "BHLNC"])
-def test_they_are_the_same_kv_as_other_hardwares(order: str, model: ModelKV) -> None:
+def test_kv_is_exchanged_with_other_hardware(order: str, model: ModelKV) -> None:
     ascend, other = make_ascend_caches(model, 8, 4), make_caches(model, order, 8, 4)
     assert ascend.view.geometry == other.view.geometry
     copy_prompt([other], [ascend], MOVEMENT)
@@ -86,7 +86,7 @@ def refusal(layers: dict[str, Any], model: ModelKV = GQA, num_blocks: int = 8) -
     return str(refused.value)
 
 
-def test_other_memory_is_refused_by_name() -> None:
+def test_unsupported_memory_is_rejected_by_name() -> None:
     layers = make_ascend_caches(GQA, 8, 4).layers
     with_indexer = {name: (*planes, planes[0]) for name, planes in layers.items()}
     assert "sparse attention's indexers" in refusal(with_indexer)
@@ -101,7 +101,7 @@ def test_other_memory_is_refused_by_name() -> None:
     assert "the elements of a head in a row" in refusal(scattered)
 
 
-def test_tiles_are_refused_by_name() -> None:
+def test_tiles_are_rejected_by_name() -> None:
     check_ascend({}, [2])
     check_ascend(object(), [])
     with pytest.raises(UnsupportedByVllmConnector, match="enable_kv_nz"):

@@ -1,4 +1,5 @@
-"""The link to the ranks: a dead receiving thread is reported; hanging up is no failure."""
+"""The link to the ranks: a dead receiving thread is reported, and a closed connection is no
+failure."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ INFO = RankInfo(
     KVGeometry(AttentionKind.GQA, 1, 1, (4, 4), "float32", 4), 16, 1, Hardware("cpu", "")
 )
 MUCH = bytes(1 << 16)
-"""A few dozen of these fill the kernel's buffer of a socket that is not read."""
+"""A message of which a few dozen fill the kernel's buffer of an unread socket."""
 WHATEVER = pytest.mark.parametrize(
     "exc",
     [RuntimeError("can't start new thread"), OSError(errno.EMFILE, "too many open files")],
@@ -56,7 +57,7 @@ class Pair:
         return Ranks([self.path], self._on_death)
 
     def wait(self) -> str:
-        """The only reason."""
+        """Wait for the only reported reason."""
         assert self.has_heard.wait(TIMEOUT_S), "nobody was told"
         [reason] = self.reasons
         return reason
@@ -81,7 +82,7 @@ def pair(stack: ExitStack, tmp_path: Path) -> Pair:
 
 
 def once(exc: Exception) -> Callable[..., None]:
-    """Raises that at its first call."""
+    """A function that raises this at its first call."""
     left = [exc]
 
     def call(*args: object) -> None:
@@ -92,7 +93,7 @@ def once(exc: Exception) -> Callable[..., None]:
 
 
 @WHATEVER
-def test_a_worker_that_can_not_receive_orders_reports_why(
+def test_worker_that_cannot_receive_orders_reports_reason(
     stack: ExitStack, pair: Pair, exc: Exception
 ) -> None:
     pair.obey = once(exc)
@@ -100,12 +101,12 @@ def test_a_worker_that_can_not_receive_orders_reports_why(
     stack.callback(ranks.close)
     ranks.send(0, b"an order")
     assert pair.wait() == f"rank 0: {exc!r}"
-    for _ in range(100):  # nor does anybody wait until it reads
+    for _ in range(100):  # and the sender does not block until it reads
         ranks.send(0, MUCH)
 
 
 @WHATEVER
-def test_the_scheduler_side_learns_why_a_receiving_thread_died(
+def test_scheduler_side_gets_reason_of_dead_receiving_thread(
     stack: ExitStack, pair: Pair, exc: Exception
 ) -> None:
     ranks = pair.connect()
@@ -118,7 +119,7 @@ def test_the_scheduler_side_learns_why_a_receiving_thread_died(
 
 
 @pytest.mark.parametrize("who", ["worker", "scheduler"])
-def test_hanging_up_is_not_a_failure(pair: Pair, who: str) -> None:
+def test_closed_connection_is_not_a_failure(pair: Pair, who: str) -> None:
     ranks = pair.connect()
     first, second = (pair.worker, ranks) if who == "worker" else (ranks, pair.worker)
     first.close()
@@ -128,10 +129,10 @@ def test_hanging_up_is_not_a_failure(pair: Pair, who: str) -> None:
     assert pair.reasons == []
 
 
-def test_a_worker_that_can_not_accept_has_no_scheduler_side(
+def test_worker_that_cannot_accept_fails_to_start(
     pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """No failure could be reported: the instance does not start."""
+    """No failure could be reported, so the instance does not start."""
 
     def dup(descriptor: int) -> int:
         if threading.current_thread().name == "kv-orders":

@@ -1,4 +1,4 @@
-"""A prompt that a peer holds is loaded once, by one request, whichever siblings come and go."""
+"""A prompt held by a peer is loaded once, by one choice, whichever siblings start and end."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from mooncake_vllm.remote_prompts import RemotePrompts
 LEASE = ("peer", "lease")
 
 
-def test_the_first_of_a_prompt_is_announced_and_its_siblings_are_not() -> None:
+def test_first_choice_of_prompt_is_announced_and_siblings_are_not() -> None:
     prompts = RemotePrompts()
     assert prompts.expect("a", LEASE, 100)
     assert not prompts.expect("b", LEASE, 100)
     assert prompts.expect("c", ("peer", "another"), 100)
 
 
-def test_siblings_wait_for_the_one_that_loads_and_then_do_without() -> None:
+def test_siblings_wait_for_loading_choice_and_load_nothing() -> None:
     prompts = RemotePrompts()
     for name in "ab":
         prompts.expect(name, LEASE, 100)
@@ -27,11 +27,11 @@ def test_siblings_wait_for_the_one_that_loads_and_then_do_without() -> None:
     assert prompts.end("a") == "b"
     assert not prompts.is_loading
     assert prompts.num_to_load("a", 0) == 0
-    assert prompts.num_to_load("b", 0) == 0  # asked again after a preemption or a failure
+    assert prompts.num_to_load("b", 0) == 0  # asked again after preemption or a failure
     assert prompts.end("a") is None
 
 
-def test_siblings_wait_until_the_prefix_cache_has_what_was_loaded() -> None:
+def test_siblings_wait_until_prefix_cache_has_loaded_blocks() -> None:
     prompts = RemotePrompts()
     for name in "ab":
         prompts.expect(name, LEASE, 100)
@@ -39,11 +39,11 @@ def test_siblings_wait_until_the_prefix_cache_has_what_was_loaded() -> None:
     assert prompts.end("a", is_loaded=True) == "a"
     assert prompts.num_to_load("b", 0) is None
     assert prompts.num_to_load("a", 0) == 0
-    assert prompts.skip("a") is None  # vLLM runs it
+    assert prompts.skip("a") is None  # vLLM runs the request
     assert prompts.num_to_load("b", 0) == 0
 
 
-def test_siblings_do_not_wait_for_one_that_left_or_failed() -> None:
+def test_siblings_do_not_wait_for_aborted_or_failed_choice() -> None:
     for leaves_first in (False, True):
         prompts = RemotePrompts()
         for name in "ab":
@@ -73,14 +73,14 @@ def test_an_unknown_request_loads_nothing() -> None:
     assert (prompts.end("x"), prompts.leave("x")) == (None, None)
 
 
-def test_a_lease_that_was_lost_in_the_queue_ends_no_load() -> None:
+def test_lease_lost_in_queue_ends_no_load() -> None:
     prompts = RemotePrompts()
     prompts.expect("a", LEASE, 100)
     assert prompts.end("a") is None
     assert prompts.begin("a") is None
 
 
-def test_the_last_sibling_cancels_a_prompt_that_none_loaded() -> None:
+def test_last_sibling_cancels_prompt_that_was_not_loaded() -> None:
     prompts = RemotePrompts()
     for name in "ab":
         prompts.expect(name, LEASE, 100)

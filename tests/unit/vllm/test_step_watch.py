@@ -1,4 +1,4 @@
-"""A step without results is distinguished from an idle instance."""
+"""The step watchdog distinguishes a step without results from an idle instance."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_without_requests_no_step_begins_and_nothing_stalls(watch: StepWatch, cl
 def test_steps_that_make_progress_do_not_stall(
     watch: StepWatch, clock: Clock, heard: Callable[[StepWatch], None]
 ) -> None:
-    """vLLM has several under way, and waits for the first."""
+    """vLLM has several in flight, and waits for the first."""
     for _ in range(3):
         watch.begin()
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The guard around vLLM's hooks, and what they pass on; vLLM itself is stubbed."""
+"""The guard around vLLM's hooks and the values that they pass on; vLLM itself is stubbed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def connectors(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 class Broken:
-    """A side whose every method raises."""
+    """A connector side whose every method raises."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -36,7 +36,7 @@ class Broken:
 
 
 def connector(connectors: ModuleType, **sides: Any) -> Any:
-    """One without its constructor, which needs ranks."""
+    """A connector created without its constructor, which needs ranks."""
     made = object.__new__(connectors.HalPullConnector)
     config = SimpleNamespace(needs_kv_cache_zeroing=sides.pop("zeroes", False))
     vllm_stub.KVConnectorBase_V1.__init__(made, None, 0, config)
@@ -49,7 +49,7 @@ def connector(connectors: ModuleType, **sides: Any) -> Any:
 
 
 @pytest.mark.parametrize("kv_role", ["kv_producer", "kv_consumer"])
-def test_a_pool_that_is_to_save_or_load_alone_is_refused_by_name(
+def test_pool_that_only_saves_or_only_loads_is_rejected_by_name(
     connectors: ModuleType, kv_role: str
 ) -> None:
     config = SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_role=kv_role))
@@ -57,10 +57,10 @@ def test_a_pool_that_is_to_save_or_load_alone_is_refused_by_name(
         connectors.HalPoolConnector(config, vllm_stub.Role.SCHEDULER, None)
 
 
-def test_data_parallel_ranks_that_share_no_experts_have_ports_of_their_own(
+def test_data_parallel_ranks_without_shared_experts_have_their_own_ports(
     connectors: ModuleType,
 ) -> None:
-    """vLLM gives each of them rank 0 of 1, and tells them apart by the index alone."""
+    """vLLM gives each of them rank 0 of 1 and distinguishes them by the index alone."""
     for index in range(2):
         config = SimpleNamespace(
             kv_transfer_config=SimpleNamespace(
@@ -168,7 +168,7 @@ def test_results_are_named_as_vllm_does(connectors: ModuleType) -> None:
 
 
 def step_maker(**others: Any) -> SimpleNamespace:
-    """A scheduler side that has nothing for a step but what is given."""
+    """A scheduler side that returns only the given metadata for a step."""
     nothing = {"take_started": lambda: (), "push_steps": lambda step: (), "is_waiting": False}
     return SimpleNamespace(**nothing | others)
 
@@ -196,11 +196,11 @@ def test_an_idle_step_waits_briefly_for_reports(
     made.bind_connector_metadata(step)
     assert worker.told[0] == ("step", (), (), connectors.IDLE_WAIT_S if waits else 0.0)
     worker.told.clear()
-    made.bind_connector_metadata(SimpleNamespace())  # as while a graph is captured
+    made.bind_connector_metadata(SimpleNamespace())  # as during graph capture
     assert worker.told == [("release", ())]
 
 
-def test_the_step_after_its_end_names_a_request_whose_blocks_are_held(
+def test_step_after_completion_names_request_whose_blocks_are_held(
     connectors: ModuleType,
 ) -> None:
     kept = {"kept": (True, None), "free": (False, None), "late": (True, {"a": 1})}
@@ -220,7 +220,7 @@ def test_the_step_after_its_end_names_a_request_whose_blocks_are_held(
 
 
 @pytest.mark.parametrize("names_layers", [True, False], ids=["whole batches", "micro-batches"])
-def test_a_layer_of_a_micro_batch_is_not_the_steps(
+def test_layer_of_micro_batch_is_not_layer_of_step(
     connectors: ModuleType, names_layers: bool
 ) -> None:
     made = connector(connectors, worker=(worker := Worker()), names_layers=names_layers)
@@ -242,7 +242,7 @@ def test_connectors_of_an_instance_share_the_wait_of_its_steps(connectors: Modul
     assert not connectors.STEP_WAITS
 
 
-def test_a_count_of_tokens_is_asynchronous(connectors: ModuleType) -> None:
+def test_matched_token_count_is_asynchronous(connectors: ModuleType) -> None:
     for count, wanted in ((5, (5, True)), (0, (0, False)), (None, (None, False))):
         side = SimpleNamespace(num_to_load=lambda request, done, count=count: count)
         made = connector(connectors, scheduler=side)
@@ -260,7 +260,7 @@ def test_a_count_of_tokens_is_asynchronous(connectors: ModuleType) -> None:
         ("cpu", True, {"layout": "BLHNC"}, "BLHNC", "BLHNC", "BLHNC"),
     ],
 )
-def test_a_layout_is_asked_for_where_it_makes_transfers_long(
+def test_layout_is_requested_if_it_makes_transfers_larger(
     connectors: ModuleType,
     monkeypatch: pytest.MonkeyPatch,
     device: str,
@@ -280,7 +280,7 @@ def test_a_layout_is_asked_for_where_it_makes_transfers_long(
         assert each.get_required_kvcache_layout(config) == wanted
 
 
-def test_figures_are_differences(connectors: ModuleType) -> None:
+def test_metrics_are_differences(connectors: ModuleType) -> None:
     figures = {"loads": 2.0, "leases_held": 1.0}
     made = connector(connectors, scheduler=SimpleNamespace(stats=lambda: dict(figures)))
     assert made.get_kv_connector_stats().data == {"loads": 2.0, "leases_held": 1.0}
@@ -289,7 +289,7 @@ def test_figures_are_differences(connectors: ModuleType) -> None:
     assert made.get_kv_connector_stats().data == {"loads": 3.0, "leases_held": 0.0}
 
 
-def test_a_ranks_hook_errors_are_counted_beside_the_schedulers(connectors: ModuleType) -> None:
+def test_hook_errors_of_ranks_are_counted_with_those_of_scheduler(connectors: ModuleType) -> None:
     rank = connector(connectors, worker=Broken(RuntimeError("a defect")))
     assert rank.get_kv_connector_stats() is None
     rank.wait_for_save()
@@ -302,7 +302,7 @@ def test_a_ranks_hook_errors_are_counted_beside_the_schedulers(connectors: Modul
     assert rank.get_kv_connector_stats() is None
 
 
-def test_every_figure_of_the_connectors_is_published(connectors: ModuleType) -> None:
+def test_every_connector_metric_is_published(connectors: ModuleType) -> None:
     from mooncake_kv.config import KVTransferConfig
     from mooncake_kv.connector import find_connector
 
@@ -320,7 +320,7 @@ def test_every_figure_of_the_connectors_is_published(connectors: ModuleType) -> 
         assert names <= known
 
 
-def test_every_figure_of_the_pool_that_is_named_is_published(connectors: ModuleType) -> None:
+def test_every_declared_pool_metric_is_published(connectors: ModuleType) -> None:
     from mooncake_kv.pool.pool_events import PoolStats
     from mooncake_vllm.vllm_pool_side import PUBLISHED_STATS
 
@@ -329,7 +329,7 @@ def test_every_figure_of_the_pool_that_is_named_is_published(connectors: ModuleT
     assert {*PUBLISHED_STATS} <= {*PoolStats.__dataclass_fields__}
 
 
-def test_metrics_are_vllms_kinds(connectors: ModuleType) -> None:
+def test_metrics_have_types_of_vllm(connectors: ModuleType) -> None:
     seen: list[tuple[str, str, float]] = []
 
     class Metric:
@@ -351,8 +351,8 @@ def test_metrics_are_vllms_kinds(connectors: ModuleType) -> None:
     ]
 
 
-def test_a_gauge_is_that_of_the_most_recently_updated_api_server(connectors: ModuleType) -> None:
-    """vLLM tells one of its API servers of a step, any of them: what another one was told before
+def test_gauge_is_that_of_most_recently_updated_api_server(connectors: ModuleType) -> None:
+    """vLLM reports a step to any one of its API servers: values that another one received earlier
     must not be added."""
     modes: dict[str, dict[str, str]] = {"counter": {}, "gauge": {}}
 
@@ -368,10 +368,10 @@ def test_a_gauge_is_that_of_the_most_recently_updated_api_server(connectors: Mod
     assert {*modes["counter"].values()} == {""}
 
 
-def test_a_connector_and_the_pools_publish_under_names_of_their_own(
+def test_connector_and_pool_metrics_have_distinct_names(
     connectors: ModuleType,
 ) -> None:
-    """vLLM's MultiConnector makes both, and Prometheus takes each name once."""
+    """vLLM's MultiConnector creates both, and Prometheus accepts each name once."""
     names: list[str] = []
 
     def metric(name: str, documentation: str, labelnames: list[str], **_: str) -> None:
@@ -392,7 +392,7 @@ def test_a_connector_and_the_pools_publish_under_names_of_their_own(
     assert published <= {*names}
 
 
-def test_a_stores_events_are_vllms(connectors: ModuleType) -> None:
+def test_store_events_have_vllm_format(connectors: ModuleType) -> None:
     stored = BlockStored([7, 8], 6, [1, 2], 1, None, "CPU", None, [["team-a"], None], "ab")
     side = SimpleNamespace(take_events=lambda: [stored, BlockRemoved([7], "STORAGE")])
     found = connector(connectors, scheduler=side).take_events()
@@ -422,7 +422,7 @@ def test_a_stores_events_are_vllms(connectors: ModuleType) -> None:
         ("0.34.0", [*vllm_plugin.CONNECTORS], "was checked against vLLM up to"),
     ],
 )
-def test_the_plugin_registers_where_vllm_is_new_enough(
+def test_plugin_registers_if_vllm_is_new_enough(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     version: str,

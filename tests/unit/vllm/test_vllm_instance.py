@@ -1,4 +1,4 @@
-"""Describing an instance from vLLM's configuration, and what is refused by name."""
+"""The description of an instance from vLLM's configuration, and unsupported settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EXAMPLE = Path(__file__).parents[3] / "examples" / "tiny-llama"
 
 
 class FullAttentionSpec(SimpleNamespace):
-    """By vLLM's name."""
+    """A stand-in with vLLM's class name."""
 
 
 class MLAAttentionSpec(SimpleNamespace):
@@ -65,7 +65,7 @@ SLIDING = spec(SlidingWindowSpec, sliding_window=128)
 
 
 def groups(*specs: Any) -> list[Any]:
-    """Layers go to the KV-cache groups in turn."""
+    """Assign layers to KV-cache groups round-robin."""
     return [
         SimpleNamespace(
             kv_cache_spec=each,
@@ -146,27 +146,29 @@ def test_attention_with_and_without_windows_is_supported(specs: list[Any]) -> No
         (caches(spec()), {"nnodes_within_dp": 2}, "on several hosts"),
     ],
 )
-def test_the_rest_is_refused_by_name(cache: Any, changes: dict[str, int], words: str) -> None:
+def test_unsupported_settings_are_rejected_by_name(
+    cache: Any, changes: dict[str, int], words: str
+) -> None:
     with pytest.raises(UnsupportedByVllmConnector) as refused:
         check_supported(config(**changes), cache)
     assert words in str(refused.value)
 
 
-def test_sleep_mode_is_refused_by_releases_that_do_not_ask_for_it() -> None:
+def test_sleep_mode_is_rejected_with_releases_without_a_hook_for_it() -> None:
     sleepy = config()
     sleepy.model_config.enable_sleep_mode = True
     with pytest.raises(UnsupportedByVllmConnector, match="sleep mode"):
         check_supported(sleepy, caches(spec()))
 
 
-def test_every_boot_is_an_epoch_of_its_own() -> None:
+def test_every_start_is_a_new_epoch() -> None:
     first, second = (describe_instance(config(tensor_parallel_size=2)) for _ in range(2))
     assert first.engine_id != second.engine_id
     assert first.engine_id.startswith("name-")
     assert (first.num_ranks, first.sends, first.loads) == (2, True, False)
 
 
-def test_a_step_has_the_time_that_vllm_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_timeout_is_that_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", raising=False)
     assert describe_instance(config()).step_timeout_s == 300.0
     monkeypatch.setenv("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS", "7200")
@@ -183,7 +185,7 @@ YARN = {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e
 
 
 def test_overrides_by_vllm_change_the_fingerprint() -> None:
-    """As --hf-overrides does, with which vLLM's users get a longer context."""
+    """As --hf-overrides does, which vLLM's users apply for longer contexts."""
     plain, yarn, again = (fingerprint(model(hf_overrides=each)) for each in ({}, YARN, YARN))
     assert yarn == again != plain
     assert yarn.weights == plain.weights
@@ -196,10 +198,10 @@ def test_overrides_by_vllm_change_the_fingerprint() -> None:
 
 @pytest.mark.parametrize("is_beside", [False, True])
 @pytest.mark.parametrize("kind", ["longrope", "default"])
-def test_a_context_for_which_a_longrope_has_other_factors_tells_models_apart(
+def test_context_that_selects_other_longrope_factors_changes_fingerprint(
     kind: str, is_beside: bool
 ) -> None:
-    """By default vLLM's context is that of the short ones."""
+    """By default vLLM uses the context of the short factors."""
     original = {"original_max_position_embeddings": 4096}
     text = SimpleNamespace(
         rope_parameters={"rope_type": kind} | ({} if is_beside else original),
@@ -238,7 +240,8 @@ def test_a_model_without_readable_weights_is_identified_by_its_name(
 
 
 def put_in_hub_cache(cache: Path, *names: str) -> None:
-    """As the hub's client keeps the example's files, as those of ``org/tiny``."""
+    """Store the example's files in the layout of the hub client's cache, as those of
+    ``org/tiny``."""
     repository, commit = cache / "models--org--tiny", "0" * 40
     snapshot = repository / "snapshots" / commit
     for folder in (snapshot, repository / "refs"):
@@ -248,11 +251,11 @@ def put_in_hub_cache(cache: Path, *names: str) -> None:
         shutil.copy(EXAMPLE / name, snapshot)
 
 
-def test_weights_are_looked_for_where_vllm_keeps_them(
+def test_weights_are_read_from_vllm_download_dir(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --download-dir, the weights alone; what the hub's own cache has of the name may be
-    another one's."""
+    """With --download-dir, only the weights are there; the hub's own cache may have another model
+    of that name."""
     usual, asked = tmp_path / "usual", tmp_path / "asked"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(usual))
     put_in_hub_cache(usual, "config.json")
@@ -274,7 +277,7 @@ def test_the_kv_per_token() -> None:
     assert (latent.kind, latent.kv_heads, latent.plane_dims) == (AttentionKind.MLA, 1, (512, 64))
 
 
-def test_the_last_elements_of_latents_are_turned() -> None:
+def test_rope_part_of_latents_is_reordered() -> None:
     caches = {f"layers.{layer}": torch.arange(12.0).repeat(3, 1, 4, 1) for layer in range(2)}
     turn = rope_order_converter(caches, ModelKV(AttentionKind.MLA, 2, 1, (8, 4), "float32"))
     assert turn is not None
@@ -287,14 +290,14 @@ def test_the_last_elements_of_latents_are_turned() -> None:
     assert rope_order_converter(caches, ModelKV(AttentionKind.GQA, 2, 1, (6, 6), "float32")) is None
 
 
-def test_layers_with_a_sliding_window_have_blocks_of_their_own() -> None:
+def test_layers_with_sliding_window_have_their_own_blocks() -> None:
     assert model_kv(model(), groups(spec(), SLIDING)).groups == (
         KVGroup((0, 2, 4)),
         KVGroup((1, 3, 5), 128),
     )
     assert model_kv(model(), groups(SLIDING)).groups == (KVGroup((0, 1, 2, 3, 4, 5), 128),)
     assert model_kv(model(), groups(spec())).groups == ()
-    kept_whole = spec(sliding_window=128)  # as where vLLM's hybrid manager is off
+    kept_whole = spec(sliding_window=128)  # as when vLLM's hybrid manager is off
     assert model_kv(model(), groups(kept_whole)).groups == ()
 
 
@@ -322,7 +325,7 @@ def test_devices() -> None:
         (2, 1, False, False),
     ],
 )
-def test_idle_steps_wait_only_where_they_delay_no_other(
+def test_idle_steps_wait_only_if_they_delay_no_other(
     stages: int, data_parallel: int, is_moe: bool, may_wait: bool
 ) -> None:
     config = SimpleNamespace(

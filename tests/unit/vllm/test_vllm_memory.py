@@ -1,4 +1,5 @@
-"""Memory by strides: with every layout of vLLM's, the planner moves the right elements."""
+"""KV memory described by strides: with every layout of vLLM, the planner moves the right
+elements."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def side(model: ModelKV, order: str, tp_size: int, seed: int) -> list[Caches]:
 
 @pytest.mark.parametrize(("source", "target"), list(itertools.product(ORDERS, ORDERS)))
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (2, 1), (1, 2), (4, 2)])
-def test_any_order_reads_from_any_other(
+def test_every_layout_reads_from_every_other(
     source: str, target: str, source_tp: int, target_tp: int
 ) -> None:
     sources, targets = side(GQA, source, source_tp, 1), side(GQA, target, target_tp, 2)
@@ -74,7 +75,7 @@ def test_latents_are_one_row_with_two_planes(order: str) -> None:
 
 
 @pytest.mark.parametrize(("source_tp", "target_tp"), [(1, 1), (2, 1), (1, 2)])
-def test_opaque_pages_move_whole(source_tp: int, target_tp: int) -> None:
+def test_opaque_pages_move_as_a_whole(source_tp: int, target_tp: int) -> None:
     def opaque(tp_size: int, seed: int) -> list[Caches]:
         ranks = side(GQA, "LBHNC", tp_size, seed)
         made = [
@@ -91,7 +92,7 @@ def test_opaque_pages_move_whole(source_tp: int, target_tp: int) -> None:
     assert geometry.token_bytes == make_caches(GQA, "LBHNC", 8, 4).view.geometry.token_bytes
     pull(targets, sources, (4, NUM_TOKENS))
     wanted, found = whole_prompt(sources, SOURCE_BLOCKS), whole_prompt(targets, TARGET_BLOCKS)
-    assert (found[:, :, 4:] == wanted[:, :, 4:]).all()  # the last page goes whole
+    assert (found[:, :, 4:] == wanted[:, :, 4:]).all()  # the last page moves as a whole
     assert not (found[:, :, :4] == wanted[:, :, :4]).any()
 
 
@@ -106,7 +107,7 @@ def test_more_ranks_than_heads_hold_copies() -> None:
     assert [(view.shard.replica, view.shard.replicas) for view in views[:2]] == [(0, 2), (1, 2)]
 
 
-def test_kernels_may_divide_the_schedulers_blocks() -> None:
+def test_kernel_blocks_may_divide_scheduler_blocks() -> None:
     view = make_caches(GQA, "LBHNC", 8, 4, num_pages=4).view
     assert (view.layout.block_size, view.blocks_per_page) == (4, 2)
     assert expand_blocks([3, 0], view.blocks_per_page) == [6, 7, 0, 1]
@@ -120,7 +121,7 @@ def refusal(layers: dict[str, torch.Tensor], model: ModelKV = GQA, **kwargs: Any
     return str(refused.value)
 
 
-def test_other_memory_is_refused_by_name() -> None:
+def test_unsupported_memory_is_rejected_by_name() -> None:
     layers = make_caches(GQA, "LBHNC", 8, 4).layers
     first, second, _ = layers
     assert "wanted consecutive layers" in refusal({})
@@ -143,7 +144,7 @@ def test_other_memory_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("name", "index"), [("model.layers.3.self_attn.attn", 3), ("a.12", 12), ("h.0.attn", 0)]
 )
-def test_a_layers_number_is_in_its_name(name: str, index: int) -> None:
+def test_layer_number_is_parsed_from_name(name: str, index: int) -> None:
     assert layer_index(name) == index
 
 

@@ -20,13 +20,13 @@ Update = Callable[..., None]
 
 
 def linear(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
-    """As on GPUs."""
+    """The linear page format of GPUs."""
     rows = torch.cat([key, value], dim=-1)
     cache[slots // cache.shape[2], :, slots % cache.shape[2]] = rows
 
 
 def k_in_columns(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
-    """K of a head is written dimension after dimension, as for matrix instructions."""
+    """K of a head is stored dimension by dimension, as for matrix instructions."""
     for block in slots.unique() // cache.shape[2]:
         keys = torch.empty_like(key)
         keys[slots] = key
@@ -36,7 +36,7 @@ def k_in_columns(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> No
 
 
 def v_before_k(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
-    """Linear, and another order."""
+    """Linear, with V before K."""
     linear(layer, value, key, cache, slots)
 
 
@@ -45,7 +45,7 @@ def broken(layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
 
 
 def attention(module: str, update: Update | None = None, **facts: Any) -> SimpleNamespace:
-    """A layer of that module's attention."""
+    """A layer with the attention of that module."""
     names: dict[str, Any] = {
         "__module__": module,
         "forward_includes_kv_cache_update": update is None,
@@ -57,7 +57,7 @@ def attention(module: str, update: Update | None = None, **facts: Any) -> Simple
 
 
 def named(*layers: Any, order: str = "LBHNC", block_size: int = 6) -> tuple[Any, ...]:
-    """What the format is asked of: noise is in the caches."""
+    """Determine the page format; the caches are filled with random values."""
     caches = make_caches(MODEL, order, 4, block_size).layers
     for cache in caches.values():
         cache.copy_(torch.rand(cache.shape))
@@ -80,7 +80,7 @@ def test_vllms_own_latents_are_linear_on_cpus_too() -> None:
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
-def test_another_attention_that_keeps_k_and_v_side_by_side_is_linear(
+def test_third_party_attention_with_adjacent_k_and_v_is_linear(
     order: str, device_kind: str
 ) -> None:
     _, layers, caches, dims = named(attention("elsewhere.attention", linear), order=order)
@@ -91,7 +91,9 @@ def test_another_attention_that_keeps_k_and_v_side_by_side_is_linear(
 
 @pytest.mark.parametrize("update", [k_in_columns, v_before_k])
 @pytest.mark.parametrize("device_kind", ["cpu", "cuda"])
-def test_another_attention_that_packs_is_refused_by_name(update: Update, device_kind: str) -> None:
+def test_third_party_attention_with_packing_is_rejected_by_name(
+    update: Update, device_kind: str
+) -> None:
     _, layers, caches, dims = named(attention("elsewhere.attention", update))
     before = {name: cache.clone() for name, cache in caches.items()}
     with pytest.raises(UnsupportedByVllmConnector, match=r"elsewhere\.attention\.Backend packs"):
@@ -106,14 +108,12 @@ def test_another_attention_that_packs_is_refused_by_name(update: Update, device_
         (broken, r"failed when it was probed: RuntimeError\('no kernel for this shape'\)"),
     ],
 )
-def test_a_backend_that_can_not_be_probed_is_refused_by_name(
-    update: Update | None, words: str
-) -> None:
+def test_unprobeable_backend_is_rejected_by_name(update: Update | None, words: str) -> None:
     with pytest.raises(UnsupportedByVllmConnector, match=words):
         page_format(*named(attention("elsewhere", update)))
 
 
-def test_one_attention_for_all_layers_where_vllms_packs() -> None:
+def test_all_layers_must_use_one_attention_if_vllm_packs() -> None:
     both = attention("vllm.cpu_attn", isa="amx"), attention("elsewhere", linear)
     with pytest.raises(UnsupportedByVllmConnector, match=r"elsewhere\.Backend, whose pages are"):
         page_format(*named(*both))

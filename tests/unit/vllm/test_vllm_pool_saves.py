@@ -1,4 +1,4 @@
-"""Which tokens of a request are certainly computed, and when they are saved to the pool."""
+"""Which tokens of a request are known to be computed, and when they are saved to the pool."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def ended(
     num_preemptions: int = 0,
     num_sampled: int = 0,
 ) -> Asked:
-    """A request of 40 tokens, as vLLM has it when it ends."""
+    """A request of 40 tokens, as vLLM passes it at its end."""
     return Asked(
         "a",
         PROMPT,
@@ -73,7 +73,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("request_", "first_step", "wanted"), CASES.values(), ids=list(CASES))
-def test_which_tokens_are_certainly_computed(
+def test_tokens_known_to_be_computed(
     request_: Asked, first_step: FirstStep | None, wanted: int
 ) -> None:
     assert num_certain_tokens(request_, first_step) == wanted
@@ -85,7 +85,7 @@ TABLE = [*range(20)]
 
 
 class Client:
-    """Takes saves, or none of them; the test says when they are copied."""
+    """Accepts all saves or none; the test says when they are copied."""
 
     def __init__(self) -> None:
         self.refuses = False
@@ -103,7 +103,7 @@ class Client:
 
 
 class Saves:
-    """A request of 40 tokens among them; steps of 16 tokens."""
+    """The saves of a request of 40 tokens, among others; steps of 16 tokens."""
 
     def __init__(self) -> None:
         self.client = Client()
@@ -131,7 +131,7 @@ class Saves:
         self.saves.process_step(step)
 
     def compute(self, num_tokens: int) -> None:
-        """A step ends that brings so many; the next one is scheduled."""
+        """Complete a step that computes this many tokens; the next one is scheduled."""
         self.request.num_computed_tokens = num_tokens
         self.step()
 
@@ -144,7 +144,7 @@ class Saves:
         return self.saves.end(self.request, TABLE)
 
 
-def test_a_prompt_is_saved_as_it_is_computed_and_the_answer_at_the_end() -> None:
+def test_prompt_is_saved_while_computed_and_answer_at_the_end() -> None:
     it = Saves()
     it.begin()
     assert not it.client.saves
@@ -163,8 +163,8 @@ def test_a_prompt_is_saved_as_it_is_computed_and_the_answer_at_the_end() -> None
     assert not it.saves.is_holding
 
 
-def test_the_next_turn_of_a_session_is_saved_under_its_own_keys() -> None:
-    """The last token of the turn before makes room for what the client says."""
+def test_next_turn_of_session_is_saved_under_its_own_keys() -> None:
+    """The client's new text replaces the previous turn's last token."""
     it = Saves()
     it.begin()
     it.request.output_token_ids = [7] * 8
@@ -179,7 +179,7 @@ def test_the_next_turn_of_a_session_is_saved_under_its_own_keys() -> None:
     assert save.keys == chunk_keys(IDENTITY, it.request.prompt_token_ids[:48])
 
 
-def test_what_stores_have_is_not_saved_again() -> None:
+def test_stored_chunks_are_not_saved_again() -> None:
     it = Saves()
     it.saves.note_known("a", 2)
     it.begin(num_initial_tokens=16)
@@ -188,7 +188,7 @@ def test_what_stores_have_is_not_saved_again() -> None:
     assert it.client.judged == [(2, 4, True)]
 
 
-def test_blocks_stay_at_the_end_until_what_was_saved_before_is_copied() -> None:
+def test_blocks_are_held_at_the_end_until_earlier_saves_are_copied() -> None:
     it = Saves()
     it.begin()
     it.compute(32)
@@ -201,7 +201,7 @@ def test_blocks_stay_at_the_end_until_what_was_saved_before_is_copied() -> None:
     assert it.reported == ["a"]
 
 
-def test_nothing_is_held_once_all_is_copied() -> None:
+def test_no_blocks_are_held_once_everything_is_copied() -> None:
     it = Saves()
     it.begin()
     it.request.output_token_ids = [7]
@@ -239,7 +239,7 @@ def test_copies_with_other_weights_or_tokens_are_discarded(ending: str) -> None:
     assert not it.saves.num_in_flight
 
 
-def test_what_is_refused_is_offered_again_at_the_end() -> None:
+def test_rejected_saves_are_retried_at_the_end() -> None:
     it = Saves()
     it.begin()
     it.client.refuses = True
@@ -254,8 +254,8 @@ def test_what_is_refused_is_offered_again_at_the_end() -> None:
     assert it.reported == ["a"]
 
 
-def test_a_copy_that_ends_while_more_is_given_frees_nothing() -> None:
-    """The client's thread is faster than vLLM's."""
+def test_copy_completed_during_further_saves_frees_no_blocks() -> None:
+    """The client's thread completes before vLLM's continues."""
     it = Saves()
     it.begin()
     it.compute(16)

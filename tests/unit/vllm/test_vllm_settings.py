@@ -16,13 +16,13 @@ from mooncake_vllm.vllm_settings import (
 )
 
 
-def test_nothing_set_is_the_engines_default() -> None:
+def test_defaults_are_those_of_the_engine() -> None:
     config = read_settings({}, "MooncakeConnector")
     assert (config.connector, config.host, config.port) == ("MooncakeConnector", "127.0.0.1", 0)
     assert (config.lease_s, config.transports, config.secret) == (30.0, (), "")
 
 
-def test_every_option_has_its_key(tmp_path: Path) -> None:
+def test_every_option_has_a_key(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("hush\n")
     config = read_settings(
@@ -44,17 +44,17 @@ def test_every_option_has_its_key(tmp_path: Path) -> None:
     assert (config.lease_s, config.transfer_timeout_s) == (5.0, 7.5)
 
 
-def test_a_network_may_be_closed_to_others() -> None:
+def test_network_may_be_declared_closed() -> None:
     extra = {"host": "0.0.0.0", "advertise_host": "127.0.0.1", "allow_no_secret": True}
     assert read_settings(extra, "MooncakeConnector").allow_no_secret
 
 
-def test_data_parallel_ranks_take_neighbouring_ports() -> None:
+def test_data_parallel_ranks_use_consecutive_ports() -> None:
     assert read_settings({"port": 14000}, "MooncakeConnector", 3).port == 14003
     assert read_settings({}, "MooncakeConnector", 3).port == 0
 
 
-def test_the_store_of_a_data_parallel_rank_has_a_port_and_directories_of_its_own(
+def test_store_of_data_parallel_rank_has_its_own_port_and_directories(
     tmp_path: Path,
 ) -> None:
     told = f"dram=1GiB,port=7701,ssd={tmp_path}:1GiB"
@@ -70,7 +70,7 @@ def test_the_store_of_a_data_parallel_rank_has_a_port_and_directories_of_its_own
         assert of_data_parallel_rank(pool, 1).port == wanted
 
 
-def test_directories_of_a_drive_that_is_not_mounted_are_not_made(tmp_path: Path) -> None:
+def test_directories_of_unmounted_drive_are_not_created(tmp_path: Path) -> None:
     told = f"dram=1GiB,ssd={tmp_path}/none:1GiB"
     pool = read_pool_settings({"pool": told}, "MooncakeConnector")
     with pytest.raises(KVConfigError, match=r"rank 1 can't have .*/none/dp1"):
@@ -95,7 +95,7 @@ def test_invalid_settings_are_named(extra: dict[str, object], words: str) -> Non
     assert words in str(refused.value)
 
 
-def test_a_layout_is_one_of_vllms() -> None:
+def test_layout_must_be_one_of_vllm() -> None:
     assert wanted_layout({}) is None
     assert wanted_layout({"layout": "LBHNC"}) == "LBHNC"
     with pytest.raises(KVConfigError, match="layout 'HND' is not known"):

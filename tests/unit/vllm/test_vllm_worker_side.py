@@ -1,4 +1,4 @@
-"""When a rank reports to vLLM, and orders that are held for their step."""
+"""When a rank reports to vLLM, and how orders are held until their step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NOTHING = Results(set(), set(), set())
 
 
 def step(reports: Reports, wait_s: float = LONG_S, held: Sequence[str] = ()) -> Results:
-    """A step that computes nothing: begun, and what it tells."""
+    """Run a step that computes nothing; returns its report."""
     reports.begin_step(held, wait_s)
     return reports.take()
 
@@ -47,7 +47,7 @@ def test_a_waiting_step_reports_a_load_when_it_ends() -> None:
     assert taken == [Results(set(), {"a"}, {"a"})]
 
 
-def test_a_step_waits_no_longer_than_requested() -> None:
+def test_step_waits_at_most_as_long_as_requested() -> None:
     began = time.monotonic()
     assert step(Reports(), wait_s=0.01) == NOTHING
     assert 0.01 <= time.monotonic() - began < LONG_S
@@ -79,7 +79,7 @@ def test_a_step_does_not_delay_the_one_that_names_a_released_request() -> None:
 
 
 def waits(reports: Reports) -> bool:
-    """Whether a step that has nothing to tell would wait."""
+    """Whether a step with nothing to report would wait."""
     began = time.monotonic()
     assert step(reports, wait_s=0.1) == NOTHING
     return time.monotonic() - began >= 0.1
@@ -97,14 +97,14 @@ def test_a_new_request_ends_a_wait_and_those_of_the_steps_behind_it(num_behind: 
     reports, taken = Reports(StepWait(num_behind)), []
     waiting = threading.Thread(target=lambda: taken.append(step(reports)))
     waiting.start()
-    time.sleep(0.05)  # it most likely waits by now, and need not
+    time.sleep(0.05)  # it probably waits by now, and need not
     reports.wake_up()
     waiting.join(LONG_S / 2)
     assert taken == [NOTHING]
     assert [waits(reports) for _ in range(num_behind + 1)] == [False] * num_behind + [True]
 
 
-def test_a_step_that_is_about_to_wait_does_not_when_there_is_something_to_compute() -> None:
+def test_step_does_not_wait_if_a_request_can_be_computed() -> None:
     reports = Reports()
     reports.begin_step(wait_s=LONG_S)
     reports.wake_up()
@@ -114,7 +114,7 @@ def test_a_step_that_is_about_to_wait_does_not_when_there_is_something_to_comput
 
 
 def step_of_both(first: Reports, second: Reports, wait_s: float) -> tuple[Results, Results]:
-    """A step of two connectors, in the order in which MultiConnector has it."""
+    """Run a step of two connectors in MultiConnector's order."""
     first.begin_step(wait_s=wait_s)
     second.begin_step(wait_s=wait_s)
     return first.take(), second.take()
@@ -146,13 +146,13 @@ def test_a_report_of_any_connector_of_a_rank_ends_the_wait(at: int) -> None:
 
 
 def load_of(order: bytes) -> LoadOrder | None:
-    """Of ``load NAME``, ``more NAME`` and anything else."""
+    """The name of the load in ``load NAME`` and ``more NAME``; None for other orders."""
     what, _, name = order.decode().partition(" ")
     return LoadOrder(name, begins=what == "load") if what in ("load", "more") else None
 
 
 class Stream:
-    """Of a device: events pass when the test says so, or break."""
+    """A device stream whose events pass or fail when the test says so."""
 
     def __init__(self, *, is_done: bool = False) -> None:
         self.is_done = is_done
@@ -178,13 +178,13 @@ Orders = Callable[[Stream], tuple[list[bytes], HeldLoads]]
 
 @pytest.fixture
 def died() -> list[BaseException]:
-    """Of what threads died."""
+    """Collect the errors of threads that died."""
     return []
 
 
 @pytest.fixture
 def orders_of(died: list[BaseException]) -> Iterator[Orders]:
-    """Loads of a rank whose device has one stream, and where its orders go."""
+    """Loads of a rank whose device has one stream, and the list that receives its orders."""
     made: list[HeldLoads] = []
 
     def make(stream: Stream) -> tuple[list[bytes], HeldLoads]:
@@ -215,7 +215,7 @@ def test_orders_about_a_held_load_are_held_too(orders_of: Orders) -> None:
     assert taken[5:] == [b"load b", b"more b"]
 
 
-def test_a_load_whose_step_came_first_begins_immediately(orders_of: Orders) -> None:
+def test_load_ordered_after_its_step_starts_immediately(orders_of: Orders) -> None:
     taken, loads = orders_of(HOST)
     loads.release(["a"])
     loads.take(b"load a")
@@ -226,10 +226,8 @@ def test_a_load_whose_step_came_first_begins_immediately(orders_of: Orders) -> N
 
 
 @pytest.mark.parametrize("what_comes", [*permutations(["step", "order", "end"])])
-def test_nothing_is_kept_of_a_load_that_is_over(
-    orders_of: Orders, what_comes: tuple[str, ...]
-) -> None:
-    """Its end may be reported before its step arrives, and before or without its order."""
+def test_nothing_is_kept_of_completed_load(orders_of: Orders, what_comes: tuple[str, ...]) -> None:
+    """Its completion may be reported before its step arrives, and before or without its order."""
     taken, loads = orders_of(HOST)
     do = {
         "step": lambda: loads.release(["a"]),
@@ -238,7 +236,7 @@ def test_nothing_is_kept_of_a_load_that_is_over(
     }
     is_possible = what_comes.index("order") < what_comes.index("end")
     for what in what_comes:
-        if is_possible or what != "order":  # none comes behind the end
+        if is_possible or what != "order":  # no order follows the completion
             do[what]()
     assert taken == [b"load a"] * is_possible
     taken.clear()
@@ -249,10 +247,10 @@ def test_nothing_is_kept_of_a_load_that_is_over(
 
 
 @pytest.mark.parametrize("what_comes", [*permutations(["step", "order"])])
-def test_a_load_waits_for_what_the_device_still_does_to_its_blocks(
+def test_load_waits_for_device_work_on_its_blocks(
     orders_of: Orders, what_comes: tuple[str, ...]
 ) -> None:
-    """A step in flight may write to them for their previous owner, and vLLM does not wait."""
+    """A step in flight may write to the blocks for their previous owner, and vLLM does not wait."""
     taken, loads = orders_of(stream := Stream())
     do = {"step": lambda: loads.release(["a"]), "order": lambda: loads.take(b"load a")}
     for what in what_comes:
@@ -274,7 +272,7 @@ def test_a_step_without_loads_records_nothing(orders_of: Orders) -> None:
     orders_of(Unused())[1].release([])
 
 
-def test_a_device_that_breaks_while_loads_wait_ends_the_instance(
+def test_device_failure_while_loads_wait_ends_instance(
     orders_of: Orders, died: list[BaseException]
 ) -> None:
     taken, loads = orders_of(stream := Stream())
@@ -288,7 +286,7 @@ def test_a_device_that_breaks_while_loads_wait_ends_the_instance(
     died.clear()
 
 
-def test_nothing_begins_in_a_rank_that_ends(orders_of: Orders) -> None:
+def test_closing_rank_starts_no_load(orders_of: Orders) -> None:
     taken, loads = orders_of(HOST)
     loads.take(b"load a")
     loads.close()
