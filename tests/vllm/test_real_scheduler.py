@@ -324,7 +324,7 @@ def test_any_order_of_events_beside_the_pool_with_two_batches_in_flight(
     run_orders(configs, 0, posts, is_push=is_push, may_fail=False, is_behind=True)
 
 
-@pytest.mark.parametrize("is_behind", [False, True], ids=["runs at once", "runs behind"])
+@pytest.mark.parametrize("is_behind", [False, True], ids=["runs at once", "runs later"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
 def test_blocks_are_kept_until_all_connectors_release_them(is_async: bool, is_behind: bool) -> None:
     """The pool has copied the blocks at once; the lease expires later."""

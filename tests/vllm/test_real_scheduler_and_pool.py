@@ -150,7 +150,7 @@ def test_instance_loads_kv_computed_by_another(store: StoreService, is_async: bo
 
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)
-@pytest.mark.parametrize("is_behind", [False, True], ids=["runs at once", "runs behind"])
+@pytest.mark.parametrize("is_behind", [False, True], ids=["runs at once", "runs later"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
 @pytest.mark.parametrize("num_answered", [0, 7])
 def test_computed_kv_is_saved_after_client_disconnect(

@@ -43,7 +43,7 @@ def test_one_third_of_the_memory_gives_same_tokens(
     assert short.answers == plenty.answers
     assert plenty.stats.num_preemptions == 0
     assert short.stats.num_swap_outs > 0, "no group was swapped"
-    assert short.stats.num_preemptions > short.stats.num_swap_outs, "nothing was computed again"
+    assert short.stats.num_preemptions > short.stats.num_swap_outs, "nothing was recomputed"
     assert short.stats.num_swapped == 0
 
 

@@ -76,7 +76,7 @@ def test_pool_smaller_than_context_length_is_logged_once(
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     [told] = [line for line in said if "limits prompt and output together to 16 tokens" in line]
     assert "the model supports 512: enlarge the pool (--kv-cache-bytes, " in told
-    assert "limit" not in capfd.readouterr().err, "ranks say nothing of it"
+    assert "limit" not in capfd.readouterr().err, "ranks log nothing about it"
 
 
 def test_pool_that_fits_configured_length_logs_no_warning(

@@ -88,7 +88,7 @@ def test_one_rank(model: Path, seen: Counter[str], num_blocks: int, ways: tuple[
     expected = run_load(model, requests, **options)
     found = run_load(model, requests, async_scheduling=True, **options)
     assert found.answers == expected.answers
-    assert seen["fed"], "nothing was fed forward"
+    assert seen["fed"], "no sampled token stayed on the device"
     assert bool(seen["waits"]) == ("explained" in ways)
     assert (found.stats.num_preemptions > 0) == (num_blocks == THIRD)
     for name in expected.answers:
@@ -119,7 +119,7 @@ def test_drafts_when_few_requests_run_and_async_steps_otherwise(
     options |= {"async_scheduling": True, "speculative_config": drafts}
     found = run_load(model, requests, **options)
     assert found.answers == expected.answers
-    assert seen["fed"], "no step ran ahead"
+    assert seen["fed"], "no step was scheduled ahead"
     assert found.stats.speculation is not None
     assert found.stats.speculation.num_drafts > 0
 

@@ -46,7 +46,7 @@ def test_reads_start_before_prefill_completes(model: Path, gate: Gate) -> None:
         asking = asyncio.create_task(ask_pushed(both, PROMPT))
         await wait_until(lambda: gate.num_held > 0, 20)
         assert both.prefill.engine.stats().num_running == 1, "D reads, and P computes"
-        assert both.prefills == {}, "P has not answered"
+        assert both.prefills == {}, "P has not responded"
         gate.open()
         assert (await asking).tokens == expected
         assert both.decode.stat("bytes_received_early") > 0.9 * both.decode.stat("bytes_received")
@@ -64,7 +64,7 @@ def test_blocks_are_reserved_before_prefill_starts(model: Path) -> None:
         await wait_until(lambda: both.decode.engine.stats().num_running == 1, 20)
         second = asyncio.create_task(ask_pushed(both, PROMPT[::-1]))
         await wait_until(lambda: both.decode.engine.stats().num_waiting == 1, 20)
-        assert len(both.waiting) == 1, "P has not heard of it"
+        assert len(both.waiting) == 1, "P has not received the request"
         assert (await first).tokens[: len(expected)] == expected
         assert (await second).finish is FinishReason.LENGTH
         assert both.decode.stat("load_failures") == 0

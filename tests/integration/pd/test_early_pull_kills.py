@@ -146,7 +146,7 @@ async def is_read_from(prefill: Instance, victim: Served) -> None:
     received = "mooncake:kv_transfer_bytes_received_total"
     deadline = time.monotonic() + TIMEOUT_S
     while not await victim.figure(received):
-        assert time.monotonic() < deadline, "it reads nothing"
+        assert time.monotonic() < deadline, "D reads nothing"
         await asyncio.sleep(0.01)
     assert prefill.engine.stats().num_running == 1
 

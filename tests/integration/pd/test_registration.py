@@ -87,11 +87,11 @@ def test_instances_register_again_after_proxy_restart(proxy_url: str, secret: Pa
             p.process.send_signal(signal.SIGTERM)
             until(proxy_url, lambda roles: roles == ["decode"])
             assert p.wait() == 0
-            assert "has not renewed" not in second.error_text, "told, not found out"
+            assert "has not renewed" not in second.error_text, "deregistered, not timed out"
             d.process.kill()
             deadline = time.monotonic() + TIMEOUT_S
             while instances(proxy_url):
-                assert time.monotonic() < deadline, "a lease that is not renewed ends"
+                assert time.monotonic() < deadline, "a lease that is not renewed expires"
                 time.sleep(0.05)
             assert "has not renewed" in second.error_text
 
@@ -113,5 +113,5 @@ def test_registration_with_other_secret_is_rejected(
         assert answer.status_code == 403
         secret_is_right_later = refused.error_text.count("not registered at")
         time.sleep(2.5)
-        assert refused.error_text.count("not registered at") == secret_is_right_later, "said once"
+        assert refused.error_text.count("not registered at") == secret_is_right_later, "logged once"
         assert refused.end() == 0

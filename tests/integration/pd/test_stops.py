@@ -27,7 +27,7 @@ def refuses_by_now(served: Served) -> None:
     """Wait until the instance has received its signal and rejects requests."""
     deadline = time.monotonic() + 30
     while (answer := httpx.get(f"{served.url}/ready")).status_code == 200:
-        assert time.monotonic() < deadline, "it still takes requests"
+        assert time.monotonic() < deadline, "it still accepts requests"
         time.sleep(0.02)
     assert answer.json()["error"]["code"] == "shutting_down"
 

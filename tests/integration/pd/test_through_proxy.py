@@ -238,7 +238,7 @@ def test_long_prompts_are_pulled_early(early: Deployment) -> None:
     assert "".join(c.choices[0].text for c in ask(**again, stream=True)) == PAGE[750:780]
     before = figure(early.decode.url, received)
     assert [c.text for c in ask(**{**case, "n": 2}).choices] == [whole] * 2
-    assert figure(early.decode.url, received) == before, "choices are pulled, each for itself"
+    assert figure(early.decode.url, received) == before, "each choice is pulled separately"
     early.wait_until_idle()
     early.prefill.kill()
     assert ask(**{**case, "prompt": PAGE[100:700]}).choices[0].text == PAGE[700:730]

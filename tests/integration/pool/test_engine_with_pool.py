@@ -123,7 +123,7 @@ def test_step_started_before_any_layer_waits_for_first_layer(model, monkeypatch)
     with engine(model) as core:
         pooled, _ = two_turns(core)
         stats = core.stats().kv_pool
-    assert [list(awaited) for awaited in begun] == [[1]], "it waits for the first layer"
+    assert [list(awaited) for awaited in begun] == [[1]], "the step waits for the first layer"
     assert pooled == plain
     assert (stats.num_loads, stats.num_failed_loads) == (1, 0)
     assert stats.stalled_seconds > 0

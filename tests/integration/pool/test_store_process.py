@@ -142,7 +142,7 @@ def test_frozen_store_costs_one_timeout_and_reconnects(started):
     rank = started.rank(store)
     assert rank.put([1]) == [True]
     store.send(signal.SIGSTOP)
-    assert rank.client.probe([chunk(1).key]).result(60) == [Residence.DRAM], "asks nobody"
+    assert rank.client.probe([chunk(1).key]).result(60) == [Residence.DRAM], "sends no message"
     for _ in range(100):
         assert rank.get([1]) == [False]
     assert rank.client.probe([chunk(1).key]).result(60) == [Residence.ABSENT]
@@ -258,7 +258,7 @@ def test_operator_inspects_store_and_drops_chunks(started, tmp_path):
         assert lines == [f"{tier} {chunk(n).key.hex()} 0 {CHUNK_BYTES} " for n in (1, 2, 3)]
     assert run("verify").stdout == "3 records are intact, 0 were damaged and have been dropped\n"
     assert run("drop", "--key", chunk(2).key.hex()).stdout == "1 chunks dropped\n"
-    assert run("drop", "--all").stdout == "2 chunks dropped\n", "each is in two tiers"
+    assert run("drop", "--all").stdout == "2 chunks dropped\n", "each chunk is in two tiers"
     assert run("ls").stdout == ""
     assert '"num_evicted": {\n    "drop": 3\n  }' in run("stats", "--json").stdout
 

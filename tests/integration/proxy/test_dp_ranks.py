@@ -72,7 +72,7 @@ def test_rank_in_client_header_decodes(streams: bool) -> None:
             assert ranks_of(s.prefill) == [None, "1", "0"], "P has no rank 3"
             for rank in ("7", "one"):
                 await ask(s, rank=rank)
-            assert ranks_of(s.decode)[-2:] == ["7", "one"], "the instance says what is wrong"
+            assert ranks_of(s.decode)[-2:] == ["7", "one"], "the instance reports what is wrong"
 
     uvloop.run(main())
 

@@ -189,7 +189,7 @@ def test_unauthenticated_altered_and_replayed_messages_are_dropped() -> None:
             ended = ReservationReport("another", 6, begins_snapshot=True, ends_snapshot=True)
             assert await _send(s, ended) == 200
             assert len(book) == 1
-            assert await _send(s, report) == 200, "an old message is no error"
+            assert await _send(s, report) == 200, "a stale message is dropped without an error"
             assert len(book) == 1
             own.cancel()
 
@@ -215,10 +215,10 @@ def test_snapshot_replaces_earlier_reservations() -> None:
                 "another", 2, begins_snapshot=True, is_snapshot=True, news=[news]
             )
             peers.apply(msgspec.json.encode(whole))
-            assert len(book) == 3, "the snapshot is not over"
+            assert len(book) == 3, "the snapshot is not complete"
             peers.apply(msgspec.json.encode(ReservationReport("another", 3, ends_snapshot=True)))
             assert len(book) == 2
-            assert book.get(kept.request.request_id) is kept, "it was not made anew"
+            assert book.get(kept.request.request_id) is kept, "it was not replaced"
             own.cancel()
 
     uvloop.run(main())

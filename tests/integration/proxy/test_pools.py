@@ -135,7 +135,7 @@ def test_pool_file_changes_are_applied(tmp_path: Path) -> None:
             path.write_text("decode: [")
             watch.poll_once()
             assert len(s.app.router.pool.live(Role.DECODE)) == 1
-            assert len(s.app.router.pool.live(Role.PREFILL)) == 1, "flags keep theirs"
+            assert len(s.app.router.pool.live(Role.PREFILL)) == 1, "instances from flags stay"
 
     uvloop.run(main())
 

@@ -209,7 +209,7 @@ def test_short_prompts_bypass_prefill_instances(flow: str) -> None:
             assert rule.num_tokens_in_flight == 0
             s.decode.behaviour.status = 400
             assert (await post(s, BODY | {"prompt": [7]})).status_code == 400
-            assert rule.num_tokens_in_flight == 0, "whatever the end"
+            assert rule.num_tokens_in_flight == 0, "whatever the finish reason"
             fallbacks = s.app.router.metrics.fallbacks.values
             assert fallbacks == {("short_prompt",): 2}
 

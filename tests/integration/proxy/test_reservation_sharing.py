@@ -65,7 +65,7 @@ def test_reservations_are_exchanged_and_counted() -> None:
             assert (await asked).status_code == 200
             told = b"".join(bytes(each.report) for each in await received(ours, s))
             assert b'"finished"' in told
-            assert b"another" not in told, "what others reserve is told by them alone"
+            assert b"another" not in told, "only the owner sends its reservations"
             assert len(fleet.book) == 1
             ours.send(encode_message(WorkerGone(7)))
             await asyncio.sleep(0.05)

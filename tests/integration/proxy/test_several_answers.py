@@ -147,7 +147,7 @@ def test_push_prefill_computes_one_choice() -> None:
             await post(s, BODY | SEVERAL | {"best_of": 3, "stop": ["t9"]})
             [asked] = s.prefill.generated
             assert not {"n", "best_of"} & asked.body.keys()
-            assert asked.body["stop"] == ["t9"], "its token is the first answer's"
+            assert asked.body["stop"] == ["t9"], "P's token is that of the first choice"
             assert "ignore_eos" not in asked.body
 
     uvloop.run(main())

@@ -277,7 +277,7 @@ def test_prefill_with_unstoppable_write_is_not_considered_dead(
             both.metaserver.is_failure_expected = True
             await asyncio.to_thread(both.prefill.engine.close)
             socket.create_connection((topology.host, topology.port), 5).close()
-            assert (await asking).finish is FinishReason.LENGTH, "computed by D itself"
+            assert (await asking).finish is FinishReason.LENGTH, "prefilled locally by D"
             assert both.decode.stat("reservations") == 1
             gate.open()
             await wait_until(lambda: "kv-push-0" not in {t.name for t in enumerate_threads()}, 10)

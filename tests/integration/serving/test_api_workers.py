@@ -66,7 +66,7 @@ def processes_of(program: Program, module: str) -> list[int]:
 def wait_gone(pids: Iterable[int]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, "processes are left"
+        assert time.monotonic() < deadline, "processes are still running"
         time.sleep(0.05)
 
 

@@ -48,7 +48,7 @@ def test_vllm_example_runs_against_engine(
     )
     assert found.keys() >= VLLM_KEYS
     assert (found["completed"], found["failed"], found["tp"]) == (5, 0, "1")
-    assert found["output_lens"] == [6] * 5, "answers go on to their length"
+    assert found["output_lens"] == [6] * 5, "answers run to their full length"
     assert found["input_lens"] == [48] * 5
     assert found["request_goodput"] == pytest.approx(found["request_throughput"])
     assert found["max_concurrent_requests"] <= 3
@@ -62,7 +62,7 @@ def test_model_defaults_to_first_of_endpoint(served: Any, tmp_path: Path) -> Non
         *("--ready-check-timeout-sec", "5"),
     )
     assert (found["model_id"], found["completed"]) == ("fake", 2)
-    assert "itls" not in found, "details only where they are asked for"
+    assert "itls" not in found, "details only if requested"
     engine: FakeEngine = served.engine
     assert len(engine.seen) == 5, "one to see that it is ready, two to warm up"
     assert {request.sampling.temperature for request in engine.seen} == {0.5}

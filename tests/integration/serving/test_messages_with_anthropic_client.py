@@ -183,7 +183,7 @@ def test_client_disconnect_aborts_stream(served: Any) -> None:
         stream.close()
     deadline = time.monotonic() + 5
     while served.engine.left_early != [served.engine.seen[0].request_id]:
-        assert time.monotonic() < deadline, "the request was not ended"
+        assert time.monotonic() < deadline, "the request was not aborted"
         time.sleep(0.01)
 
 

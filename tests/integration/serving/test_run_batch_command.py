@@ -94,7 +94,7 @@ def test_failed_requests_are_reported_and_retried(run: Run, served: Any, tmp_pat
     found = results(tmp_path / "out.jsonl")
     assert found["wrong"]["response"]["status_code"] == 400
     assert found["milk"]["response"]["status_code"] == 500
-    assert len(pauses) == 2, "three attempts of the one that may succeed another time"
+    assert len(pauses) == 2, "three attempts of the request with a retryable error"
     served.engine.script = upper_case
     run(line("tea"), line("milk"))
     assert results(tmp_path / "out.jsonl")["milk"]["response"]["status_code"] == 200

@@ -101,7 +101,7 @@ def test_stream_has_one_chunk_per_step_and_usage_counts_tokens(model: Path) -> N
         )
         assert events[-1]["usage"] == whole["usage"]
         assert whole["usage"]["completion_tokens"] == len(logprobs) == 41
-        assert len(chunks) < 20, "of 41 tokens, which come five at a time"
+        assert len(chunks) < 20, "41 tokens arrive five at a time"
         found = samples(client.get("/metrics").text)
     finally:
         engine.close()

@@ -73,7 +73,7 @@ def test_stalled_transfer_can_be_cancelled(kit: Kit, pair: Pair) -> None:
     transfer.cancel()
     with pytest.raises(TransferCancelled):
         transfer.wait()
-    assert len(kit.world.agents) == 2, "the agent that stood still is not closed"
+    assert len(kit.world.agents) == 2, "the stalled agent is not closed"
     kit.world.goes_on.set()
     assert (pair.here.get() == before).all()
     kit.read(pair.peer, pair.whole(MIB))
@@ -129,7 +129,7 @@ def test_other_engine_at_peers_address_is_detected(kit: Kit) -> None:
     kit.world.is_misled = True
     with pytest.raises(TransportUnavailable, match="another engine replies"):
         near.connect(far.address, timeout=10)
-    assert len(kit.world.agents) == 2, "an agent is left of the connection that was refused"
+    assert len(kit.world.agents) == 2, "the refused connection left an agent behind"
 
 
 def test_unreachable_engine_fails_to_connect(kit: Kit) -> None:

@@ -73,7 +73,7 @@ def test_messages_after_close_are_dropped(
     for message in (msgspec.msgpack.encode(order), connect):
         running.receive(message)
     assert (rank.told, rank.failures) == ([], [])
-    assert threading.active_count() == before, "nothing is begun"
+    assert threading.active_count() == before, "nothing is started"
     running.close()
 
 

@@ -233,14 +233,14 @@ class Talk:
 
     def _receives(self, event: Event) -> None:
         assert isinstance(event, LoadEnded)
-        assert event.request_id not in self._reading, "over while its rank reads"
+        assert event.request_id not in self._reading, "ended while its rank reads"
         self.ended.setdefault(event.request_id, []).append(event)
         if event.error is None:
             found = self.read[event.request_id]
             assert None not in found
             assert len(set(found)) == 1, f"of several attempts or holders: {found}"
             [(owner, _)] = set(found)  # type: ignore[misc]  # none is None
-            assert owner.startswith(f"{event.request_id}@"), "somebody else's KV"
+            assert owner.startswith(f"{event.request_id}@"), "KV of another request"
 
     def _rank_receives(self, rank: int, message: bytes) -> None:
         order = decode_to_rank(message)
@@ -413,7 +413,7 @@ def test_disconnected_reader_ends_lease_during_prefill() -> None:
         assert outcome(between).error is not None
         assert not p.sender.is_held("r@p0")
         await computing
-        assert p.leased == set(), "its blocks are free as soon as it is computed"
+        assert p.leased == set(), "its blocks are freed once it is computed"
 
     talk(scenario)
 
@@ -448,7 +448,7 @@ def test_a_prefill_that_never_completes_times_out() -> None:
             f"its prefill was not complete within {MAX_LOAD_S:g} s (--early-pull-timeout-seconds)"
         )
         await asyncio.sleep(LEASE_S)
-        assert not p.sender.is_held("r@p0"), "P computes it for nobody"
+        assert not p.sender.is_held("r@p0"), "no reader waits for P's prefill"
 
     talk(scenario)
 

@@ -122,7 +122,7 @@ def test_the_replay_buffer_is_bounded_in_bytes() -> None:
         kept = [n for n, _ in ask_events(publisher.endpoints.replay_endpoint, bytes(8))]
         dropped = ask_events(publisher.endpoints.replay_endpoint, sent[3].to_bytes(8, "big"))
     assert kept == sent[-12:]
-    assert [sequence for sequence, _ in dropped] == kept, "from the first one that is there"
+    assert [sequence for sequence, _ in dropped] == kept, "from the first one available"
 
 
 def test_the_bound_is_on_the_memory_of_batches() -> None:
@@ -188,7 +188,7 @@ def test_a_full_queue_drops_and_leaves_a_gap(monkeypatch) -> None:
             if publisher.num_dropped == dropped:
                 break
         _, found, _ = receive(subscriber)
-        assert ask_for_snapshot(publisher) == [], "what is held is not known any more"
+        assert ask_for_snapshot(publisher) == [], "the held blocks are no longer known"
     assert publisher.num_dropped >= 1
     assert found > sequence
 

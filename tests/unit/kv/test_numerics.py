@@ -90,7 +90,7 @@ def test_instance_that_reorders_rope_rows_accepts_both_orders() -> None:
     assert check_compatible(prefill, turning) == ("tcp",)
     assert "KV's rope order" not in turning.must_match
     assert "KV's softmax scale" in turning.must_match
-    assert "rope order" in refusal(turning, prefill), "whoever reads has to turn"
+    assert "rope order" in refusal(turning, prefill), "the reader has to reorder"
     other = instance("p", {**HALVES, "softmax scale": "1, on the scores"}, GPU)
     assert "softmax scale" in refusal(other, turning)
 

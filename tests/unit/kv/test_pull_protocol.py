@@ -148,11 +148,11 @@ class Talk:
     def _d_receives(self, event: Event) -> None:
         assert isinstance(event, LoadEnded)
         name = event.request_id
-        assert name not in self._reading, "over while its rank reads"
+        assert name not in self._reading, "ended while its rank reads"
         self.ended[name].append(event)
         if event.error is None and name in self.read:  # otherwise D had the whole prompt cached
             freed = self.freed.get(self._remotes[name].request_id, self.now())
-            assert self.read[name] <= freed, "what was read may have been somebody else's KV"
+            assert self.read[name] <= freed, "the KV read may have belonged to another request"
 
     def _rank_receives(self, rank: int, message: bytes) -> None:
         order = decode_to_rank(message)
@@ -228,7 +228,7 @@ def test_a_pull_ends_once_on_both_sides() -> None:
     async def scenario(between: Talk) -> None:
         between.expect("r", between.prefill("r"))
         await asyncio.sleep(3 * LEASE_S)
-        assert between.p.num_held == 1, "it is wanted yet"
+        assert between.p.num_held == 1, "it is still needed"
         between.load("r")
         await asyncio.sleep(2 * LONGEST_READ_S)
         assert between.ended["r"] == [LoadEnded("r", None)]
@@ -319,7 +319,7 @@ def test_lost_messages_cause_no_leak_and_no_use_of_foreign_kv(
         )
         assert all(count == 1 for count in successes.values()), "one lease, two readers"
         ends = {name: len(events) for name, events in between.ended.items()}
-        assert all(ends.get(name) == 1 for name in between.loaded), "a load without an end"
+        assert all(ends.get(name) == 1 for name in between.loaded), "a load that never completed"
         assert max(ends.values(), default=0) <= 1, between.ended
 
     talk(scenario, seed)

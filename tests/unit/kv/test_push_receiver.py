@@ -357,7 +357,7 @@ def test_failures_of_refused_instances_are_counted(
     desk.failed(ONE)
     assert (desk.side.counts.failures, desk.side.counts.refused) == (2, 1)
     levels = [record.levelname for record in caplog.records if record.levelno >= logging.WARNING]
-    assert levels == ["ERROR", "WARNING"], "the refused peer once, the other one's failure"
+    assert levels == ["ERROR", "WARNING"], "the rejected peer once, and the other one's failure"
 
 
 def test_messages_of_the_pull_connector_are_rejected(desk: Desk) -> None:
@@ -452,7 +452,9 @@ def test_refused_connection_by_other_host_does_not_prove_writer_dead(
     desk.is_writer_dead = True
     assert desk.reap(3.0) == ["prefill instance p-1 is gone"]
     assert drains(desk) == [False]
-    assert desk.side.handle(Renew(9, ("r",))) == Renewed(9, ("r",)), "if it lives, it hears so"
+    assert desk.side.handle(Renew(9, ("r",))) == Renewed(9, ("r",)), (
+        "if it is alive, it receives the reply"
+    )
     assert desk.reap(3.0 + LEASE_S + DRAIN_S - 0.1) == []
     desk.reap(3.0 + LEASE_S + DRAIN_S)
     assert drains(desk) == [False, True]

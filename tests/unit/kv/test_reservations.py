@@ -101,7 +101,7 @@ class ReservationMachine(RuleBasedStateMachine):
     @rule(name=names)
     def revoke(self, name: str) -> None:
         if self.table.revoke(name, self.now):
-            assert name not in self.granted, "taken from under a writer"
+            assert name not in self.granted, "freed while a writer may write"
         elif self.table.get(name) is not None:
             self.revoked.add(name)
 

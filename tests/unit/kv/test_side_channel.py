@@ -238,7 +238,7 @@ def test_lost_request_is_retried_and_repeated_reply_ignored() -> None:
             between.fate = lambda kind: next(fates, [0.0])
             assert await ask(client, try_timeout_s=0.2) is LeaseStatus.HELD
             assert between.seen == ["done", "done", "leasereply"]
-            assert await ask(client) is LeaseStatus.HELD, "the second answer hurts nobody"
+            assert await ask(client) is LeaseStatus.HELD, "the second reply is ignored"
 
     asyncio.run(main())
 

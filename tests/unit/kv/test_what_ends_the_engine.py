@@ -134,7 +134,7 @@ def test_a_request_that_finds_the_connector_dead_ends_the_engine(owner: Owner) -
     owner.call(lambda: owner.loop.spawn(find(), "r"))
     owner.wait()
     assert [dead.fatal for dead in owner.failures] == [Fatal.MEMORY_MAY_CHANGE]
-    assert owner.errors == [], "nothing of it is given up: its blocks would be free"
+    assert owner.errors == [], "the load is not failed, since that would free its blocks"
 
 
 def test_loop_that_stops_by_itself_ends_the_engine(owner: Owner) -> None:
@@ -206,7 +206,7 @@ def test_undrainable_read_ends_the_engine_and_frees_no_block() -> None:
 
     rank = LoadingRank(read)
     rank.run()
-    assert rank.reports == [], "as long as it may be written to it is nobody's"
+    assert rank.reports == [], "not reported, since the memory may still be written to"
     [dead] = rank.failures
     assert isinstance(dead, ConnectorDead)
     assert dead.fatal is Fatal.MEMORY_MAY_CHANGE
@@ -396,7 +396,7 @@ def test_a_load_that_may_have_reached_a_rank_keeps_its_blocks_and_ends_the_engin
     assert "half of the ranks" in str(ended.error)
     [dead] = owner.failures
     assert dead.fatal is Fatal.MEMORY_MAY_CHANGE
-    assert owner.errors == [], "what it waits for is not called free"
+    assert owner.errors == [], "the blocks are not reported as free"
 
 
 def test_an_abort_is_reported_to_the_scheduler_once(owner: Owner) -> None:

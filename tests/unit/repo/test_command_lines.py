@@ -199,7 +199,9 @@ def test_instances_of_every_kind_transfer_kv() -> None:
         config = kv_transfer_config(args)
         assert config is not None
         assert (config.host, config.port) == (args.kv_host, args.kv_port)
-        assert config.host not in ("0.0.0.0", "127.0.0.1"), "peers of other hosts are told this"
+        assert config.host not in ("0.0.0.0", "127.0.0.1"), (
+            "peers on other hosts receive this address"
+        )
         assert Role(args.role) is not Role.BOTH
 
 

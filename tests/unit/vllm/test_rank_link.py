@@ -58,7 +58,7 @@ class Pair:
 
     def wait(self) -> str:
         """Wait for the only reported reason."""
-        assert self.has_heard.wait(TIMEOUT_S), "nobody was told"
+        assert self.has_heard.wait(TIMEOUT_S), "no death was reported"
         [reason] = self.reasons
         return reason
 

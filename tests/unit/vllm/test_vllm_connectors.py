@@ -181,7 +181,7 @@ def step_maker(**others: Any) -> SimpleNamespace:
         ({"other": 1}, True, True, False),
         ({}, True, False, False),
     ],
-    ids=["idle", "nothing to wait for", "others run", "others would wait, too"],
+    ids=["idle", "nothing to wait for", "others run", "others would wait"],
 )
 def test_an_idle_step_waits_briefly_for_reports(
     connectors: ModuleType,

@@ -64,7 +64,7 @@ def test_store_of_data_parallel_rank_has_its_own_port_and_directories(
     folders = [path for each in ranks for path, _ in each.ssd]
     assert folders == [tmp_path, tmp_path / "dp1", tmp_path / "dp2"]
     assert all(folder.is_dir() for folder in folders)
-    assert of_data_parallel_rank(pool, 2) == ranks[2], "it is started again"
+    assert of_data_parallel_rank(pool, 2) == ranks[2], "it is restarted"
     for port, wanted in (("port=0,", 0), ("", None)):
         pool = read_pool_settings({"pool": f"{port}dram=1GiB"}, "MooncakeConnector")
         assert of_data_parallel_rank(pool, 1).port == wanted

@@ -61,7 +61,7 @@ def test_blocks_are_free_once_a_step_has_named_their_request() -> None:
     assert step(reports, held=["early"]) == Results({"early", "late"}, set(), set())
     assert step(reports, wait_s=0.0) == NOTHING
     reports.add_send("early")
-    assert step(reports) == NOTHING, "another one of that name is named by another step"
+    assert step(reports) == NOTHING, "a later load of this name belongs to another step"
     assert step(reports, held=["early"]) == Results({"early"}, set(), set())
 
 
@@ -140,7 +140,7 @@ def test_a_report_of_any_connector_of_a_rank_ends_the_wait(at: int) -> None:
     assert taken[0][1 - at] == NOTHING
     began = time.monotonic()
     assert step_of_both(*both, 0.1) == (NOTHING, NOTHING)
-    assert time.monotonic() - began < 0.1, "it was scheduled before the news"
+    assert time.monotonic() - began < 0.1, "it was scheduled before the report"
     assert step_of_both(*both, 0.1) == (NOTHING, NOTHING)
     assert time.monotonic() - began >= 0.1
 
@@ -210,7 +210,7 @@ def test_orders_about_a_held_load_are_held_too(orders_of: Orders) -> None:
     loads.release(["a"])
     assert taken == [b"store", b"load a", b"more a", b"more a"]
     loads.take(b"more a")
-    assert taken[4:] == [b"more a"], "it has begun"
+    assert taken[4:] == [b"more a"], "it has started"
     loads.release(["b"])
     assert taken[5:] == [b"load b", b"more b"]
 
@@ -222,7 +222,7 @@ def test_load_ordered_after_its_step_starts_immediately(orders_of: Orders) -> No
     loads.take(b"more a")
     assert taken == [b"load a", b"more a"]
     loads.take(b"load a")
-    assert len(taken) == 2, "another one of that name waits for another step"
+    assert len(taken) == 2, "a later load of this name waits for another step"
 
 
 @pytest.mark.parametrize("what_comes", [*permutations(["step", "order", "end"])])
@@ -241,7 +241,7 @@ def test_nothing_is_kept_of_completed_load(orders_of: Orders, what_comes: tuple[
     assert taken == [b"load a"] * is_possible
     taken.clear()
     loads.take(b"load a")
-    assert taken == [], "another one of that name waits for another step"
+    assert taken == [], "a later load of this name waits for another step"
     loads.release(["a"])
     assert taken == [b"load a"]
 

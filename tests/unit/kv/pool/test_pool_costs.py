@@ -89,7 +89,7 @@ def test_slower_store_than_estimated_delays_one_prompt():
     assert choose_load(prompt(), prefill, loads, 0.0).num_chunks == 15
     slow_and_late(loads, 0.0)
     assert choose_load(prompt(), prefill, loads, 10.0).num_chunks == 0
-    assert choose_load(prompt(), prefill, loads, 3600.0).num_chunks == 15, "it is tried again"
+    assert choose_load(prompt(), prefill, loads, 3600.0).num_chunks == 15, "it is retried"
 
 
 def test_store_that_becomes_slow_delays_two_prompts_and_an_outlier_none():
@@ -104,7 +104,7 @@ def test_store_that_becomes_slow_delays_two_prompts_and_an_outlier_none():
     assert choose_load(prompt(), prefill, loads, 35.0).num_chunks == 0
     assert loads.seconds("store", 15 << 20, 35.0) == pytest.approx(500.0)
     slow_and_late(loads, 35.0, 1500.0)
-    assert 500.0 < loads.seconds("store", 15 << 20, 45.0) < 1500.0, "what was late before counts"
+    assert 500.0 < loads.seconds("store", 15 << 20, 45.0) < 1500.0, "earlier timeouts count"
 
 
 def test_weights_are_not_negative():

@@ -94,7 +94,7 @@ def test_load_that_all_steps_waited_for_is_not_missed(load):
     thread.join(TIMEOUT_S)
     load.end()
     load.stop_waits()
-    assert load.begin_step(), "it waits for nothing"
+    assert load.begin_step(), "the step waits for nothing"
     assert not load.is_missed
 
 
@@ -108,12 +108,12 @@ def test_layers_are_moved_as_they_arrive_in_store():
     load.in_store(6)
     parts = load.arriving((4, 9))
     assert next(parts) == (4, 6)
-    assert next(parts) == (6, 6), "what moves is ended before it waits"
+    assert next(parts) == (6, 6), "running transfers are ended before the wait"
     later = threading.Timer(0.02, load.in_store, (9,))
     later.start()
     assert list(parts) == [(6, 9)]
     load.in_store(7)
-    assert list(load.arriving((8, 9))) == [(8, 9)], "an older message takes nothing back"
+    assert list(load.arriving((8, 9))) == [(8, 9)], "an older message does not reduce the progress"
     later.join()
 
 

@@ -111,7 +111,7 @@ def test_pinned_chunk_is_kept_and_read_of_dropped_chunk_is_invalid():
     assert table.reserve([chunk("b")], BERT, 10, 1) == [PutRefusal.NO_ROOM]
     assert table.drop([b"a"], 2) == 1
     assert table.probe([b"a"]) == [Residence.ABSENT]
-    assert levels(table).free_bytes == 0, "its reader has not ended"
+    assert levels(table).free_bytes == 0, "its reader has not released it"
     assert table.release([handle.handle_id], ANNA, 3) == [False]
     assert levels(table).free_bytes == GRANULE
 
@@ -121,7 +121,7 @@ def test_handles_expire_and_memory_of_silent_reader_is_quarantined():
     put(table, chunk("a"))
     (handle,) = table.pin([b"a"], ANNA, 10, 0)
     assert table.reserve([chunk("b")], BERT, 10, 10) == [PutRefusal.NO_ROOM]
-    assert levels(table).quarantine_bytes == GRANULE, "evicted, and still read perhaps"
+    assert levels(table).quarantine_bytes == GRANULE, "evicted, but possibly still being read"
     assert table.release([handle.handle_id], ANNA, 10) == [False]
     assert isinstance(table.reserve([chunk("b")], BERT, 10, 15)[0], WriteHandle)
     table.check_integrity()
@@ -164,7 +164,7 @@ def test_memory_of_disconnected_user_is_kept_until_its_writers_exit():
     table.check_integrity()
     assert (levels(table).num_pins, levels(table).abandoned_bytes) == (0, GRANULE)
     (again,) = table.reserve([chunk("w")], BERT, 10, 1e6)
-    assert again.offset != late.offset, "the first one may be written to this moment"
+    assert again.offset != late.offset, "the first one may be being written"
     assert table.reserve([chunk("x")], BERT, 10, 1e6) == [PutRefusal.NO_ROOM]
     assert table.commit([late.handle_id], ANNA, 1e6) == [False]
     assert isinstance(table.reserve([chunk("x")], BERT, 10, 1e6)[0], WriteHandle)

@@ -71,7 +71,7 @@ def test_eviction_order(name, wanted):
         assert order(policy).split().index("b") < order(policy).split().index("a")
     else:
         assert order(policy) == wanted
-    assert order(policy) == order(policy), "looking changes nothing"
+    assert order(policy) == order(policy), "a lookup changes nothing"
     policy.remove(b"y")
     policy.remove(b"unknown")
     assert "y" not in order(policy)
@@ -149,7 +149,7 @@ def test_no_choice_saves_more_seconds_than_the_bound(tmp_path):
         bound = saved_seconds_bound(requests, capacity)
         best = best_by_trying(REQUESTS, capacity, cost)
         assert best <= bound * (1 + 1e-9)
-        assert bound <= best * 1.5, "a bound that says something"
+        assert bound <= best * 1.5, "the bound is not trivial"
     everything = replay(requests, make_policy("lru"), float("inf")).saved_seconds
     assert saved_seconds_bound(requests, float("inf")) == pytest.approx(everything)
     assert saved_seconds_bound(requests, 0) == pytest.approx(0.0, abs=0.02)

@@ -65,7 +65,7 @@ def test_key_outside_the_index_is_probed_by_message(index, monkeypatch):
     )
     for number in range(18):
         index.mark([key(number)], Residence.DRAM)
-    assert view.probe([key(99)]) is None, "two are left out: this may be one of them"
+    assert view.probe([key(99)]) is None, "two keys are not indexed, and this may be one of them"
     for number in (16, 17):
         index.mark([key(number)], Residence.SSD)
         index.mark([key(number)], Residence.DRAM, False)

@@ -142,7 +142,7 @@ def test_a_segment_whose_header_can_not_be_read_is_not_used(tmp_path, monkeypatc
     assert directory.num_unreadable == 1
     assert "segment-00000000.kv is not used" in caplog.text
     others = [record.header.position for record in directory.scan()]
-    assert others, "those of the other segment are there"
+    assert others, "the other segment's records are available"
     for number in range(10, 30):  # until it is full
         if directory.segment_to_collect() is not None:
             break

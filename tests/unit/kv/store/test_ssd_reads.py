@@ -121,7 +121,9 @@ def test_the_leading_bytes_of_all_chunks_are_read_first(store, monkeypatch):
     assert [handle.tier for handle in handles] == [Tier.SSD] * COUNT
     assert user.await_bytes(handles, 0).result(WAIT_S) == SECTION
     assert all(is_right(store, h, number, SECTION) for number, h in enumerate(handles))
-    assert not any(is_right(store, h, n, NBYTES) for n, h in enumerate(handles)), "it is all there"
+    assert not any(is_right(store, h, n, NBYTES) for n, h in enumerate(handles)), (
+        "all of it has arrived"
+    )
     more = user.await_bytes(handles, SECTION)
     time.sleep(SHORT_S)
     assert not more.done()
@@ -150,7 +152,7 @@ def test_a_reader_in_another_process_reads_the_bytes_that_have_arrived(store, mo
         handles = client.pin(KEYS, first_bytes=2 * SECTION).result(WAIT_S)
         assert client.await_bytes(handles, 0).result(WAIT_S) == 2 * SECTION
         more = client.await_bytes(handles[1:], 2 * SECTION)
-        assert client.release(handles[:1]).result(WAIT_S) == [False], "it is not all there"
+        assert client.release(handles[:1]).result(WAIT_S) == [False], "not all of it has arrived"
         reads.gate.set()
         assert more.result(WAIT_S) > 2 * SECTION
         assert client.await_bytes(handles[1:], NBYTES - 1).result(WAIT_S) == NBYTES
@@ -266,7 +268,9 @@ def test_unwanted_loads_are_cancelled_and_free_the_drive(store, monkeypatch):
     reads.gate.set()
     assert other.await_bytes([kept], NBYTES - 1).result(WAIT_S) == NBYTES
     await_level(store, lambda stats: not stats.num_staging)
-    assert len(reads.starts) <= COUNT + 8 + 2, "what threads had begun, and the rest of one chunk"
+    assert len(reads.starts) <= COUNT + 8 + 2, (
+        "the reads that threads had started, and the rest of one chunk"
+    )
     assert other.release([kept]).result() == [True]
     found = user.probe(KEYS).result()
     assert found == [Residence.DRAM, *[Residence.SSD] * (COUNT - 1)], "no record is wrong"

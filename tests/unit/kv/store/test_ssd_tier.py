@@ -544,7 +544,7 @@ def test_a_hung_drive_delays_a_pin_for_a_bounded_time(opened, monkeypatch):
     hung = hang(monkeypatch)
     handles = store.user.pin([*keys([0]), *keys([11])]).result(WAIT_S)
     assert handles[0] is None
-    assert handles[1] is not None, "what memory has is served"
+    assert handles[1] is not None, "chunks in memory are served"
     second = store.user.pin(keys([0]))
     third = store.user.pin(keys([0]))
     hung.set()
@@ -693,7 +693,7 @@ def test_during_a_scan_found_chunks_are_read_and_nothing_is_written(opened, tmp_
     assert store.user.drop(keys([10])).result() == 0
     start.over.set()
     await_level(store, lambda stats: not stats.num_ssd_unscanned)
-    assert store.get([0, 10, 20]) == [Tier.DRAM, None, Tier.SSD], "what was dropped stays so"
+    assert store.get([0, 10, 20]) == [Tier.DRAM, None, Tier.SSD], "dropped chunks stay dropped"
     store.save([10])
 
 
@@ -714,7 +714,7 @@ def test_a_store_whose_drive_hangs_at_start_is_closed_in_bounded_time(
     start.over.set()
     drive._scanner.join(WAIT_S)
     drive.directory.close()
-    assert not caplog.messages, "nobody is told of what it finds then"
+    assert not caplog.messages, "chunks found later are not published"
 
 
 def test_directory_that_becomes_unusable_is_logged(opened, tmp_path, monkeypatch, caplog):

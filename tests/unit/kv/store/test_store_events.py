@@ -227,7 +227,9 @@ def test_taken_events_match_the_store_whenever_they_are_taken(steps: list) -> No
                 told[event.medium] |= {*event.block_hashes}
                 assert len(event.token_ids) == event.block_size * len(event.block_hashes)
             else:
-                assert told[event.medium] >= {*event.block_hashes}, "gone, but never told"
+                assert told[event.medium] >= {*event.block_hashes}, (
+                    "removed, but never published as stored"
+                )
                 told[event.medium] -= {*event.block_hashes}
         assert told == {MEDIUMS[tier]: held for tier, held in wanted.items()}
     assert buffer.take(NAMESPACE) == []

@@ -380,7 +380,7 @@ def test_a_store_that_does_not_reply_costs_one_timeout(served, client, monkeypat
     monkeypatch.setattr(served.store, "touch", lambda keys: frozen.wait(WAIT_S))
     client.touch([b"key"]).result(WAIT_S)
     assert client.probe([b"key"]).result(WAIT_S) == [Residence.ABSENT]
-    assert client.pin([b"key"]).done(), "a miss at once, while the store is looked for"
+    assert client.pin([b"key"]).done(), "a miss at once, while the client reconnects"
     frozen.set()
 
 
@@ -400,7 +400,7 @@ def test_invalid_messages_are_rejected(served, client, monkeypatch):
     monkeypatch.setattr("mooncake_kv.store.store_client.encode_message", lambda _: b"garbage")
     assert client.drop([b"key"]).result(WAIT_S) == 0
     monkeypatch.undo()
-    assert client.stats().result(WAIT_S) is not None, "the session goes on"
+    assert client.stats().result(WAIT_S) is not None, "the session continues"
 
 
 class Garbage:

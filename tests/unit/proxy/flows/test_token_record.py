@@ -42,7 +42,7 @@ def record(**more: Any) -> TokenRecord:
         ([("a", [10]), ("\ufffd", [11])], [10]),
         ([("", [10])], []),
     ],
-    ids=["all shown", "half a character", "a whole one", "a torn one", "nothing yet"],
+    ids=["all shown", "half a character", "a whole one", "an incomplete one", "nothing yet"],
 )
 def test_tokens_without_sent_text_are_regenerated(
     pieces: list[tuple[str, list[int]]], kept: list[int]

@@ -188,7 +188,7 @@ def test_incomplete_bodies_are_bounded_over_all_connections() -> None:
             await asyncio.sleep(0.001)
         await line.send(posted(1000, 600))
         assert b"HTTP/1.1 503 " in await line.read()
-        assert context.num_held_bytes == 1998, "what was refused is not kept"
+        assert context.num_held_bytes == 1998, "rejected data is not kept"
         await loop.sock_sendall(others[0], b"x")
         assert b" 200 " in await loop.sock_recv(others[0], 4096)
         assert context.num_held_bytes == 999

@@ -115,7 +115,7 @@ def test_unauthenticated_registrations_are_rejected(
         announce(registrations, 0, secret=b"another")
     body = b"{}"
     head = {HEADER: signed_head(SECRET, "instance", b"something else").encode()}
-    assert registrations.is_known(head), "the head is right, the body another one"
+    assert registrations.is_known(head), "valid headers with another body"
     with pytest.raises(Forbidden):
         registrations.receive(head, body)
     assert not registrations.is_known({})

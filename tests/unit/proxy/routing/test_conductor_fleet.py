@@ -112,7 +112,7 @@ def test_running_requests_count_again_when_instance_returns(
         bench.pool.set_up(d0, up=True)
         bench.pool.resume(d0.name)
         chosen = [bench.decode(bench.place()) for _ in range(40)]
-        assert 20 <= chosen.count(d0) <= 25, "5 less run there, and no more"
+        assert 20 <= chosen.count(d0) <= 25, "exactly 5 fewer run there"
 
     on_bench(1, 2, test)
 

@@ -36,7 +36,7 @@ def test_length_is_learnt_from_disaggregated_requests() -> None:
     assert rule.limit == 0
     rule.note_prefill(2000, 1.0)
     rule.note_handover(0.05)
-    assert rule.limit == 100, "0.5 ms per token, 50 ms for a hand-over"
+    assert rule.limit == 100, "0.5 ms per token, 50 ms for a KV transfer"
     for _ in range(100):
         rule.note_handover(1e6)
     assert rule.limit == MAX_LEARNT_TOKENS
