@@ -57,7 +57,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> AsgiClient:
 
 
 @pytest.mark.parametrize("name", EXCHANGES)
-def test_answers_as_the_golden_file_says(client: AsgiClient, name: str) -> None:
+def test_answer_equals_golden_file(client: AsgiClient, name: str) -> None:
     exchange = load(name)
     response = client.post(exchange["path"], **exchange["request"])
     assert response.status_code == exchange["status"]
@@ -69,7 +69,7 @@ def test_answers_as_the_golden_file_says(client: AsgiClient, name: str) -> None:
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_the_proxy_reads_the_prefill_answer(half: str) -> None:
+def test_proxy_parses_prefill_answer(half: str) -> None:
     exchange = load(f"prefill_{half}")
     answer = answer_decoder.decode(json.dumps(exchange["answer"]))
     handed_over = kv_transfer_params_decoder.decode(answer.kv_transfer_params)
@@ -82,7 +82,7 @@ def test_the_proxy_reads_the_prefill_answer(half: str) -> None:
 
 
 @pytest.mark.parametrize("half", HALVES)
-def test_the_proxys_first_token_and_the_rest_are_one_stream(half: str) -> None:
+def test_first_token_of_proxy_and_decode_stream_are_seamless(half: str) -> None:
     """The client sees the same events as from a single instance."""
     prefill, decode, whole = (load(f"{kind}_{half}") for kind in ("prefill", "decode", "whole"))
     endpoint = OpenAIEndpoint.CHAT if "chat" in prefill["path"] else OpenAIEndpoint.COMPLETION

@@ -38,7 +38,7 @@ OLD_LAYOUTS = {
 """Fields that the publishers don't report: the rank, and the tier of a block."""
 
 
-def test_what_we_publish_is_what_vllm_publishes() -> None:
+def test_published_events_equal_vllms() -> None:
     events = [
         AllBlocksCleared(),
         BlockRemoved([3, 2**64 - 1], "CPU"),
@@ -49,7 +49,7 @@ def test_what_we_publish_is_what_vllm_publishes() -> None:
 
 
 @pytest.mark.parametrize("publisher", GOLDEN)
-def test_all_publishers_say_the_same_to_the_conductor(publisher: str) -> None:
+def test_conductor_decodes_events_of_every_publisher_alike(publisher: str) -> None:
     batch = decode_batch(bytes.fromhex(GOLDEN[publisher]))
     rank, removed_from = OLD_LAYOUTS.get(publisher, (0, Tier.HOST))
     assert (batch.published_at, batch.data_parallel_rank, batch.num_skipped) == (1.5, rank, 0)

@@ -25,7 +25,7 @@ def record_of(message: str, *values: Any, error: Any = None) -> logging.LogRecor
 
 
 @pytest.mark.parametrize("message", ["two\nlines", 'a "quoted" %s', "half a character \ud83c"])
-def test_both_write_the_same_line(message: str) -> None:
+def test_engine_and_proxy_write_the_same_line(message: str) -> None:
     record = record_of(message, *(["text"] if "%s" in message else []))
     lines = {each().format(record) for each in (JsonLogLines, ProxyLogLines)}
     [line] = lines
@@ -51,7 +51,7 @@ def test_a_traceback_is_a_field() -> None:
 
 
 @pytest.mark.parametrize("who", BEGIN)
-def test_a_process_writes_nothing_else(who: str) -> None:
+def test_a_process_writes_json_lines_only(who: str) -> None:
     code = f"""
 import logging, warnings
 {BEGIN[who]}
@@ -65,7 +65,7 @@ warnings.warn("old")
     assert "old" in second["message"]
 
 
-def test_settings_go_on_to_other_processes() -> None:
+def test_settings_are_inherited_by_child_processes() -> None:
     code = """
 from mooncake_hal.command_line import LogSettings
 LogSettings(30, "json").apply()
@@ -75,7 +75,7 @@ print(LogSettings.current())
     assert ran.stdout.strip() == repr(LogSettings(30, "json"))
 
 
-def test_lines_of_a_deployments_processes_say_whose_they_are() -> None:
+def test_lines_of_a_deployment_name_their_process() -> None:
     own = JsonLogLines().format(record_of("hello"))
     assert json.loads(json_line("proxy", own)) == {"process": "proxy", **json.loads(own)}
     for text in ("ready http://127.0.0.1:1", "17", "{", "[1]"):

@@ -25,14 +25,14 @@ OURS = {
 """Fields that we add: the reservation's id, checks of the prompt, and the keepalive timeout."""
 
 
-def test_the_post_is_the_golden_one() -> None:
+def test_post_equals_golden_file() -> None:
     wanted: dict[str, Any] = GOLDEN["decode_posts"]
     holder = InstanceAddress("d-1", "127.0.0.1", 5700, 1, 128, lease_s=30.0)
     posted = build_reservation_params(holder, "cmpl-r-0", [1, 2], PROMPT, 0)
     assert posted == {**wanted, **OURS}
 
 
-def test_what_the_proxy_sends_each_side_is_understood() -> None:
+def test_both_sides_parse_the_params_of_the_proxy() -> None:
     asked = parse_kv_transfer_params(GOLDEN["to_decode"]["kv_transfer_params"], PROMPT)
     sent = parse_kv_transfer_params({**GOLDEN["to_prefill"]["kv_transfer_params"], **OURS}, PROMPT)
     assert asked.mode is sent.mode is TransferMode.PUSH

@@ -15,14 +15,14 @@ from mooncake_proxy.pool import registrations as proxy
 from mooncake_proxy.pool.model_pools import ModelPools
 
 
-def test_both_have_the_same_address_and_signature() -> None:
+def test_instance_and_proxy_agree_on_path_and_signature() -> None:
     assert engine.PATH == REGISTER_PATH
     assert engine.HEADER.lower().encode() == proxy.HEADER
     assert engine.signed_head(b"s", "words", b"body") == signed_head(b"s", "words", b"body")
 
 
 @pytest.mark.parametrize("role", Role)
-def test_an_announcement_is_taken(role: Role) -> None:
+def test_registration_is_accepted(role: Role) -> None:
     async def receive() -> None:
         pools = ModelPools(ClientContext(ClientLimits()))
         taking = proxy.Registrations(pools, lambda: 0.0, b"secret")

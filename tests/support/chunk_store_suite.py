@@ -109,7 +109,7 @@ class ChunkStoreSuite:
     def ranks(self, pool):
         return Rank(pool.store), Rank(pool.other)
 
-    def test_what_memory_has_is_there_whoever_would_read_it_as_it_comes(self, pool):
+    def test_await_bytes_of_chunks_in_memory_returns_at_once(self, pool):
         writer, reader = self.ranks(pool)
         assert put(writer, chunk(301), chunk(302)) == [True, True]
         keys = [chunk(number).key for number in (301, 302, 309)]
@@ -122,7 +122,7 @@ class ChunkStoreSuite:
         for rank in (writer, reader):
             rank.close()
 
-    def test_what_one_user_puts_another_gets(self, pool):
+    def test_chunks_are_shared_between_clients(self, pool):
         writer, reader = self.ranks(pool)
         chunks = [chunk(1), chunk(2, NBYTES // 4)]
         assert put(writer, *chunks) == [True, True]
@@ -132,7 +132,7 @@ class ChunkStoreSuite:
         for rank in (writer, reader):
             rank.close()
 
-    def test_what_is_not_committed_is_not_found(self, pool):
+    def test_uncommitted_chunk_is_a_miss(self, pool):
         (grant,) = pool.store.reserve([chunk(11)]).result(WAIT_S)
         assert pool.other.pin([chunk(11).key]).result(WAIT_S) == [None]
         assert pool.other.probe([chunk(11).key]).result(WAIT_S) != [Residence.DRAM]
@@ -140,7 +140,7 @@ class ChunkStoreSuite:
         assert pool.store.abort([grant]).result(WAIT_S) == [True]
         assert absent(pool.other, 11)
 
-    def test_what_was_aborted_can_be_put(self, pool):
+    def test_aborted_chunk_can_be_put(self, pool):
         rank = Rank(pool.store)
         grants = pool.store.reserve([chunk(21)]).result(WAIT_S)
         pool.store.abort(grants).result(WAIT_S)
@@ -148,14 +148,14 @@ class ChunkStoreSuite:
         assert get(rank, chunk(21).key) == [True]
         rank.close()
 
-    def test_what_is_there_is_not_written_again(self, pool):
+    def test_present_chunk_is_not_reserved_again(self, pool):
         rank = Rank(pool.store)
         put(rank, chunk(31))
         for store in (pool.store, pool.other):
             assert store.reserve([chunk(31)]).result(WAIT_S) == [PutRefusal.PRESENT]
         rank.close()
 
-    def test_a_handle_serves_once(self, pool):
+    def test_handle_is_valid_once(self, pool):
         rank = Rank(pool.store)
         (grant,) = pool.store.reserve([chunk(41)]).result(WAIT_S)
         rank.write(grant, content(41))
@@ -167,7 +167,7 @@ class ChunkStoreSuite:
         assert pool.store.release([handle]).result(WAIT_S) == [False]
         rank.close()
 
-    def test_a_writer_past_its_deadline_can_not_commit(self, pool):
+    def test_commit_after_the_deadline_fails(self, pool):
         rank = Rank(pool.store)
         (late,) = pool.store.reserve([chunk(51)], lease_s=0.01).result(WAIT_S)
         time.sleep(0.05)
@@ -177,7 +177,7 @@ class ChunkStoreSuite:
         assert get(rank, chunk(51).key) == [True]
         rank.close()
 
-    def test_a_reader_past_its_deadline_has_read_nothing(self, pool):
+    def test_release_after_the_deadline_reports_failure(self, pool):
         rank = Rank(pool.store)
         put(rank, chunk(61))
         (handle,) = pool.store.pin([chunk(61).key], lease_s=0.01).result(WAIT_S)
@@ -186,24 +186,24 @@ class ChunkStoreSuite:
         assert get(rank, chunk(61).key) == [True]
         rank.close()
 
-    def test_what_is_dropped_is_gone(self, pool):
+    def test_dropped_chunk_is_a_miss(self, pool):
         rank = Rank(pool.store)
         put(rank, chunk(71), chunk(72))
         assert pool.other.drop([chunk(71).key, chunk(79).key]).result(WAIT_S) == 1
         assert get(rank, chunk(71).key, chunk(72).key) == [False, True]
         rank.close()
 
-    def test_a_chunk_that_never_fits_is_refused(self, pool):
+    def test_chunk_larger_than_the_pool_is_rejected(self, pool):
         grants = pool.store.reserve([chunk(81, pool.nbytes * 4)]).result(WAIT_S)
         assert grants == [PutRefusal.TOO_LARGE]
 
-    def test_nothing_asked_is_nothing_answered(self, pool):
+    def test_empty_requests_have_empty_results(self, pool):
         assert pool.store.probe([]).result(WAIT_S) == []
         assert pool.store.pin([]).result(WAIT_S) == []
         assert pool.store.release([]).result(WAIT_S) == []
         assert pool.store.drop([]).result(WAIT_S) == 0
 
-    def test_more_than_it_holds_costs_hits_only(self, pool):
+    def test_putting_more_than_the_capacity_evicts(self, pool):
         writer, reader = self.ranks(pool)
         count = 3 * pool.nbytes // NBYTES
         for number in range(1000, 1000 + count):
@@ -213,7 +213,7 @@ class ChunkStoreSuite:
         for rank in (writer, reader):
             rank.close()
 
-    def test_many_at_once_get_right_bytes(self, pool):
+    def test_concurrent_clients_get_right_bytes(self, pool):
         errors, hits = [], []
 
         def run(seed):
@@ -240,7 +240,7 @@ class ChunkStoreSuite:
         assert not errors, errors
         assert any(hits)
 
-    def test_it_counts(self, pool):
+    def test_stats_count_puts_hits_and_misses(self, pool):
         rank = Rank(pool.store)
         before = pool.store.stats().result(WAIT_S)
         put(rank, chunk(91))
@@ -252,7 +252,7 @@ class ChunkStoreSuite:
         assert (found.num_pins, found.num_staging) == (0, 0)
         rank.close()
 
-    def test_what_a_user_leaves_is_given_up(self, pool):
+    def test_reservation_of_closed_client_is_aborted(self, pool):
         (grant,) = pool.other.reserve([chunk(101)]).result(WAIT_S)
         assert isinstance(grant, WriteHandle)
         pool.other.close()
@@ -262,7 +262,7 @@ class ChunkStoreSuite:
         assert get(rank, chunk(101).key) == [True]
         rank.close()
 
-    def test_handles_say_what_they_are_of(self, pool):
+    def test_read_handle_has_key_size_and_lease(self, pool):
         rank = Rank(pool.store)
         put(rank, chunk(111))
         (handle,) = pool.store.pin([chunk(111).key], lease_s=5).result(WAIT_S)

@@ -35,7 +35,7 @@ class RdmaFuzz(TransportKit):
     loader = "mooncake_hal.transports.rdma.rdma_plugin:load"
     timeout = 60.0
 
-    def test_strangers_who_send_noise(self) -> None:
+    def test_noise_from_strangers(self) -> None:
         pair = self.pair()
         for size in NOISE_BYTES:
             address = read_address(pair.far.address, NAME, VERSION)
@@ -43,14 +43,14 @@ class RdmaFuzz(TransportKit):
                 connection.sendall(self.rng.bytes(size))
         self.check_serves(pair)
 
-    def test_members_who_send_noise(self) -> None:
+    def test_noise_from_members(self) -> None:
         pair = self.pair()
         for size in NOISE_BYTES:
             with self.member(pair).sock as connection:
                 connection.sendall(self.rng.bytes(size))
         self.check_serves(pair)
 
-    def test_members_whose_calls_make_no_sense(self) -> None:
+    def test_invalid_calls_from_members(self) -> None:
         pair = self.pair()
         calls = [
             (OpenQueuePairs([], []), "1 to 256"),
@@ -69,7 +69,7 @@ class RdmaFuzz(TransportKit):
                 session.request(encode(call), 10.0)
         self.check_serves(pair)
 
-    def test_members_who_name_ends_that_are_not_there(self) -> None:
+    def test_invalid_queue_pairs_from_members(self) -> None:
         pair = self.pair()
         ends = [replace(QUEUE_PAIR, gid="2001:db8::1"), replace(QUEUE_PAIR, mtu=255, reads=255)]
         for queue_pair in ends:

@@ -25,7 +25,7 @@ class StagedOverRdma(TransportKit):
     def options(self) -> EndpointOptions:
         return replace(super().options(), device=DEVICE)
 
-    def test_rdma_is_what_moves_it(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_transfers_use_rdma(self, caplog: pytest.LogCaptureFixture) -> None:
         """Not tcp, which is available as well."""
         caplog.set_level(logging.INFO, "mooncake_hal.negotiation")
         here, there = self.buffer(MIB), self.buffer(MIB)

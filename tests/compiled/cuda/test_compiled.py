@@ -97,7 +97,7 @@ def test_rows(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
 
 
 @pytest.mark.parametrize("model", GROUPED)
-def test_lone_rows(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
+def test_single_rows(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
     """Our kernel runs where it was measured to be faster than cuBLAS, and accesses 16 bytes at a
     time."""
     with compiling(generation) as kernels:
@@ -254,7 +254,7 @@ def test_small_all_reduces(generation: str, dtype: str, ranks: int) -> None:
 
 
 @pytest.mark.parametrize("vocab_size", [128_256, 151_936])
-def test_drawing(generation: str, vocab_size: int) -> None:
+def test_sampling(generation: str, vocab_size: int) -> None:
     """Sampling over large vocabularies: logits are read 16 bytes at a time."""
     with compiling(generation) as kernels:
         sample_rows(vocab_size=vocab_size, tuning=Tuning(generation, GENERATIONS[generation]))

@@ -45,7 +45,7 @@ EVERYDAY: dict[str, tuple[str, ...]] = {
     "tests/compiled/cuda/test_compiled.py": (
         "sm_90 and bfloat16-blocks16",
         "sm_90 and spans",
-        "sm_90 and drawing",
+        "sm_90 and sampling",
         "sm_90 and narrow and bfloat16",
     ),
 }

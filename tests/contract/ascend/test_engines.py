@@ -24,12 +24,12 @@ CASES = [
 
 
 @pytest.mark.parametrize(("engine", "owner", "fake"), CASES)
-def test_our_calls_fit(engine: str, owner: str, fake: type) -> None:
+def test_calls_match_api(engine: str, owner: str, fake: type) -> None:
     assert check_calls(SOURCE, owner, ENGINES[engine]["surface"]) == []
 
 
 @pytest.mark.parametrize(("engine", "owner", "fake"), CASES)
-def test_the_fake_has_the_same_parameters(engine: str, owner: str, fake: type) -> None:
+def test_fake_has_the_same_parameters(engine: str, owner: str, fake: type) -> None:
     members = inspect.getmembers(fake, inspect.isfunction)
     methods = [name for name, _ in members if not name.startswith("_")]
     assert len(methods) >= 6
@@ -41,7 +41,7 @@ def test_the_fake_has_the_same_parameters(engine: str, owner: str, fake: type) -
         assert not is_named or found == wanted[: len(found)], name
 
 
-def test_memfabric_has_the_operations_that_are_asked_for() -> None:
+def test_memfabric_has_the_requested_operations() -> None:
     assert set(OPERATIONS) <= set(ENGINES["memfabric"]["operations"])
     assert all(f"operation.{name}" in SOURCE for name in OPERATIONS)
 
@@ -55,7 +55,7 @@ def test_memfabric_has_the_operations_that_are_asked_for() -> None:
         ("self._engine.destroy(1)", "TransferEngine.destroy takes 0 arguments, not 1"),
     ],
 )
-def test_a_call_that_does_not_fit_is_found(call: str, problem: str) -> None:
+def test_mismatching_call_is_reported(call: str, problem: str) -> None:
     source = f"class Vendor:\n    def run(self):\n        {call}\n"
     (found,) = check_calls(source, "Vendor", ENGINES["memfabric"]["surface"])
     assert problem in found

@@ -18,7 +18,7 @@ ATTEND = "torch_npu.npu_fused_infer_attention_score(q, k, v"
 
 
 @pytest.mark.parametrize("schemas", all_versions(), ids=lambda schemas: schemas.version)
-def test_the_backends_calls_fit(schemas: Schemas) -> None:
+def test_backend_calls_match_schemas(schemas: Schemas) -> None:
     problems = {
         str(path.relative_to(PACKAGE)): found
         for path in SOURCES
@@ -27,7 +27,7 @@ def test_the_backends_calls_fit(schemas: Schemas) -> None:
     assert not problems
 
 
-def test_there_are_calls_to_check() -> None:
+def test_backend_has_calls_to_check() -> None:
     assert sum(count_calls(path.read_text()) for path in SOURCES) >= 10
 
 
@@ -51,7 +51,7 @@ def test_there_are_calls_to_check() -> None:
         ("torch.npu.set_devices(0)", "has no torch.npu.set_devices"),
     ],
 )
-def test_a_call_that_does_not_fit_is_found(call: str, problem: str) -> None:
+def test_mismatching_call_is_reported(call: str, problem: str) -> None:
     (found,) = check_source(f"\n{call}", NEWEST)
     assert found.startswith("line 2: ")
     assert problem in found
@@ -70,5 +70,5 @@ def test_a_call_that_does_not_fit_is_found(call: str, problem: str) -> None:
         "self.npu_helper(1, 2, three=3)",
     ],
 )
-def test_a_call_that_fits_is_not(call: str) -> None:
+def test_matching_call_is_not_reported(call: str) -> None:
     assert check_source(call, NEWEST) == []

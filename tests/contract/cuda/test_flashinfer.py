@@ -74,7 +74,7 @@ def call() -> AttentionCall:
     return AttentionCall.of_decodes(query, (cache, cache), batch, 0.125, (1.0, 1.0))
 
 
-def test_decode_fits(calls: Calls, call: AttentionCall) -> None:
+def test_decode_call_matches_signature(calls: Calls, call: AttentionCall) -> None:
     by_flashinfer(call)
     given = calls["trtllm_batch_decode_with_kv_cache"]
     assert given["kv_layout"] == "NHD"
@@ -86,7 +86,7 @@ def test_decode_fits(calls: Calls, call: AttentionCall) -> None:
     assert given["workspace_buffer"].numel() > SEMAPHORE_BYTES
 
 
-def test_the_way_that_is_planned_fits(calls: Calls, call: AttentionCall) -> None:
+def test_planned_call_matches_signature(calls: Calls, call: AttentionCall) -> None:
     """The variant that the benchmark compares with."""
     way = planned((call.query, *call.caches), call.batch, call.scale, with_tensor_cores=True)
     way()

@@ -66,7 +66,7 @@ def test_pull(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["pull_vllm_ascend", "pull_vllm_nixl"])
-def test_pull_in_front_of_others(name: str, client: ClientContext) -> None:
+def test_pull_with_other_engines(name: str, client: ClientContext) -> None:
     """Other engines' parameters reach their D unchanged; the proxy sends the first token itself."""
     case = golden(name)
     context = context_of(case["client"])

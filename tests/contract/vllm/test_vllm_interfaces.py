@@ -110,19 +110,19 @@ def accepts(ours: ast.FunctionDef, count: int, keywords: list[str]) -> bool:
     return count <= len(names) and is_filled and is_known
 
 
-def test_the_releases_are_those_that_the_plugin_names() -> None:
+def test_releases_equal_those_in_the_plugin() -> None:
     minors = sorted(tuple(int(part) for part in name.split(".")[:2]) for name in RELEASES)
     assert (minors[0], minors[-1]) == (vllm_plugin.OLDEST, vllm_plugin.NEWEST)
 
 
 @release
-def test_every_hook_is_ours_or_left_alone_for_a_reason(facts: dict[str, Any]) -> None:
+def test_every_hook_is_overridden_or_listed_with_a_reason(facts: dict[str, Any]) -> None:
     members = facts["members"]["KVConnectorBase_V1"]
     hooks = {name for name in members if not name.startswith("_")}
     assert hooks - {*CONNECTOR} - {*LEFT_ALONE} == set()
 
 
-def test_what_we_name_is_still_there() -> None:
+def test_listed_hooks_exist() -> None:
     of_base, of_groups = (
         RELEASES[NEWEST]["members"][name] for name in ("KVConnectorBase_V1", "SupportsHMA")
     )
@@ -136,7 +136,7 @@ def test_what_we_name_is_still_there() -> None:
 
 
 @release
-def test_everything_abstract_is_there(facts: dict[str, Any]) -> None:
+def test_abstract_methods_are_implemented(facts: dict[str, Any]) -> None:
     methods = facts["methods"]["KVConnectorBase_V1"] | facts["methods"]["SupportsHMA"]
     assert {name for name, each in methods.items() if each["abstract"]} <= {*CONNECTOR}
 
@@ -151,7 +151,7 @@ def test_everything_abstract_is_there(facts: dict[str, Any]) -> None:
         ("KVConnectorPromMetrics", STATS, "HalPromMetrics", 2),
     ],
 )
-def test_overrides_take_what_the_base_takes(
+def test_overrides_accept_the_parameters_of_the_base(
     facts: dict[str, Any], base: str, tree: ast.Module, name: str, num_shared: int
 ) -> None:
     ours = functions(classes(tree)[name])
@@ -176,7 +176,7 @@ def test_vllms_own_calls_bind(facts: dict[str, Any]) -> None:
 
 
 @release
-def test_what_is_read_of_requests_and_blocks_is_there(facts: dict[str, Any]) -> None:
+def test_attributes_read_from_requests_and_blocks_exist(facts: dict[str, Any]) -> None:
     for owner in classes(INTERFACE).values():
         [name] = re.findall(r"``vllm\.[\w.]*\.(\w+)``", ast.get_docstring(owner) or "")
         wanted = {
@@ -193,13 +193,13 @@ def test_what_is_read_of_requests_and_blocks_is_there(facts: dict[str, Any]) -> 
 
 
 @release
-def test_a_reset_of_its_cache_can_be_seen(facts: dict[str, Any]) -> None:
+def test_cache_reset_calls_the_watched_method(facts: dict[str, Any]) -> None:
     [watched] = functions(classes(INTERFACE)["BlockPool"])
     assert watched in facts["resets"]["BlockPool.reset_prefix_cache"]
 
 
 @release
-def test_events_have_the_fields_that_we_give_them(facts: dict[str, Any]) -> None:
+def test_events_accept_our_fields(facts: dict[str, Any]) -> None:
     [made] = [ast.unparse(n) for n in CONNECTORS.body if getattr(n, "name", "") == "_as_vllm_event"]
     for name in ("BlockStored", "BlockRemoved"):
         arguments = re.search(rf"Vllm{name}\((.*)\)$", made, re.MULTILINE)
@@ -231,7 +231,7 @@ def members_with_bases(facts: dict[str, Any], name: str) -> set[str]:
 
 
 @release
-def test_what_is_read_of_the_configuration_is_there(facts: dict[str, Any]) -> None:
+def test_attributes_read_from_the_configuration_exist(facts: dict[str, Any]) -> None:
     reads = {pair for tree in (INSTANCE, PAGES, CONNECTORS) for pair in read_attributes(tree)}
     assert len(reads) >= 20
     assert {
@@ -240,7 +240,7 @@ def test_what_is_read_of_the_configuration_is_there(facts: dict[str, Any]) -> No
 
 
 @release
-def test_the_kinds_of_caches_have_what_is_checked(facts: dict[str, Any]) -> None:
+def test_cache_specs_have_the_checked_attributes(facts: dict[str, Any]) -> None:
     checked = {
         node.value
         for function in ast.walk(INSTANCE)
@@ -261,7 +261,7 @@ def test_layouts_are_vllms(facts: dict[str, Any]) -> None:
 
 
 @release
-def test_what_we_import_is_there(facts: dict[str, Any]) -> None:
+def test_imported_names_exist(facts: dict[str, Any]) -> None:
     for tree in (CONNECTORS, STATS, INSTANCE, ast.parse((FOLDER / "vllm_plugin.py").read_text())):
         for node in ast.walk(tree):
             if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("vllm"):

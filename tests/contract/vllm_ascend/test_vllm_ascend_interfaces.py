@@ -37,7 +37,7 @@ def test_there_is_a_release() -> None:
 
 
 @release
-def test_its_calls_bind(facts: dict[str, Any]) -> None:
+def test_vllm_ascend_calls_bind(facts: dict[str, Any]) -> None:
     for name, counts in facts["calls"].items():
         assert counts, f"{name} is not called any more"
         for count in counts:
@@ -45,7 +45,7 @@ def test_its_calls_bind(facts: dict[str, Any]) -> None:
 
 
 @release
-def test_tensors_are_as_we_read_them(facts: dict[str, Any]) -> None:
+def test_cache_tensors_have_the_expected_layout(facts: dict[str, Any]) -> None:
     assert facts["splits_keys_from_values"]
     condition, plain = facts["shapes"]["attention_v1"]
     for name in ascend_memory.HEADS_FIRST:
@@ -56,13 +56,13 @@ def test_tensors_are_as_we_read_them(facts: dict[str, Any]) -> None:
 
 
 @release
-def test_what_is_refused_has_its_names_still(facts: dict[str, Any]) -> None:
+def test_names_of_rejected_settings_exist(facts: dict[str, Any]) -> None:
     assert facts["constants"]["ACL_FORMAT_FRACTAL_NZ"] == ascend_memory.NZ_FORMAT
     assert facts["has_enable_kv_nz"]
 
 
 @release
-def test_its_device_and_its_latents_are_known(facts: dict[str, Any]) -> None:
+def test_device_and_latents_are_known(facts: dict[str, Any]) -> None:
     assert facts["constants"]["device_type"] in vllm_memory.TRANSPORTS
     assert facts["bases"] == ["MLAAttentionSpec"]
     assert (

@@ -64,7 +64,7 @@ class Decoder:
 
 @torch.inference_mode()
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
-def test_a_replay_is_what_the_step_would_be(tmp_path: Path, family: str) -> None:
+def test_replay_gives_the_logits_of_the_step(tmp_path: Path, family: str) -> None:
     decoder = Decoder(write_family(tmp_path, family))
     tokens, batch = tensor([5, 6]), batch_of(START)
     positions, out = batch.context_lens.long() - 1, []

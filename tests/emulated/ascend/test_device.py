@@ -44,7 +44,7 @@ def test_tensors_of_two_devices_do_not_mix(mix: Callable[[], object]) -> None:
         mix()
 
 
-def test_numbers_and_indices_of_the_host_do() -> None:
+def test_scalars_and_indices_of_the_host_mix() -> None:
     assert (on_npu(3) * torch.tensor(2.0)).tolist() == [2, 2, 2]
     assert on_npu(3, 2)[torch.tensor([0, 2])].shape == (2, 2)
     with pytest.raises(TypeError, match="to host memory first"):
@@ -66,7 +66,7 @@ def test_fresh_memory_is_poison() -> None:
     assert (torch.empty(100, dtype=torch.int64, device="npu") == -1).all()
 
 
-def test_memory_is_counted_and_ends() -> None:
+def test_memory_is_counted_and_limited() -> None:
     gc.collect()
     before, total = npu.memory_allocated(0), npu.mem_get_info(0)[1]
     x = on_npu(1 << 20)
@@ -82,7 +82,7 @@ def test_memory_is_counted_and_ends() -> None:
         torch.empty(total, dtype=torch.uint8, device=kept.device)
 
 
-def test_kv_memory_begins_at_a_page_wherever_it_lies() -> None:
+def test_kv_memory_is_page_aligned() -> None:
     memory = load_backend("ascend").memory
     several = [memory.allocate(nbytes, 1) for nbytes in (1, 5000, (2 << 20) + 1)]
     for allocation in several:
@@ -94,7 +94,7 @@ def test_kv_memory_begins_at_a_page_wherever_it_lies() -> None:
         memory.allocate(64 << 30, 1)
 
 
-def test_threads_begin_on_the_first_device() -> None:
+def test_threads_start_on_the_first_device() -> None:
     runtime, found = load_backend("ascend").runtime, []
 
     def look() -> None:
@@ -135,7 +135,7 @@ def test_random_numbers_follow_the_seed() -> None:
     assert torch.equal(torch.rand(4, device="npu"), first)
 
 
-def test_a_private_format_is_for_matrix_products_alone() -> None:
+def test_private_format_is_for_matrix_products_only() -> None:
     weight, x = on_npu(32, 16, dtype=BF16), on_npu(2, 16, dtype=BF16)
     packed = torch_npu.npu_format_cast(weight, 29)
     assert (torch_npu.get_npu_format(weight), torch_npu.get_npu_format(packed)) == (2, 29)
@@ -188,7 +188,7 @@ WRONG: list[tuple[dict[str, object], str]] = [
 
 
 @pytest.mark.parametrize(("changed", "message"), WRONG, ids=lambda value: str(value)[:40])
-def test_attention_refuses(changed: dict[str, object], message: str) -> None:
+def test_attention_rejects(changed: dict[str, object], message: str) -> None:
     assert attention().shape == (2, 8, 64)
     with pytest.raises(RuntimeError, match=message):
         attention(**changed)
@@ -255,12 +255,12 @@ WRONG_LATENTS: list[tuple[dict[str, Tensor | str], str]] = [
 
 
 @pytest.mark.parametrize(("changed", "message"), WRONG_LATENTS, ids=lambda value: str(value)[:40])
-def test_writing_latents_refuses(changed: dict[str, Tensor | str], message: str) -> None:
+def test_writing_latents_rejects(changed: dict[str, Tensor | str], message: str) -> None:
     with pytest.raises(RuntimeError, match=message):
         write_latents(**changed)
 
 
-def test_an_op_of_torch_npu_without_a_kernel_here_says_so() -> None:
+def test_op_without_a_kernel_raises() -> None:
     with pytest.raises(NotImplementedError, match="npu_interleave_rope"):
         torch_npu.npu_interleave_rope(*[on_npu(1, 1, 1, 64)] * 3)
     with pytest.raises(AttributeError, match="npu_no_such_op"):
@@ -286,7 +286,7 @@ class TestGraphs:
             (lambda x: x.copy_(torch.ones(3)), "reads the host"),
         ],
     )
-    def test_waiting_is_refused(self, use: Callable[[Tensor], object], message: str) -> None:
+    def test_waiting_is_rejected(self, use: Callable[[Tensor], object], message: str) -> None:
         x = torch.zeros(3, device="npu")
         with pytest.raises(RuntimeError, match=message), npu.graph(npu.NPUGraph()):
             use(x)

@@ -58,7 +58,7 @@ def test_one_instance(models: dict[str, Path], family: str, options: dict[str, A
     asyncio.run(main())
 
 
-def test_kv_takes_what_a_profiling_run_leaves() -> None:
+def test_kv_gets_the_memory_that_a_profiling_run_leaves() -> None:
     async def main() -> None:
         options = {**ON_NPU, "num_kv_blocks": None, "memory_utilization": 0.08}
         async with cpu(TINY_LLAMA) as on_cpu, instance(TINY_LLAMA, **options) as on_npu:
@@ -68,7 +68,7 @@ def test_kv_takes_what_a_profiling_run_leaves() -> None:
     asyncio.run(main())
 
 
-def test_logits_are_changed_while_steps_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_changed_with_async_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
     check_changed_logits(TINY_LLAMA, monkeypatch, ON_NPU, tolerance=0.2)
 
 
@@ -108,7 +108,7 @@ def test_two_ranks_over_hccl(models: dict[str, Path], options: dict[str, Any]) -
 
 
 @pytest.mark.parametrize(("how", "family", "sizes"), APART, ids=str)
-def test_prefill_and_decode_apart(
+def test_disaggregated_prefill_and_decode(
     models: dict[str, Path], how: str, family: str, sizes: tuple[int, int]
 ) -> None:
     """hccs transfers the KV, between processes if there are several ranks."""
@@ -130,7 +130,7 @@ def test_prefill_and_decode_apart(
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_stripes_cross_as_whole_blocks(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stripes_are_transferred_as_whole_blocks(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks' heads are joined on one rank: blocks are transferred whole, and the NPU scatters
     all of their tokens."""
     num_tokens: list[int] = []
@@ -156,7 +156,7 @@ def test_stripes_cross_as_whole_blocks(how: str, monkeypatch: pytest.MonkeyPatch
     assert sum(num_tokens) == planes_of_ranks * (17 + 300)
 
 
-def test_fewer_ranks_for_prefill_are_refused() -> None:
+def test_prefill_with_fewer_ranks_is_rejected() -> None:
     """D asks for recomputation because the KV can't be transferred, and names the reason."""
 
     async def main() -> None:
@@ -177,7 +177,7 @@ def test_fewer_ranks_for_prefill_are_refused() -> None:
         ({"kv_layout": "LPBHT"}, "kernels support \\['LPBTH'\\]"),
     ],
 )
-def test_what_the_ops_do_not_take_is_refused(options: dict[str, Any], message: str) -> None:
+def test_options_without_op_support_are_rejected(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         start(make_config(TINY_LLAMA, **{**ON_NPU, **options}))
 
@@ -193,14 +193,14 @@ def test_what_the_ops_do_not_take_is_refused(options: dict[str, Any], message: s
         ),
     ],
 )
-def test_ports_that_the_transfer_engine_may_take_are_refused(
+def test_ports_that_the_transfer_engine_may_use_are_rejected(
     wanted: dict[str, Any], name: str
 ) -> None:
     with pytest.raises(PortInUse, match=name):
         start(make_config(TINY_LLAMA, Role.DECODE, **{**OVER_HCCS, **wanted}))
 
 
-def test_latents_of_another_width_are_refused(tmp_path: Path) -> None:
+def test_latents_of_another_width_are_rejected(tmp_path: Path) -> None:
     model = write_model(tmp_path / "narrow", "deepseek_v3", dtype="bfloat16")
     with pytest.raises(
         ConfigError, match=r"\(48, 16\) wide, backend 'ascend' supports \[\(512, 64\)\]"

@@ -47,7 +47,7 @@ def expected(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     ("family", "ranks", "shape"),
     [("A2", 16, ExpertShape(32, 3, 64)), ("A3", 8, ExpertShape(16, 2, 7168))],
 )
-def test_tokens_get_the_sums_of_their_experts_wherever_these_are(
+def test_tokens_get_the_sums_of_their_experts_on_all_ranks(
     family: str, ranks: int, shape: ExpertShape, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first rank has more tokens than the others, and some ranks have none. All tokens choose
@@ -100,7 +100,7 @@ def test_tokens_get_the_sums_of_their_experts_wherever_these_are(
         (A2, 16, ExpertShape(400, 8, 4096), "25 experts per rank, it takes 24"),
     ],
 )
-def test_what_the_ops_do_not_support_is_named(
+def test_unsupported_sizes_are_reported_with_a_reason(
     limits: object, ranks: int, shape: ExpertShape, reason: str
 ) -> None:
     assert reason in str(limits.unsupported_reason(ranks, shape))  # type: ignore[attr-defined]
@@ -108,7 +108,7 @@ def test_what_the_ops_do_not_support_is_named(
         assert limits.unsupported_reason(16, good) is None  # type: ignore[attr-defined]
 
 
-def test_a_call_is_no_larger_than_a_groups_buffer() -> None:
+def test_largest_call_fits_in_the_buffer_of_a_group() -> None:
     """DeepSeek-V3 on 16 ranks, by the documentation's formulas."""
     shape, mib = ExpertShape(256, 8, 7168), 1 << 20
     assert A2.max_tokens(16, shape, 200 * mib) == 98 * mib // (16 * 8 * 7168 * 2)
@@ -120,7 +120,7 @@ def test_a_call_is_no_larger_than_a_groups_buffer() -> None:
     assert A2.max_tokens(16, shape, 4 * mib) == 0
 
 
-def test_other_groups_are_told_why(caplog: pytest.LogCaptureFixture) -> None:
+def test_group_without_fused_experts_logs_the_reason(caplog: pytest.LogCaptureFixture) -> None:
     backend = load_backend("ascend")
     assert isinstance(backend, AscendBackend)
     assert backend.fused_experts(GroupSpec(0, 2, "", 1.0), ExpertShape(8, 2, 64)) is None

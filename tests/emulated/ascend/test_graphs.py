@@ -39,7 +39,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     ("family", "sampling"),
     [("llama", GREEDY), ("llama", SEEDED), ("mixtral", GREEDY), ("deepseek_v3", GREEDY)],
 )
-def test_replayed_steps_say_what_launched_ones_say(
+def test_replayed_steps_give_the_tokens_of_launched_ones(
     tmp_path: Path, replays: Counter[str], family: str, sampling: SamplingParams
 ) -> None:
     model = write_family(tmp_path, family)
@@ -63,7 +63,7 @@ def test_replayed_steps_say_what_launched_ones_say(
     assert fed.answers == launched.answers
 
 
-def test_layers_come_from_the_pool_and_go_there_between_pieces(
+def test_layers_are_loaded_and_saved_between_piecewise_graphs(
     tmp_path: Path, replays: Counter[str]
 ) -> None:
     """A step whose layers are loaded from or saved to the pool is replayed piecewise like any

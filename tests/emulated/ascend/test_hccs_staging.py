@@ -33,7 +33,7 @@ def target(memory: Memory) -> Iterator[Allocation]:
 
 
 @pytest.mark.parametrize("buffers_bytes", [64 << 10, 2 << 20, 64 << 20])
-def test_stripes_are_spread_and_the_rest_is_left(
+def test_stripes_are_scattered_and_other_memory_is_unchanged(
     memory: AscendMemory, target: Allocation, buffers_bytes: int
 ) -> None:
     source = torch.randint(0, 256, (STRIPE_BYTES,), dtype=torch.uint8)
@@ -60,9 +60,7 @@ def test_stripes_are_spread_and_the_rest_is_left(
     buffers.free()
 
 
-def test_memory_of_somebody_else_is_read_piece_by_piece(
-    memory: AscendMemory, target: Allocation
-) -> None:
+def test_unknown_memory_is_not_staged(memory: AscendMemory, target: Allocation) -> None:
     place = np.arange(TOKENS, dtype=np.uint64) * np.uint64(PIECE)
     base = np.uint64(target.region.address)
     spans = Spans(place * np.uint64(2) + base, place, np.full(TOKENS, PIECE, np.uint64))
@@ -75,7 +73,7 @@ def _arrays(spans: Spans) -> tuple[np.ndarray, ...]:
     return spans.local, spans.remote, spans.nbytes
 
 
-def test_memory_that_was_given_back_is_not_found(memory: AscendMemory) -> None:
+def test_freed_memory_is_not_found(memory: AscendMemory) -> None:
     made = memory.allocate(STRIPE_BYTES, 0)
     address = made.region.address
     assert memory.tensor_at(address) is made.tensor

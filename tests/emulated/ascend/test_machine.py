@@ -30,7 +30,7 @@ def test_an_a3() -> None:
     assert "ascend 0 Ascend910_9392 A3 4.0 GiB" in devices(NPU_EMULATION_GENERATION="A3")
 
 
-def test_another_family_is_refused_with_its_name() -> None:
+def test_unsupported_family_is_named() -> None:
     shown = devices(NPU_EMULATION_GENERATION="310P")
     assert "device 'Ascend310P3' has SoC version 202 (310P); this backend runs A2" in shown
     assert "cpu available" in shown

@@ -28,7 +28,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [{}, {"max_num_batched_tokens": 64}, {"async_scheduling": True}],
     ids=["whole", "chunked", "async"],
 )
-def test_prompts_of_its_own(model: Path, options: dict[str, Any]) -> None:
+def test_prompts_without_a_peer(model: Path, options: dict[str, Any]) -> None:
     """Without a peer: without a cached prefix, with one, and beside other requests' decodes."""
 
     async def main() -> None:
@@ -46,7 +46,7 @@ def test_prompts_of_its_own(model: Path, options: dict[str, Any]) -> None:
     asyncio.run(main())
 
 
-def test_blocks_that_came_are_shared_copied_and_swapped(model: Path) -> None:
+def test_received_blocks_are_shared_copied_and_swapped(model: Path) -> None:
     """Two answers to each of two loaded prompts that nearly fill a block, with too few blocks.
 
     The answers are long, so that one prompt's answers still hold their blocks when the other
@@ -79,7 +79,7 @@ def test_blocks_that_came_are_shared_copied_and_swapped(model: Path) -> None:
 
 
 @pytest.mark.parametrize("decode", [{}, AS_ROWS], ids=["tiles", "rows"])
-def test_a_prefix_that_came_is_no_longer_loaded(model: Path, decode: dict[str, Any]) -> None:
+def test_received_prefix_is_not_loaded_again(model: Path, decode: dict[str, Any]) -> None:
     """The second prompt reuses the first one's full blocks; only the rest is loaded."""
 
     async def main() -> None:
@@ -99,7 +99,7 @@ def test_a_prefix_that_came_is_no_longer_loaded(model: Path, decode: dict[str, A
     asyncio.run(main())
 
 
-def test_what_does_not_come_is_computed_here(model: Path) -> None:
+def test_prompt_of_lost_peer_is_computed_locally(model: Path) -> None:
     """The prefill instance is gone when D asks for its KV."""
 
     async def main() -> None:
@@ -115,7 +115,7 @@ def test_what_does_not_come_is_computed_here(model: Path) -> None:
     asyncio.run(main())
 
 
-def test_nobody_is_given_what_only_this_device_reads(model: Path) -> None:
+def test_native_latents_are_not_sent_to_peers(model: Path) -> None:
     async def main() -> None:
         async with instance(model, Role.DECODE, **OVER_HCCS) as on_npu:
             with pytest.raises(InvalidRequest, match="send the request to a prefill instance, or"):

@@ -58,7 +58,7 @@ PAIRS: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("how", "family", "prefill", "decode"), PAIRS, ids=str)
-def test_tokens_are_those_of_one_instance(
+def test_pair_gives_the_tokens_of_one_instance(
     tmp_path: Path, how: str, family: str, prefill: dict[str, Any], decode: dict[str, Any]
 ) -> None:
     make, send = WAYS[how]

@@ -54,7 +54,7 @@ def admitted(table: RequestTable, name: str, params: SamplingParams) -> CachedRe
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "random"])
 @pytest.mark.parametrize("need", NEEDS)
-def test_choosing_tokens_does_not_wait(need: str, temperature: float) -> None:
+def test_sampling_does_not_wait(need: str, temperature: float) -> None:
     """Neither for a stable batch nor for a request that joins it; the CPU samples the same
     tokens."""
     params = SamplingParams(temperature=temperature, **NEEDS[need])
@@ -116,14 +116,14 @@ WAITS: list[Callable[[Tensor], object]] = [
 
 
 @pytest.mark.parametrize("wait", WAITS, ids=range(len(WAITS)))
-def test_a_wait_would_be_seen(wait: Callable[[Tensor], object]) -> None:
+def test_a_wait_is_detected(wait: Callable[[Tensor], object]) -> None:
     """Validates the tests above."""
     with watched() as waits:
         wait(torch.zeros(2, 3, device=NPU))
     assert len(waits) == 1
 
 
-def test_what_does_not_wait_is_let_through() -> None:
+def test_calls_that_do_not_wait_are_not_reported() -> None:
     with watched() as waits:
         x, indexes = to_device(NPU, [np.ones((2, 3)), np.array([1, 0])])
         x[indexes] += x[0] * 2

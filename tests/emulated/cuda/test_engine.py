@@ -77,7 +77,7 @@ async def check_same(
     assert both.decode.stat("load_failures") == 0
 
 
-def test_logits_are_changed_while_steps_run_ahead(
+def test_logits_are_changed_with_async_scheduling(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = write_model(tmp_path / "model")
@@ -86,9 +86,7 @@ def test_logits_are_changed_while_steps_run_ahead(
 
 @FAMILIES
 @HOWS
-def test_prefill_and_decode_apart_say_what_the_cpu_says(
-    tmp_path: Path, how: str, family: str
-) -> None:
+def test_pair_of_gpus_gives_the_tokens_of_the_cpu(tmp_path: Path, how: str, family: str) -> None:
     model = write_model(tmp_path / "model", family)
     on_cuda = {"backend": "cuda"}
     check_pair(model, how, (on_cuda, on_cuda), transports=("cuda_ipc",))
@@ -97,7 +95,7 @@ def test_prefill_and_decode_apart_say_what_the_cpu_says(
 @FAMILIES
 @HOWS
 @KINDS
-def test_a_gpu_and_a_cpu_say_what_the_cpu_says(
+def test_pair_of_gpu_and_cpu_gives_the_tokens_of_the_cpu(
     tmp_path: Path, kinds: tuple[str, str], how: str, family: str
 ) -> None:
     """The planner converts between their block sizes and layouts, also in fp8."""
@@ -110,7 +108,7 @@ def test_a_gpu_and_a_cpu_say_what_the_cpu_says(
 
 @HOWS
 @KINDS
-def test_a_gpu_and_two_ranks_of_a_cpu_say_what_the_cpu_says(
+def test_pair_of_gpu_and_two_ranks_of_a_cpu_gives_the_tokens_of_the_cpu(
     tmp_path: Path, kinds: tuple[str, str], how: str
 ) -> None:
     """Heads are split or joined in the transfer; the CPU's ranks are processes."""
@@ -124,7 +122,7 @@ def test_a_gpu_and_two_ranks_of_a_cpu_say_what_the_cpu_says(
     ("family", "form"),
     [("llama", "static"), ("llama", "blocks"), ("qwen3_moe", "channel"), ("qwen3_moe", "blocks")],
 )
-def test_fp8_weights_are_multiplied_as_they_are(
+def test_fp8_weights_are_not_dequantised(
     tmp_path: Path, family: str, form: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """On a pair with a common KV format; nothing is dequantised, not even experts."""

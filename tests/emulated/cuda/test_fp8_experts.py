@@ -53,7 +53,7 @@ def check(by_kernels: Sequence[Tensor], by_reference: Sequence[Tensor]) -> None:
         assert (step - wanted).norm() <= LARGEST_PART * wanted.norm()
 
 
-def test_the_tokens_are_those_of_the_reference(model: Path) -> None:
+def test_tokens_equal_the_references(model: Path) -> None:
     found, wanted = (
         run(model, parallel_on(ops, model))[0] for ops in (emulated_backend().ops, ReferenceOps())
     )
@@ -63,7 +63,7 @@ def test_the_tokens_are_those_of_the_reference(model: Path) -> None:
 @pytest.mark.parametrize(
     ("ep_size", "least"), [(1, 1), (2, 1), (2, 1000)], ids=["TP 2", "EP 2, dispatched", "EP 2"]
 )
-def test_two_ranks_have_the_tokens_of_two_of_the_reference(
+def test_two_ranks_give_the_logits_of_two_reference_ranks(
     model: Path, ep_size: int, least: int
 ) -> None:
     """With slices of all experts or with whole experts; the rows of a slice have scales of their
@@ -78,7 +78,7 @@ def test_two_ranks_have_the_tokens_of_two_of_the_reference(
         check(found, wanted)
 
 
-def test_experts_that_move_to_another_rank_take_their_scales_along(model: Path) -> None:
+def test_experts_move_to_another_rank_with_their_scales(model: Path) -> None:
     before = place_experts([9, 1, 1, 1], 6, ExpertRanks(2))
     after = (*before[3:], *before[:3])
 

@@ -71,7 +71,7 @@ class TestDescriptors(Emulated, TransportConformance, TransportProcessConformanc
         self.patch.setattr(PeerMappings, "_open_descriptor", revoke_and_ask)
 
     @pytest.mark.parametrize("times", [1, 2], ids=["in the handshake", "in a transfer"])
-    def test_a_region_that_is_revoked_while_its_descriptor_is_asked_for(self, times: int) -> None:
+    def test_region_is_revoked_while_its_descriptor_is_requested(self, times: int) -> None:
         child = self.child(MIB)
         near, here = self.open(), self.buffer(MIB)
         near.register(here.region)
@@ -89,7 +89,7 @@ class TestDescriptors(Emulated, TransportConformance, TransportProcessConformanc
         with raises(TransportUnavailable):
             second.connect(first.address, timeout=self.timeout)
 
-    def test_a_part_is_prepared_while_the_one_before_it_is_copied(self) -> None:
+    def test_a_part_is_prepared_while_the_previous_one_is_copied(self) -> None:
         self.patch.setattr(ipc_peer, "PIECE_BYTES", MIB // 8)
         self.check_moves(
             self.pair(), ScatteredPieces(*(np.array([n], np.int64) for n in (0, 0, MIB)))

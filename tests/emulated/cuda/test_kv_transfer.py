@@ -31,7 +31,7 @@ def expected(case: KVTransferCase, reader: Reader) -> np.ndarray:
 
 @pytest.mark.parametrize("layout", ["BHLPT", "LPBHT"])
 @pytest.mark.parametrize("ranks", [(2, 1), (1, 2)])
-def test_ranks_that_are_not_as_many(layout: str, ranks: tuple[int, int]) -> None:
+def test_different_numbers_of_ranks(layout: str, ranks: tuple[int, int]) -> None:
     case = KVTransferCase(GEOMETRY, layout, *ranks, tokens=64)
     with reading(case, *DEVICE, OPTIONS) as reader:
         wanted = expected(case, reader)

@@ -17,11 +17,11 @@ from mooncake_hal.testing.backends import run_ranks
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_sums_are_those_of_the_ranks_in_their_order(world_size: int) -> None:
+def test_sums_are_added_in_rank_order(world_size: int) -> None:
     assert on_ranks(world_size, all_reduce_ranks.sums) == [None] * world_size
 
 
-def test_only_small_sums_of_whole_words_go_over_memory() -> None:
+def test_only_small_sums_of_whole_words_use_the_kernel() -> None:
     expected = [True, False, True, False, False]
     assert on_ranks(2, all_reduce_ranks.others_sizes) == [expected] * 2
 
@@ -42,7 +42,7 @@ def test_a_lost_rank_ends_the_kernel() -> None:
         ("export", "cuMemExportToShareableHandle failed: operation not supported"),
     ],
 )
-def test_a_rank_that_can_not_share_makes_all_ranks_use_nccl(lacks: str, reason: str) -> None:
+def test_a_rank_that_can_not_share_memory_makes_all_ranks_use_nccl(lacks: str, reason: str) -> None:
     (first, logged), (second, nothing) = on_ranks(2, all_reduce_ranks.refused, "", lacks)
     assert (first, second) == (False, False)
     assert logged.startswith("all-reduces of all sizes run on NCCL: rank 1: ")

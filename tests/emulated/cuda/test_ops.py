@@ -48,14 +48,14 @@ class TestKernels(
     def backend() -> Backend:
         return emulated_backend()
 
-    def test_prompts_of_one_token_are_no_decodes(self, backend: Backend, case: MakeCase) -> None:
+    def test_prompts_of_one_token_are_not_decodes(self, backend: Backend, case: MakeCase) -> None:
         made = case(Shape(), ((1, 40), (1, 33), (1, 700)))
         made.batch = replace(made.batch, num_decodes=1)
         self.check_decode(backend, made)
         self.check_prefill(backend, made)
 
     @pytest.mark.parametrize("dims", [(64, 30), (1500, 7)])
-    def test_a_lone_row_by_programs_as_small_as_a_devices(
+    def test_single_row_with_few_columns_per_program(
         self, backend: Backend, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Inputs that take one step and several; other inputs in this suite are larger."""
@@ -67,7 +67,7 @@ class TestKernels(
         assert_same(found, oracle.linear(x, weight, bias), "bfloat16")
 
     @pytest.mark.parametrize(("programs", "least"), [(1, 1), (3, 1), (2, 8), (3, 2)])
-    def test_programs_that_take_several_splits_say_the_same(
+    def test_programs_with_several_splits_give_the_same_bits(
         self,
         backend: Backend,
         case: MakeCase,
@@ -83,7 +83,7 @@ class TestKernels(
         monkeypatch.setattr(Tuning, "min_splits", lambda *_: least)
         assert torch.equal(backend.ops.decode_attention(*arguments), expected)
 
-    def test_whoever_comes_last_merges(
+    def test_the_last_program_merges(
         self, backend: Backend, case: MakeCase, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Bit-identical in every launch; each launch resets its arrival counts."""
@@ -107,7 +107,7 @@ class TestKernels(
         assert len(counts) == 3
         assert not any(count.any() for count in counts)
 
-    def test_latents_of_one_split_are_there_before_the_merge(
+    def test_latents_of_one_split_need_no_merge(
         self, backend: Backend, latent_case: MakeCase, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Beside a longer context, which is the only one to be merged."""
@@ -117,7 +117,7 @@ class TestKernels(
         monkeypatch.setattr(attention_launch, "_merge", lambda out, *_: out)
         assert torch.equal(backend.ops.mla_decode_attention(*arguments)[1:], expected[1:])
 
-    def test_a_device_that_needs_no_splits(
+    def test_device_that_needs_no_splits(
         self,
         backend: Backend,
         case: MakeCase,
@@ -130,7 +130,7 @@ class TestKernels(
         self.check_latent(backend, latent_case(latent_shape(backend), ((1, 700), (1, 33))))
 
     @pytest.mark.parametrize("programs", [1, 3])
-    def test_programs_that_take_several_splits_of_latents_say_the_same(
+    def test_programs_with_several_splits_of_latents_give_the_same_bits(
         self,
         backend: Backend,
         latent_case: MakeCase,

@@ -59,7 +59,7 @@ def models(
     return plain, write_fp8(even_halves(plain), folder / "model", "channel")[0]
 
 
-def test_the_tokens_are_those_of_the_model_quantised_beforehand(
+def test_tokens_equal_those_of_the_model_quantised_beforehand(
     models: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Including log probabilities, which differ without quantisation."""
@@ -77,7 +77,7 @@ def test_the_tokens_are_those_of_the_model_quantised_beforehand(
     assert "quantised" not in caplog.text
 
 
-def test_peers_of_which_one_quantises_say_so(
+def test_peers_with_different_quantization_are_reported(
     models: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -94,7 +94,7 @@ def test_peers_of_which_one_quantises_say_so(
     )
 
 
-def test_two_ranks_make_the_logits_of_two_with_the_model_quantised_beforehand(
+def test_logits_of_two_ranks_equal_those_of_the_model_quantised_beforehand(
     models: tuple[Path, Path],
 ) -> None:
     """Rows whose columns are divided have scales per rank, which are equal here."""

@@ -51,7 +51,7 @@ def channels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["Location", "AccessDesc", "AllocationProp", "FabricHandle"])
-def test_structures_are_as_large_as_in_the_header(name: str) -> None:
+def test_struct_sizes_equal_the_headers(name: str) -> None:
     assert ctypes.sizeof(getattr(virtual_memory, name)) == header_fact(f"{name}.size")
 
 
@@ -67,12 +67,12 @@ def test_structures_are_as_large_as_in_the_header(name: str) -> None:
         "AllocationFlags.usage",
     ],
 )
-def test_fields_lie_where_the_header_has_them(field: str) -> None:
+def test_field_offsets_equal_the_headers(field: str) -> None:
     structure, _, name = field.partition(".")
     assert getattr(getattr(virtual_memory, structure), name).offset == header_fact(field)
 
 
-def test_numbers_are_those_of_the_header() -> None:
+def test_constants_equal_the_headers() -> None:
     assert all(attribute == header_fact(attribute.name) for attribute in Attribute)
     for kind in (HandleType.POSIX_FILE_DESCRIPTOR, HandleType.FABRIC):
         assert kind == header_fact(f"HandleType.{kind.name}")
@@ -80,7 +80,7 @@ def test_numbers_are_those_of_the_header() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, 2 * MIB, 3 * MIB])
-def test_memory_is_zeroed_and_given_back(memory: VirtualMemory, nbytes: int) -> None:
+def test_memory_is_zeroed_and_freed(memory: VirtualMemory, nbytes: int) -> None:
     free, _ = emulated_driver().memory_bytes()
     mapped = memory.allocate(nbytes, 0, DESCRIPTOR, is_rdma=True)
     assert ctypes.string_at(mapped.address, nbytes) == bytes(nbytes)
@@ -90,7 +90,7 @@ def test_memory_is_zeroed_and_given_back(memory: VirtualMemory, nbytes: int) -> 
     assert emulated_library().emulated_leftovers() == 0
 
 
-def test_memory_lives_until_the_last_one_has_unmapped_it(memory: VirtualMemory) -> None:
+def test_memory_lives_until_its_last_mapping_is_gone(memory: VirtualMemory) -> None:
     owned = memory.allocate(2 * MIB, 0, DESCRIPTOR, is_rdma=False)
     descriptor = memory.export_descriptor(owned.address)
     seen = memory.open_descriptor(descriptor, 2 * MIB, 0)
@@ -102,7 +102,7 @@ def test_memory_lives_until_the_last_one_has_unmapped_it(memory: VirtualMemory) 
     assert emulated_library().emulated_leftovers() == 0
 
 
-def test_a_way_that_was_not_asked_for_is_refused(memory: VirtualMemory) -> None:
+def test_a_handle_type_that_was_not_requested_is_rejected(memory: VirtualMemory) -> None:
     mapped = memory.allocate(1, 0, DESCRIPTOR, is_rdma=False)
     with pytest.raises(DeviceError, match="cuMemExportToShareableHandle failed"):
         memory.export_fabric(mapped.address)
@@ -110,7 +110,7 @@ def test_a_way_that_was_not_asked_for_is_refused(memory: VirtualMemory) -> None:
     assert emulated_library().emulated_leftovers() == 0
 
 
-def test_what_fails_half_way_is_undone(memory: VirtualMemory) -> None:
+def test_failed_mapping_is_undone(memory: VirtualMemory) -> None:
     owned = memory.allocate(2 * MIB, 0, DESCRIPTOR, is_rdma=False)
     descriptor = memory.export_descriptor(owned.address)
     with pytest.raises(DeviceError, match="cuMemMap failed"):
@@ -145,7 +145,7 @@ def test_other_memory_has_no_handle(memory: VirtualMemory) -> None:
     ],
 )
 @pytest.mark.usefixtures("channels")
-def test_the_longest_reach_is_taken(
+def test_the_memory_kind_with_the_longest_reach_is_selected(
     monkeypatch: pytest.MonkeyPatch, lacks: str, nvlink: str, kind: MemoryKind, reason: str
 ) -> None:
     monkeypatch.setenv("EMULATED_CUDA_LACKS", lacks)
@@ -157,7 +157,7 @@ def test_the_longest_reach_is_taken(
     assert emulated_library().emulated_leftovers() == 0
 
 
-def test_memory_that_can_not_be_pinned_for_nics_is_shared_without(
+def test_memory_that_can_not_be_pinned_for_nics_is_still_shared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As in sandboxes whose driver reports the attribute but rejects such memory."""
@@ -169,7 +169,7 @@ def test_memory_that_can_not_be_pinned_for_nics_is_shared_without(
     assert emulated_library().emulated_leftovers() == 0
 
 
-def test_what_needs_a_device_is_refused_in_a_thread_without_one() -> None:
+def test_driver_calls_fail_in_a_thread_without_a_device() -> None:
     """As in the driver: code that frees memory binds the device first."""
     driver = emulated_driver()
     driver.bind(0)
@@ -180,7 +180,7 @@ def test_what_needs_a_device_is_refused_in_a_thread_without_one() -> None:
     driver.free_host(address)
 
 
-def test_staging_is_given_back_by_any_thread() -> None:
+def test_staging_buffers_can_be_freed_by_any_thread() -> None:
     """For example a connection's reader thread, which never bound a device."""
     copies = CudaHostCopies(emulated_driver(), 0, InterpretedCopier)
     tcp = load_tcp()
@@ -213,13 +213,13 @@ def test_without_a_channel_there_is_no_fabric() -> None:
     assert "no IMEX channel can be read" in emulated_sharing().of(0).reason
 
 
-def test_a_kind_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unavailable_memory_kind_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MOONCAKE_HAL_CUDA_MEMORY", "fabric")
     with pytest.raises(CapabilityError, match=r"MEMORY=fabric requests .*, but no IMEX channel"):
         emulated_memory().allocate(1, 0)
 
 
-def test_a_descriptor_goes_to_who_knows_the_token() -> None:
+def test_a_descriptor_is_sent_to_the_holder_of_the_token() -> None:
     with closing(DescriptorMailbox()) as mailbox, open(os.devnull) as file:
         send_descriptor(mailbox.name, bytes(32), file.fileno())
         send_descriptor(mailbox.name, mailbox.token, file.fileno())
@@ -228,7 +228,7 @@ def test_a_descriptor_goes_to_who_knows_the_token() -> None:
     os.close(received)
 
 
-def test_a_descriptor_that_never_comes() -> None:
+def test_a_descriptor_that_never_arrives_times_out() -> None:
     mailbox = DescriptorMailbox()
     with pytest.raises(TransferTimeout, match="received no descriptor of the peer's memory within"):
         mailbox.receive(0.01)

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.ascend, pytest.mark.timeout(600)]
 TINY_LLAMA = Path(__file__).parents[3] / "examples" / "tiny-llama"
 
 
-def test_the_npu_says_what_the_cpu_says() -> None:
+def test_npu_and_cpu_give_the_same_tokens() -> None:
     async def main() -> None:
         async with cpu(TINY_LLAMA) as on_cpu, instance(TINY_LLAMA, **ON_NPU) as on_npu:
             for case in await clear_cases(on_cpu):
@@ -24,12 +24,12 @@ def test_the_npu_says_what_the_cpu_says() -> None:
     asyncio.run(main())
 
 
-def test_logits_are_changed_while_steps_run_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_are_changed_with_async_scheduling(monkeypatch: pytest.MonkeyPatch) -> None:
     check_changed_logits(TINY_LLAMA, monkeypatch, ON_NPU, tolerance=0.2)
 
 
 @pytest.mark.parametrize("how", WAYS)
-def test_prefill_and_decode_apart(how: str) -> None:
+def test_disaggregated_prefill_and_decode(how: str) -> None:
     make, send = WAYS[how]
 
     async def main() -> None:

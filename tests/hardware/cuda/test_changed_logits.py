@@ -44,7 +44,7 @@ def executor(cuda: Backend, model: Path) -> Iterator[InProcessExecutor]:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "random"])
 @pytest.mark.parametrize("need", NEEDS)
-def test_a_step_waits_once_whatever_its_requests_ask_for(
+def test_a_step_waits_once_with_any_sampling_parameters(
     executor: InProcessExecutor, need: str, temperature: float
 ) -> None:
     """A step waits for its tokens; with a grammar also for the previous step's, which are ready by
@@ -60,7 +60,7 @@ def test_a_step_waits_once_whatever_its_requests_ask_for(
     assert len(waits) <= steps, waits[0]
 
 
-def test_logits_are_changed_while_steps_run_ahead(
+def test_logits_are_changed_with_async_scheduling(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = {"backend": "cuda", "dtype": "float32"}

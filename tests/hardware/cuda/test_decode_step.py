@@ -34,7 +34,7 @@ def step_of(cuda: Backend, case: Case, out: Tensor) -> Callable[[], None]:
     return step
 
 
-def test_nothing_waits(cuda: Backend, case: Case) -> None:
+def test_a_step_does_not_wait(cuda: Backend, case: Case) -> None:
     out = torch.empty_like(case.query)
     step = step_of(cuda, case, out)
     step()
@@ -43,7 +43,7 @@ def test_nothing_waits(cuda: Backend, case: Case) -> None:
     assert waits == []
 
 
-def test_a_wait_would_be_seen(cuda: Backend) -> None:
+def test_a_wait_is_detected(cuda: Backend) -> None:
     """Validates the previous test."""
     with watched() as waits:
         torch.ones(1, device="cuda:0").item()

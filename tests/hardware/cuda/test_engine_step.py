@@ -55,7 +55,7 @@ def test_a_step_waits_once(decoder: Decoder) -> None:
     assert len(waits) <= steps, waits[0]
 
 
-def test_a_draft_models_passes_are_not_waited_for(cuda: Backend, tmp_path: Path) -> None:
+def test_draft_model_passes_do_not_wait(cuda: Backend, tmp_path: Path) -> None:
     """All passes are launched before the host reads any of their tokens."""
     model, steps = write_model(tmp_path, "llama"), 10
     drafting = SpeculativeConfig(SpeculativeMethod.DRAFT, 3, model)
@@ -74,7 +74,7 @@ def test_a_draft_models_passes_are_not_waited_for(cuda: Backend, tmp_path: Path)
     assert len(waits) <= 2 * steps, waits[0]  # of sampled and of draft tokens
 
 
-def test_a_step_takes_no_memory_of_the_driver(decoder: Decoder) -> None:
+def test_a_step_allocates_no_driver_memory(decoder: Decoder) -> None:
     before = torch.cuda.memory_stats()["num_device_alloc"]
     for _ in range(200):
         decoder.step()

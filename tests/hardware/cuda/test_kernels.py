@@ -50,7 +50,7 @@ def test_narrow_kv(cuda: Backend) -> None:
     torch.cuda.synchronize()
 
 
-def test_drawing(cuda: Backend) -> None:
+def test_sampling(cuda: Backend) -> None:
     sample_rows(device="cuda:0")
     torch.cuda.synchronize()
 

@@ -29,7 +29,7 @@ def case(cuda: Backend, request: pytest.FixtureRequest) -> Iterator[Case]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_library_says_what_the_reference_says(cuda: Backend, case: Case, name: str) -> None:
+def test_library_gives_the_results_of_the_reference(cuda: Backend, case: Case, name: str) -> None:
     ops = CudaOps(Tuning(cuda.runtime.devices()[0].generation, PROCESSORS), name)
     arguments = (case.kv.key, case.kv.value, case.batch, 0.088)
     decodes = case.batch.num_decodes

@@ -59,12 +59,12 @@ async def ask_both(
         return (await ask(decode, prompt, params=params | {"metaserver": server.url("k")})).tokens
 
 
-def test_the_gpu_says_what_the_cpu_says(model: Path) -> None:
+def test_gpu_and_cpu_give_the_same_tokens(model: Path) -> None:
     """In float32, in which both differ from the reference by rounding only."""
     assert asyncio.run(greedy(model, backend="cuda")) == asyncio.run(greedy(model))
 
 
-def test_the_gpu_says_what_transformers_says(model: Path) -> None:
+def test_gpu_and_transformers_give_the_same_tokens(model: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -85,7 +85,7 @@ def test_the_gpu_says_what_transformers_says(model: Path) -> None:
 @pytest.mark.parametrize("transport", ["cuda_ipc", "staged"])
 @pytest.mark.parametrize("connector", [PULL, LAYERWISE])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_processes_say_what_one_says(
+def test_two_processes_give_the_tokens_of_one(
     model: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, connector: str, transport: str
 ) -> None:
     """Token for token, in bfloat16 too, since all of them run the same kernels."""
@@ -110,7 +110,7 @@ def test_two_processes_say_what_one_says(
 @HOWS
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("kinds", [("cuda", "cpu"), ("cpu", "cuda")], ids="-to-".join)
-def test_a_gpu_and_a_cpu_say_what_one_says(
+def test_pair_of_gpu_and_cpu_gives_the_tokens_of_one(
     model: Path, kinds: tuple[str, str], ranks: int, how: str
 ) -> None:
     """The CPU instance may have more ranks than the GPU instance."""
@@ -123,7 +123,7 @@ def test_a_gpu_and_a_cpu_say_what_one_says(
 @pytest.mark.parametrize(
     "sides", [("2", "1"), ("1", "2"), ("2x1", "1"), ("2x1", "2")], ids="-".join
 )
-def test_ranks_of_several_gpus_say_what_one_says(
+def test_ranks_on_several_gpus_give_the_tokens_of_one(
     cuda: Backend, model: Path, sides: tuple[str, str], how: str
 ) -> None:
     """Tensor-parallel ranks over NCCL, and pipeline stages (as ``stages x ranks``)."""

@@ -22,7 +22,7 @@ LENGTHS = (5, 5, 40, 130, 200, 260)
 
 
 @pytest.mark.parametrize("family", ["llama", "mixtral", "deepseek_v3"])
-def test_replayed_prompts_say_what_launched_ones_say(tmp_path: Path, family: str) -> None:
+def test_replayed_prompts_give_the_tokens_of_launched_ones(tmp_path: Path, family: str) -> None:
     model = write_model(tmp_path, family)
     requests = [
         EngineRequest(f"r{index}", prompt_of(length, index), GREEDY)

@@ -38,7 +38,7 @@ def shown() -> str:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
 
 
-def test_one_device_by_its_name_here() -> None:
+def test_one_device_by_its_visible_name() -> None:
     found = run(shown())
     assert found.returncode == 0, found.stderr
     assert found.stdout.split() == ["1", CudaDriver().uuid(0).hex()]
@@ -57,7 +57,7 @@ def test_one_device_by_its_uuid() -> None:
     ("visible", "reason"),
     [("", "CUDA_VISIBLE_DEVICES hides them all"), ("99", "torch sees no device; see CUDA_VISIBLE")],
 )
-def test_no_device_has_its_reason(visible: str, reason: str) -> None:
+def test_no_visible_device_is_unavailable_with_a_reason(visible: str, reason: str) -> None:
     found = run(visible)
     assert found.returncode != 0
     assert reason in found.stderr

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.cuda, pytest.mark.multi_device, pytest.mark.timeout(60
 
 @pytest.mark.parametrize("way", ["auto", "nccl"])
 @pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_every_rank_has_the_same_right_bits(cuda: Backend, ranks: int, way: str) -> None:
+def test_every_rank_has_the_same_right_sum(cuda: Backend, ranks: int, way: str) -> None:
     require_gpus(cuda, ranks)
     first, *others = on_gpus(ranks, small_sums, way)
     for other in others:

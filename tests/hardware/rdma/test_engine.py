@@ -42,7 +42,7 @@ def expected() -> Iterator[list[list[int]]]:
         yield asyncio.run(main())
 
 
-def test_pulled_from_two_ranks_by_one(expected: list[list[int]]) -> None:
+def test_one_rank_pulls_from_two(expected: list[list[int]]) -> None:
     async def main() -> None:
         async with side(Role.PREFILL, 32, tp_size=2) as first, side(Role.DECODE, 16) as second:
             both = Pair(first, second)

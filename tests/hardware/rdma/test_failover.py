@@ -60,7 +60,7 @@ class TestFailover(TransportKit):
             self.read_until(pair, lambda: f"on {dead}" in caplog.text)
         self.check_reads(pair)
 
-    def test_without_any_nic_the_peer_is_lost(self) -> None:
+    def test_peer_is_lost_without_any_nic(self) -> None:
         pair = self.pair(NBYTES)
         with down(*NETWORK_DEVICES), raises(PeerLost):
             self.write(pair.peer, pair.whole(NBYTES))
@@ -68,7 +68,7 @@ class TestFailover(TransportKit):
         self.write(peer, pair.whole(MIB))
         assert (pair.here.get()[:MIB] == pair.there.get()[:MIB]).all()
 
-    def test_a_nic_that_comes_back_is_used_again(
+    def test_recovered_nic_is_used_again(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         monkeypatch.setattr(rdma_connection, "COOLDOWN_SECONDS", 0.1)

@@ -38,7 +38,7 @@ def nic() -> Iterator[Nic]:
     nic.close()
 
 
-def test_closing_the_port_closes_what_is_left_on_it() -> None:
+def test_closing_the_port_closes_its_queue_pairs_and_memory() -> None:
     nic = Nic(0, active_ports()[0], RdmaSettings())
     with closing(anonymous(MIB)) as buffer:
         pair, served = nic.queue_pair(), nic.queue_pair(sends=False)
@@ -51,7 +51,7 @@ def test_closing_the_port_closes_what_is_left_on_it() -> None:
         nic.queue_pair()
 
 
-def test_a_closed_queue_pair_refuses_every_call(nic: Nic) -> None:
+def test_closed_queue_pair_rejects_every_call(nic: Nic) -> None:
     pair = nic.queue_pair()
     info = pair.info()
     pair.close()
@@ -60,13 +60,13 @@ def test_a_closed_queue_pair_refuses_every_call(nic: Nic) -> None:
             call()
 
 
-def test_what_the_device_refuses_is_named(nic: Nic) -> None:
+def test_error_names_the_call_that_the_device_rejects(nic: Nic) -> None:
     nic.window = 1 << 30
     with pytest.raises(TransportUnavailable, match=r"no queue pair: .*ibv_create_cq: Invalid"):
         nic.queue_pair()
 
 
-def test_a_device_that_is_not_there_is_named() -> None:
+def test_error_names_the_missing_device() -> None:
     with pytest.raises(TransportUnavailable, match=r"no device 'mlx5_99', it lists \['"):
         verbs.open_device("mlx5_99")
     with pytest.raises(TransportUnavailable, match="mlx5_99:1 can't be queried"):

@@ -46,7 +46,7 @@ OPS = (
 )
 
 
-def test_the_shapes_were_compared_with_torch_npus_meta_kernels() -> None:
+def test_shapes_were_compared_with_meta_kernels_of_torch_npu() -> None:
     """Runs after the suite: at least one comparison for every op that the backend calls."""
     from support.cann_stub.registry import checked
 
@@ -68,7 +68,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 
 
-def test_a_rank_may_be_forked_behind_the_import_of_torch_npu() -> None:
+def test_a_rank_may_be_forked_after_importing_torch_npu() -> None:
     """As ranks are forked, from a process that has imported it with torch."""
     done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

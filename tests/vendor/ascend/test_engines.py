@@ -23,7 +23,7 @@ MODULES = {
 
 
 @pytest.mark.parametrize("engine", sorted(MODULES))
-def test_the_wheel_is_as_recorded(engine: str) -> None:
+def test_wheel_equals_the_recorded_api(engine: str) -> None:
     name, distribution = MODULES[engine]
     module = importlib.import_module(name)
     recorded = json.loads(GOLDEN.read_text())[engine]

@@ -132,20 +132,20 @@ def assert_close(found: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-def test_within_the_limits(name: str) -> None:
+def test_kernel_is_within_the_limits(name: str) -> None:
     case = CASES[name]
     linalg = lowered(name, case)
     assert violations(linalg, case.grid) == []
     assert live_bytes(linalg) > 0
 
 
-def test_drawing_tokens_is_none_of_them() -> None:
+def test_sampling_kernel_breaks_a_limit() -> None:
     """The Ascend backend would need another one, since this one counts in float64."""
     found = violations(lowered("summarise_slices", DRAWING), DRAWING.grid)
     assert "uses float64, which the vector cores do not have" in found
 
 
-def test_what_breaks_a_limit_is_found() -> None:
+def test_violation_of_a_limit_is_found() -> None:
     wide = lowered("silu_mul", CASES["silu_mul"], WIDTH=16384)
     (full,) = violations(wide, (1,))
     assert full.startswith("holds ")
