@@ -1,6 +1,6 @@
-"""An engine without a model, for tests of the front end: it says what it is told to say.
+"""An engine without a model, for tests of the front end: it generates scripted tokens.
 
-It speaks the seam of ``AsyncEngine`` and keeps account of what the front end did with it.
+It implements the interface of ``AsyncEngine`` and records the front end's calls.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ Script = Callable[[EngineRequest], Sequence[int]]
 
 
 def upper_case(request: EngineRequest) -> list[int]:
-    """Says the prompt again in capitals (bytes), then ends."""
+    """Generates the prompt in capitals (bytes), then ends."""
     return [*bytes(request.prompt_token_ids).upper(), EOS]
 
 
 def saying(*texts: str | bytes) -> Script:
-    """Says these texts (bytes), then ends; answer ``-i`` of several says text i."""
+    """Generates these texts (bytes), then ends; with several texts, the request ``-i`` gets text
+    i."""
     encoded = [text.encode() if isinstance(text, str) else text for text in texts]
 
     def script(request: EngineRequest) -> list[int]:
@@ -53,15 +54,15 @@ def saying(*texts: str | bytes) -> Script:
 
 @dataclass
 class FakeEngine:
-    """Says ``script(request)``, one token per update.
+    """Generates ``script(request)``, one token per update.
 
     Args:
         script: token ids of the answer, EOS included.
-        refusal: raised instead of every answer.
+        refusal: raised on every submission.
         hold_at: requests are held before this token until ``release`` is set.
         die_at: the engine dies before this token.
-        held_ids: both concern only the requests whose ids end so.
-        room: how many requests are taken at once.
+        held_ids: suffix of the request ids that both apply to.
+        room: number of requests that it admits at once.
     """
 
     script: Script = upper_case
@@ -100,7 +101,7 @@ class FakeEngine:
         self.seen.append(request)
         if self.refusal is not None:
             raise self.refusal
-        saying = self._say(self._updates(request), on_update)  # a script may refuse, too
+        saying = self._say(self._updates(request), on_update)  # the script may raise, too
         self._live[request.request_id] = asyncio.create_task(saying)
         return request.request_id
 
@@ -128,7 +129,7 @@ class FakeEngine:
         return not self.is_busy
 
     async def refresh(self) -> None:
-        """The figures are always those of now."""
+        """Nothing to do: the statistics are always current."""
 
     def stats(self) -> EngineStats:
         return EngineStats(
@@ -236,6 +237,6 @@ def _handed_over(request: EngineRequest) -> dict[str, Any]:
 
 
 def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
-    """The token itself is the best, its neighbours follow."""
+    """The sampled token ranks first, followed by its neighbours."""
     top = tuple(((token_id + i) % 256, -0.5 - i) for i in range(num_top))
     return TokenLogprobs(token_id, -0.5, top, rank=1)

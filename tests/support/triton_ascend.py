@@ -1,8 +1,8 @@
-"""Triton kernels as Ascend would run them: lowered by triton-ascend, held against its documented
+"""Triton kernels compiled as for Ascend: lowered by triton-ascend, checked against its documented
 limits, and run on the CPU through MLIR.
 
-triton-ascend stops here without CANN: what comes out is linalg on tensors, which CANN's compiler
-takes on. It checks no limits before that, so they are checked on the linalg.
+Without CANN, triton-ascend stops at linalg on tensors, the input of CANN's compiler. It checks no
+limits before that, so they are checked on the linalg.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from triton.backends.compiler import AttrsDescriptor, GPUTarget
 from triton.compiler.compiler import ASTSource
 
 UNIFIED_BUFFER_BYTES = 96 << 10
-"""Half of the vector core's buffer: the other half is filled while this one is worked on."""
+"""Half of the vector core's buffer: the other half is filled meanwhile."""
 MAX_GRID = 65535
 ROW_BYTES = 32
-"""The vector unit works on these at once; other rows are padded, or go element by element."""
+"""Bytes that the vector unit processes at once; rows of other sizes are padded, or processed
+element by element."""
 
 SHIM = Path(__file__).with_name("memref_copy.c")
 TIMEOUT_S = 120
@@ -90,7 +91,7 @@ def lower(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -
 
     Args:
         kernel: under ``triton.jit``.
-        types: of its arguments, as Triton names them (``"*bf16"``); those left out are ``i32``.
+        types: of its arguments, as Triton names them (``"*bf16"``); by default ``i32``.
         constants: the compile-time arguments.
 
     Raises:
@@ -119,7 +120,7 @@ def lower(kernel: Any, types: Mapping[str, str], constants: Mapping[str, Any]) -
 
 
 def violations(linalg: str, grid: Sequence[int]) -> list[str]:
-    """Return which documented limits a lowered kernel breaks, a sentence each."""
+    """Return the documented limits that a lowered kernel violates, one sentence each."""
     found = [f"uses {what}" for pattern, what in _FORBIDDEN.items() if re.search(pattern, linalg)]
     programs = 1
     for size in grid:
@@ -135,13 +136,13 @@ def violations(linalg: str, grid: Sequence[int]) -> list[str]:
 
 
 def _row_bytes(shape: str, kind: str) -> int:
-    """Bytes of a tensor's innermost row; of single elements none, they live in registers."""
+    """Bytes of a tensor's innermost row; none for single elements, which live in registers."""
     sizes = [int(size) for size in shape.split("x") if size]
     return sizes[-1] * _WIDTHS.get(kind, 4) if sizes[-1] > 1 and kind != "i1" else 0
 
 
 def live_bytes(linalg: str) -> int:
-    """Estimate the most local memory that is in use at once, by where values are used last."""
+    """Estimate the peak of local memory from the last uses of values."""
     lines = [line.strip() for line in linalg.splitlines()]
     made: dict[str, tuple[int, int]] = {}
     last: dict[str, int] = {}
@@ -214,7 +215,7 @@ class Tools:
 
 
 class CompiledKernel:
-    """A lowered kernel as a function of the CPU's.
+    """A lowered kernel as a callable on the CPU.
 
     Args:
         linalg: from ``lower``.
@@ -225,7 +226,7 @@ class CompiledKernel:
         found = re.search(r"func\.func @(\w+)\((.*?)\) attributes", linalg, re.DOTALL)
         assert found is not None, "the linalg has no kernel"
         types = re.findall(r"%arg\d+: (memref<[^>]*>|[if]\d+)", found[2])
-        self._types = types[2:-6]  # triton-ascend's own: two pointers first, the grid last
+        self._types = types[2:-6]  # without triton-ascend's own: two pointers first, the grid last
         self._function = getattr(ctypes.CDLL(str(_built(linalg, tools))), found[1])
         self._function.restype = None
 
@@ -259,7 +260,7 @@ def _argument(kind: str, value: Tensor | float) -> list[Any]:
 
 
 def _built(linalg: str, tools: Tools) -> Path:
-    """Compile linalg to a library."""
+    """Compile linalg to a shared library."""
     folder = Path(mkdtemp(prefix="mooncake-test-mlir-"))
     (folder / "kernel.mlir").write_text(_as_mlir_22(linalg))
     at = {
@@ -278,7 +279,7 @@ def _built(linalg: str, tools: Tools) -> Path:
 
 
 def _as_mlir_22(linalg: str) -> str:
-    """triton-ascend's MLIR is older: ``to_tensor`` names its result's type by now."""
+    """Add the type of its result to each ``to_tensor``, which triton-ascend's older MLIR omits."""
 
     def named(found: re.Match[str]) -> str:
         shape = found[3].split(", strided")[0]

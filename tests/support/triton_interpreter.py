@@ -1,8 +1,8 @@
-"""Triton's interpreter, repaired: it keeps bfloat16 as bit patterns, and computes with those.
+"""Fixes for Triton's interpreter, which keeps bfloat16 as bit patterns and computes with those.
 
-In 3.7.1, ``tl.dot`` of bfloat16 multiplies the patterns as integers, silently, and numbers are
-neither rounded to e4m3 as a device rounds them, nor is its NaN one once it is widened. Import
-this in a process that runs with TRITON_INTERPRET=1, before any kernel runs.
+In 3.7.1, ``tl.dot`` of bfloat16 silently multiplies the patterns as integers. Values are not
+rounded to e4m3 as a device rounds them, and e4m3's NaN is no NaN after widening. Import this in a
+process that runs with TRITON_INTERPRET=1, before any kernel runs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BINARY = (
 
 
 def repair() -> None:
-    """Make bfloat16 right, and launches from several threads safe; once per process."""
+    """Fix bfloat16, and launches from several threads; idempotent."""
     if os.environ.get("TRITON_INTERPRET") != "1":
         raise RuntimeError("run with TRITON_INTERPRET=1, or kernels are compiled for a device")
     builder = interpreter.InterpreterBuilder
@@ -42,7 +42,7 @@ def repair() -> None:
     interpreter.GridExecutor.__call__ = _one_at_a_time(interpreter.GridExecutor.__call__)
     interpreter._convert_float = _converted(interpreter._convert_float)
     builder.create_dot = _dot_of_values(builder.create_dot)
-    # a kernel ends before the next one begins
+    # a kernel ends before the next one starts
     tl.extra.cuda.gdc_wait = tl.extra.cuda.gdc_launch_dependents = lambda: None
     for name in _BINARY:
         setattr(builder, name, _rounded(getattr(builder, name)))
@@ -65,7 +65,7 @@ def _converted(convert: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _one_at_a_time(launch: Callable[..., None]) -> Callable[..., None]:
-    """The interpreter keeps its place in the grid in a global."""
+    """Serialise launches: the interpreter keeps its position in the grid in a global."""
     lock = threading.Lock()
 
     def call(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,5 @@
-"""The least of a model that is loaded and divided as one: a fused linear and one by columns."""
+"""The smallest model that is loaded and divided like any other: a fused linear and a row-parallel
+one."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from mooncake_engine.models.layers import (
 
 
 class TwoLinears:
-    """A fused linear and one whose columns are divided, ``down``.
+    """A fused linear, and one whose columns are divided, ``down``.
 
     Args:
-        parallel: where they live.
-        rows: of each of the fused linears, by name.
-        down: rows and columns of the other one; the fused ones have as many columns as it has rows.
-        is_ignored: which other tensors a checkpoint may have.
-        has_bias: whether the fused ones have biases.
+        parallel: parallel context of both.
+        rows: of each part of the fused linear, by name.
+        down: rows and columns of the other one; the fused one has as many columns as it has rows.
+        is_ignored: which additional tensors a checkpoint may have.
+        has_bias: whether the fused linear has biases.
     """
 
     tied_head = None
@@ -42,7 +43,7 @@ class TwoLinears:
         self.is_ignored = is_ignored
 
     def weight_shards(self) -> Iterator[WeightShard]:
-        """What to load."""
+        """The weight shards to load."""
         yield from self.fused.weight_shards()
         yield from self.divided.weight_shards()
 

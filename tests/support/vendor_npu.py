@@ -1,6 +1,6 @@
-"""The Ascend backend over the real torch-npu and the real transfer engines, on the stub of CANN.
+"""The Ascend backend over the real torch-npu and the real transfer engines, on the CANN stub.
 
-Importing this sets the stub up, which has to come before torch-npu is imported.
+Importing this module sets the stub up, which must happen before torch-npu is imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STUB = Path(sys.prefix) / "cann-stub"
 MACHINE = Path(__file__).parent / "npu_emulation/machine"
 SETTINGS = {
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-    "TASK_QUEUE_ENABLE": "0",  # or torch-npu hands ops to a thread of its own
+    "TASK_QUEUE_ENABLE": "0",  # otherwise torch-npu runs ops in a thread of its own
     "CANN_STUB_DEVICES": "2",
     "CANN_STUB_BYTES": str(1 << 30),
     "MC_LOG_LEVEL": "FATAL",
@@ -53,12 +53,12 @@ _set_up()
 
 @lru_cache(maxsize=1)
 def backend() -> Backend:
-    """The backend over the real torch-npu, whose ops compute as the references do."""
+    """The backend over the real torch-npu, whose ops compute with the reference kernels."""
     from support.cann_stub import kernels
 
     from mooncake_hal.testing.backends import load_backend
 
-    with redirect_stdout(sys.stderr):  # where it says that it misses ASCEND_HOME_PATH
+    with redirect_stdout(sys.stderr):  # it reports there that ASCEND_HOME_PATH is missing
         kernels.take_over(STUB)
     kernels.use_references()
     return load_backend("ascend")
@@ -95,7 +95,7 @@ def load_mooncake() -> AdapterTransport:
 
 
 class StubRuntime(HostRuntime):
-    """One NPU of the stub, without torch-npu: what a process of the suite starts fast with."""
+    """One NPU of the stub without torch-npu, for suite processes that have to start fast."""
 
     def bind_thread(self, index: int) -> None:
         ctypes.CDLL("libascendcl.so").aclrtSetDevice(index)

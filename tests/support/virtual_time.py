@@ -8,28 +8,29 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 SETTLE_S = 0.002
-"""What is written to a socket of this process is readable at once; this is for a busy kernel."""
+"""Grace period for a busy kernel; normally, data written to a socket of this process is readable at
+once."""
 
 
 class _ImpatientSelector(selectors.SelectSelector):
-    """Hands out what sockets have, and only if that is nothing moves a clock to the next timer.
+    """Returns sockets' events; if there are none, advances the clock to the next timer.
 
     Args:
-        has_sockets: bytes may still be on their way between sockets of this process.
+        has_sockets: whether bytes may be in flight between sockets of this process.
     """
 
     def __init__(self, *, has_sockets: bool) -> None:
         super().__init__()
         self.now = 0.0
         self._settle_s = SETTLE_S if has_sockets else 0.0
-        # When the loop's next timer is due.
+        # The deadline of the loop's next timer.
         self.next_timer: Callable[[], float | None] = lambda: None
 
     def select(self, timeout: float | None = None) -> Any:
-        """What is ready; the clock has moved if nothing was.
+        """The ready events; if there are none, advances the clock.
 
         Raises:
-            RuntimeError: nothing will ever happen.
+            RuntimeError: there is no event to wait for.
         """
         ready = super().select(0)
         if ready or timeout == 0:
@@ -44,7 +45,7 @@ class _ImpatientSelector(selectors.SelectSelector):
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """Hours pass in milliseconds, in the same order; timers are on time to the last bit."""
+    """Hours pass in milliseconds, in the same order; timers fire exactly on time."""
 
     def __init__(self, *, has_sockets: bool = False) -> None:
         self._impatient = _ImpatientSelector(has_sockets=has_sockets)
@@ -60,12 +61,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtually(coroutine: Coroutine[Any, Any, None], *, has_sockets: bool = False) -> None:
-    """Run a coroutine to its end in virtual time; what it left running is cancelled.
+    """Run a coroutine to completion in virtual time; cancels the tasks that it leaves running.
 
     Args:
-        coroutine: what to run.
-        has_sockets: it talks to itself through sockets: the clock stands while bytes are on their
-            way.
+        coroutine: to run.
+        has_sockets: whether it communicates with itself through sockets; the clock then stands
+            still while bytes are in flight.
     """
     loop = VirtualLoop(has_sockets=has_sockets)
     try:
@@ -83,7 +84,7 @@ async def _cancel_others() -> None:
 
 
 class SpawnedTasks:
-    """What a protocol spawns while it is tested: kept, so that none dies unseen."""
+    """Keeps the tasks that a protocol under test spawns, so that no failure goes unnoticed."""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[None]] = []
@@ -96,7 +97,7 @@ class SpawnedTasks:
         return self._tasks[-1]
 
     def check(self) -> None:
-        """None has died."""
+        """Re-raise the error of a failed task."""
         for task in self._tasks:
             if task.done() and not task.cancelled():
                 task.result()

@@ -1,4 +1,5 @@
-"""KV caches as vLLM makes them, in host memory: one allocation, six orders, a view per layer."""
+"""KV caches as vLLM allocates them, in host memory: one allocation, six orders, a view per
+layer."""
 
 from __future__ import annotations
 
@@ -24,27 +25,27 @@ ORDERS = {
     "BLNHC": (1, 0, 3, 2, 4),
     "BHLNC": (1, 2, 0, 3, 4),
 }
-"""Which axis of (layer, block, head, token, content) comes where in memory, outermost first."""
+"""Order of the axes (layer, block, head, token, content) in memory, outermost first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Caches:
-    """One rank's.
+    """One rank's KV caches.
 
     Args:
         layers: each ``[blocks, heads, tokens, content]``, by vLLM's name.
-        view: what the connector makes of them.
+        view: the connector's view of them.
     """
 
     layers: dict[str, torch.Tensor]
     view: CacheView
 
     def stacked(self) -> NDArray[np.float32]:
-        """All of them: ``[layers, blocks, heads, tokens, content]``; a copy."""
+        """A copy of all caches: ``[layers, blocks, heads, tokens, content]``."""
         return np.stack([layer.numpy() for layer in self.layers.values()])
 
     def fill(self, values: NDArray[np.float32]) -> None:
-        """Write all of them, as ``stacked`` returns them."""
+        """Overwrite all caches with values in the form that ``stacked`` returns."""
         for layer, content in zip(self.layers.values(), values, strict=True):
             layer.copy_(torch.from_numpy(content))
 
@@ -60,17 +61,17 @@ def make_caches(
     num_pages: int | None = None,
     format: str = LINEAR,
 ) -> Caches:
-    """A rank's KV caches, of zeros. With KV-cache groups, the first layers of all of them share one
-    tensor, the second ones the next, and so on.
+    """A rank's KV caches, filled with zeros. With KV-cache groups, the first layers of all groups
+    share one tensor, the second layers the next, and so on.
 
     Args:
-        model: what a token's KV is.
+        model: the shape of a token's KV.
         order: key of ``ORDERS``.
-        num_blocks, block_size: of the kernels.
+        num_blocks, block_size: as the kernels count.
         tp: rank and size.
         layers: of the rank's stage; None: all.
-        num_pages: blocks that the scheduler counts; None: as many.
-        format: as ``view_caches`` takes it.
+        num_pages: number of blocks as the scheduler counts; None: ``num_blocks``.
+        format: see ``view_caches``.
     """
     held = layers or range(model.layers)
     start, stop = head_range(model.kv_heads, tp[1], tp[0])
@@ -89,7 +90,7 @@ def make_caches(
 def filled_ranks(
     model: ModelKV, order: str, tp_size: int, *, seed: int = 0, format: str = LINEAR
 ) -> list[Caches]:
-    """An instance's KV caches, rank by rank, 8 blocks of 4 tokens each, full of noise."""
+    """An instance's KV caches, rank by rank: 8 blocks of 4 tokens each, filled with noise."""
     ranks = [
         make_caches(model, order, 8, 4, tp=(rank, tp_size), format=format)
         for rank in range(tp_size)
@@ -102,12 +103,12 @@ def filled_ranks(
 
 @dataclass(frozen=True, slots=True)
 class AscendCaches:
-    """The same as vLLM-Ascend makes them: K and V apart.
+    """KV caches as vLLM-Ascend allocates them, with separate K and V.
 
     Args:
         layers: each a tuple, by vLLM's name.
-        view: what the connector makes of them.
-        heads_first: whether heads come before tokens.
+        view: the connector's view of them.
+        heads_first: whether the heads' axis comes before the tokens'.
     """
 
     layers: dict[str, tuple[torch.Tensor, ...]]
@@ -115,7 +116,7 @@ class AscendCaches:
     heads_first: bool
 
     def stacked(self) -> NDArray[np.float32]:
-        """All of them: ``[layers, blocks, heads, tokens, content]``; a copy."""
+        """A copy of all caches: ``[layers, blocks, heads, tokens, content]``."""
         axes = (0, 1, 2, 3) if self.heads_first else (0, 2, 1, 3)
         return np.stack(
             [
@@ -134,12 +135,12 @@ def make_ascend_caches(
     heads_first: bool = False,
     is_shared: bool = False,
 ) -> AscendCaches:
-    """A rank's KV caches, full of noise.
+    """A rank's KV caches, filled with noise.
 
     Args:
-        model, num_blocks, block_size, tp: as ``make_caches`` takes them.
-        heads_first: whether heads come before tokens.
-        is_shared: whether K and V of a layer take turns, block by block, in one allocation.
+        model, num_blocks, block_size, tp: see ``make_caches``.
+        heads_first: whether the heads' axis comes before the tokens'.
+        is_shared: whether a layer's K and V alternate, block by block, in one allocation.
     """
     start, stop = head_range(model.kv_heads, tp[1], tp[0])
     middle = (stop - start, block_size) if heads_first else (block_size, stop - start)
@@ -161,18 +162,18 @@ class RankCaches(Protocol):
 
     @property
     def view(self) -> CacheView:
-        """What the connector makes of it."""
+        """The connector's view of it."""
         ...
 
     def stacked(self) -> NDArray[np.float32]:
-        """All of it: ``[layers, blocks, heads, tokens, content]``; a copy."""
+        """A copy of all caches: ``[layers, blocks, heads, tokens, content]``."""
         ...
 
 
 def copy_prompt(
     targets: Sequence[RankCaches], sources: Sequence[RankCaches], movement: BlockTransfer
 ) -> None:
-    """Every target reads what it needs of the sources, by plan and plain copies."""
+    """Copy the KV that every target needs from the sources, by transfer plans and memmove."""
     shards = [KVShardSpec(source.view.shard, source.view.layout) for source in sources]
     for target in targets:
         place = KVShardSpec(target.view.shard, target.view.layout)

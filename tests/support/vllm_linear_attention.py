@@ -1,8 +1,8 @@
-"""A CPU attention for vLLM whose KV is linear, token after token, as on GPUs.
+"""A CPU attention backend for vLLM with linear KV, token after token, as on GPUs.
 
-vLLM's own packs K for the instructions that it found, so that no other engine can read it. This one
-takes its place by vLLM's registry of attention backends and its plugins: what vLLM schedules,
-allocates and hands over stays vLLM's. Slow: a request at a time, in plain torch.
+vLLM's own CPU backend packs K for the instructions that it finds, so that no other engine can read
+it. This one replaces it through vLLM's registry of attention backends and its plugins; scheduling,
+allocation and transfers remain vLLM's. Slow: one request at a time, in plain torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PLUGIN = "vllm-linear-attention"
 
 
 def install(folder: Path) -> None:
-    """Make a plugin of it that vLLM finds where ``folder`` and tests/ are on PYTHONPATH."""
+    """Write a plugin that vLLM finds if ``folder`` and tests/ are on PYTHONPATH."""
     described = folder / f"{PLUGIN.replace('-', '_')}-1.dist-info"
     described.mkdir(parents=True, exist_ok=True)
     (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 1\n")
@@ -29,12 +29,12 @@ def install(folder: Path) -> None:
 
 
 def register() -> None:
-    """vLLM calls this in each of its processes."""
+    """Called by vLLM in each of its processes."""
     register_backend(AttentionBackendEnum.CPU_ATTN, f"{__name__}.LinearBackend")
 
 
 class LinearBackend(AttentionBackend):  # type: ignore[misc]  # vLLM is not installed where types are
-    """In the place of ``CPU_ATTN``; KV is what vLLM says: ``[blocks, heads, tokens, K|V]``."""
+    """Replaces ``CPU_ATTN``; the KV has vLLM's shape: ``[blocks, heads, tokens, K|V]``."""
 
     forward_includes_kv_cache_update = False
     supported_dtypes = (torch.float32,)
@@ -54,7 +54,7 @@ class LinearBackend(AttentionBackend):  # type: ignore[misc]  # vLLM is not inst
 
 @dataclass
 class Batch:
-    """Where each request's rows and blocks are."""
+    """The rows and blocks of each request."""
 
     query_starts: list[int]
     seq_lens: list[int]
@@ -64,7 +64,7 @@ class Batch:
 
 
 class LinearBuilder(AttentionMetadataBuilder):  # type: ignore[misc]  # as above
-    """Per step."""
+    """Builds the metadata of a step."""
 
     def __init__(self, spec: Any, layer_names: list[str], config: Any, device: Any) -> None:
         super().__init__(spec, layer_names, config, device)

@@ -1,8 +1,8 @@
-"""vLLM's own scheduler around the connector, with memory that remembers what it was computed from.
+"""vLLM's own scheduler around the connector, with memory that records what it was computed from.
 
-Only the model is made up: the KV of a token is a number that follows from all tokens up to it, and
-the next token follows from the KV that the block table leads to. So whoever reads KV that is not
-this prompt's, or not there yet, says another token. Needs a vLLM to import.
+Only the model is simulated: a token's KV is a number derived from all tokens up to it, and the next
+token is derived from the KV in the block table. So a request that reads another prompt's KV, or KV
+that has not arrived yet, generates another token. Requires vLLM.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ EXTRA = {
     "transfer_timeout_seconds": 5,
     "push_timeout_seconds": 2,
 }
-"""What every connector is configured with."""
-PAUSE_S = 0.001  # vLLM's own between steps without tokens
+"""The extra configuration of every connector."""
+PAUSE_S = 0.001  # vLLM's own pause between steps without tokens
 
 
 def kv_of(tokens: Sequence[int]) -> list[int]:
-    """The KV of each of these tokens, the first of which begins the prompt."""
+    """The KV of each of these tokens, which begin at the start of the prompt."""
     chain, found = 1, []
     for token in tokens:
         chain = (chain * 31 + token + 7) % MODULUS
@@ -75,7 +75,7 @@ def kv_of(tokens: Sequence[int]) -> list[int]:
 
 
 def answer_to(prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What a model that reads the right KV says."""
+    """The answer of a model that reads the right KV."""
     tokens = list(prompt)
     for _ in range(num_tokens):
         tokens.append(kv_of(tokens)[-1] % VOCABULARY)
@@ -98,17 +98,17 @@ def engine_config(
     has_events: bool = False,
     num_ubatches: int = 1,
 ) -> Any:
-    """vLLM's own configuration; made once, since it takes its time.
+    """vLLM's own configuration; cached, because creating it is slow.
 
     Args:
         role: ``kv_role``.
-        connector: its name; with a ``pool``, MultiConnector has it and the pool's.
+        connector: its name; with a ``pool``, MultiConnector combines it with the pool's connector.
         policy: ``kv_load_failure_policy``.
-        is_async: whether a step is scheduled before the one before it has ended.
-        pool: of the pool's connector.
-        is_hybrid: whether each kind of layers has a block table.
-        has_events: whether it publishes what its caches hold.
-        num_ubatches: parts of a step, which overlap.
+        is_async: whether a step is scheduled before the previous one has ended.
+        pool: address for the pool's connector.
+        is_hybrid: whether each kind of layers has a block table of its own.
+        has_events: whether KV events are enabled.
+        num_ubatches: number of overlapping microbatches per step.
     """
     transfer: dict[str, Any] = {
         "kv_connector": connector,
@@ -141,13 +141,13 @@ def engine_config(
     config = args.create_engine_config()
     config.cache_config.block_size = BLOCK_SIZE
     config.parallel_config.ubatch_size = num_ubatches
-    config.scheduler_config.async_scheduling = is_async  # which vLLM turns off on a CPU
+    config.scheduler_config.async_scheduling = is_async  # vLLM turns it off on a CPU
     return config
 
 
 @dataclass
 class KnownSequence:
-    """What a model runner knows of a request; a block table for each KV-cache group."""
+    """The model runner's state of a request; one block table for each KV-cache group."""
 
     tokens: list[int]
     tables: list[list[int]]
@@ -155,11 +155,11 @@ class KnownSequence:
 
 @dataclass
 class Answer:
-    """What a request has said so far.
+    """A request's output so far.
 
     Args:
         tokens: in order.
-        finish: why it ended; empty while it has not.
+        finish: why it ended; empty while it is running.
         params: ``kv_transfer_params`` of the answer.
     """
 
@@ -170,13 +170,13 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class MadeUpLayer:
-    """One of the model's.
+    """One layer of the simulated model.
 
     Args:
         memory: its KV, ``[blocks, heads, tokens, content]``.
-        marks: what tells its numbers from the other layers' and heads'.
-        group: which block table is its.
-        window: how far it looks back; 0: over all.
+        marks: offsets that distinguish its numbers from those of other layers and heads.
+        group: index of its block table.
+        window: size of its sliding window in tokens; 0: none.
     """
 
     memory: NDArray[np.float32]
@@ -204,7 +204,7 @@ class MadeUpModel:
         self._sequences: dict[str, KnownSequence] = {}
 
     def run(self, step: Any) -> dict[str, list[int]]:
-        """Compute a step; returns what each request of it samples."""
+        """Run a step; returns the tokens that each of its requests samples."""
         for name in step.finished_req_ids:
             self._sequences.pop(name, None)
         self._take_new(step)
@@ -262,14 +262,14 @@ class MadeUpModel:
 
 
 class VllmInstance:
-    """A scheduler, both halves of the connector, and a made-up model.
+    """A scheduler, both halves of the connector, and a simulated model.
 
     Args:
         config: see ``engine_config``.
-        num_blocks: of KV; few of them make vLLM preempt.
-        window: of the first layer's attention; 0: none.
-        is_behind: whether the model runs a step when its output is wanted, behind what vLLM makes
-            of the output before; else as soon as it is scheduled. Both happen.
+        num_blocks: of KV; a small number makes vLLM preempt.
+        window: sliding window of the first layer; 0: none.
+        is_behind: whether the model runs a step only when its output is needed, after vLLM has
+            processed the previous output; otherwise as soon as it is scheduled. vLLM does both.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ class VllmInstance:
         *,
         is_refused: bool = False,
     ) -> None:
-        """A request arrives; one that the front end has refused is ended at once, as vLLM does."""
+        """Add a request; one that the front end has rejected is aborted at once, as in vLLM."""
         sampling = SamplingParams(
             max_tokens=num_tokens,
             temperature=0,
@@ -338,12 +338,13 @@ class VllmInstance:
             self.abort(name)
 
     def abort(self, name: str) -> None:
-        """Its client has left."""
+        """Abort a request, as when its client disconnects."""
         for _ in self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED):
             self.answers[name].finish = "abort"
 
     def step(self) -> None:
-        """One turn of EngineCore: with async scheduling, a step's output comes one turn later."""
+        """One iteration of EngineCore; with async scheduling, a step's output comes one iteration
+        later."""
         if self.scheduler.has_requests():
             step = self.scheduler.schedule()
             self._in_flight.append((step, None if self._is_behind else self._execute(step)))
@@ -353,22 +354,22 @@ class VllmInstance:
             self._take_output()
 
     def drain(self) -> None:
-        """Take what is in flight."""
+        """Process the outputs of all steps in flight."""
         while self._in_flight:
             self._take_output()
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, waits or is held."""
+        """Whether no request is running, waiting or held."""
         return not (self._in_flight or self.scheduler.has_requests())
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody has; vLLM keeps one for itself."""
+        """Number of free blocks; vLLM reserves one for itself."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def figures(self) -> dict[str, float]:
-        """What the connectors have counted."""
+        """The connectors' statistics."""
         found: dict[str, float] = {"hook_errors": 0.0}
         for half in (self.scheduler.connector, self._worker):
             for each in children(half):
@@ -378,7 +379,7 @@ class VllmInstance:
         return found
 
     def leftovers(self) -> list[str]:
-        """What the connectors still know of requests, though none is here."""
+        """State that the connectors still keep for requests although there are none."""
         found = []
         for each, worker in zip(children(self.scheduler.connector), self._sides, strict=True):
             scheduler = each._scheduler
@@ -406,13 +407,13 @@ class VllmInstance:
         return found
 
     def close(self) -> None:
-        """End both halves."""
+        """Shut both halves down."""
         self.scheduler.connector.shutdown()
         self._worker.shutdown()
 
     def _worker_side(self, connector: HalConnector) -> WorkerSide:
-        """What a worker's connector makes of vLLM's memory; here without a model runner's groups
-        of ranks."""
+        """A worker's side of the connector, over vLLM's memory, without a model runner's rank
+        groups."""
         [path] = worker_sockets(connector._vllm_config, type(connector).__name__)
         connector._worker = WorkerSide(
             connector._config, 0, path, self.caches.view, HOST, connector._worker_kind()
@@ -420,12 +421,12 @@ class VllmInstance:
         return connector._worker
 
     def _execute(self, step: Any) -> ModelRunnerOutput:
-        """In the order of vLLM's own model runner."""
+        """Execute a step in the order of vLLM's own model runner."""
         worker = self._worker
         worker.bind_connector_metadata(step.kv_connector_metadata)
-        for _ in range(self._num_ubatches - 1):  # the made-up model computes all with the last
+        for _ in range(self._num_ubatches - 1):  # the last one computes for all
             self._name_layers()
-            time.sleep(PAUSE_S * 20)  # in which whoever takes these for the step's would send them
+            time.sleep(PAUSE_S * 20)  # time in which a premature save would send the layers
         sampled = self._model.run(step)
         self._name_layers()
         worker.start_load_kv(None)
@@ -462,7 +463,7 @@ class VllmInstance:
 
 
 def attention(window: int) -> AttentionSpec:
-    """What vLLM calls the KV of layers with that sliding window, or without one."""
+    """vLLM's spec for the KV of layers with that sliding window, or without one."""
     shape: dict[str, Any] = {
         "block_size": BLOCK_SIZE,
         "num_kv_heads": KV.kv_heads,
@@ -475,7 +476,7 @@ def attention(window: int) -> AttentionSpec:
 
 
 def children(connector: Any) -> list[Any]:
-    """Those of a MultiConnector, or the connector itself."""
+    """The connectors in a MultiConnector, or the connector itself."""
     return list(getattr(connector, "_connectors", [connector]))
 
 
@@ -483,7 +484,7 @@ def children(connector: Any) -> list[Any]:
 def vllm_instance(
     config: Any, num_blocks: int, window: int = 0, *, is_behind: bool = False
 ) -> Iterator[VllmInstance]:
-    """An instance for the length of a block."""
+    """An instance for the duration of a block."""
     opened = VllmInstance(config, num_blocks, window, is_behind=is_behind)
     try:
         yield opened
@@ -492,10 +493,10 @@ def vllm_instance(
 
 
 def settle(instances: Sequence[VllmInstance], timeout_s: float) -> None:
-    """Step all of them until none has anything left.
+    """Step all instances until none has any work left.
 
     Raises:
-        AssertionError: something never ends.
+        AssertionError: a request never ends.
     """
     deadline = time.monotonic() + timeout_s
     while not all(each.is_idle for each in instances):
@@ -507,7 +508,7 @@ def settle(instances: Sequence[VllmInstance], timeout_s: float) -> None:
             each.step()
         time.sleep(PAUSE_S)
     sides = [half._scheduler for each in instances for half in children(each.scheduler.connector)]
-    for side in sides:  # vLLM's hooks tell of each step's begin and end
+    for side in sides:  # vLLM's hooks mark each step's start and end
         assert not isinstance(side, SchedulerSide) or side._steps._num_open == 0
 
 

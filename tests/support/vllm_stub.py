@@ -1,6 +1,6 @@
-"""The few names of vLLM that the connector imports, for tests of what it does around them.
+"""The few names of vLLM that the connector imports, for tests of code around them.
 
-They have what ``tests/contract/vllm`` says of vLLM's own, and nothing of what vLLM does with it.
+They have the interfaces that ``tests/contract/vllm`` records, but none of vLLM's behaviour.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Factory:
 
 
 def install(monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> None:
-    """Let these be imported as a vLLM that runs on such a device, for one test."""
+    """Make these importable as a vLLM that runs on such a device, for one test."""
     Factory.registered = {}
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
