@@ -24,19 +24,19 @@ NAME = "copying"
 class World:
     """The agents of this process, and the faults to inject.
 
-    The next ``num_failures`` slices fail. Slices stall until ``goes_on`` is set or they are
+    The next ``num_failures`` slices fail. Slices stall until ``may_continue`` is set or they are
     cancelled. ``num_opened`` counts the agents that were started.
     """
 
     agents: dict[bytes, CopyingAgent] = field(default_factory=dict)
     num_failures: int = 0
     num_opened: int = 0
-    goes_on: threading.Event = field(default_factory=threading.Event)
+    may_continue: threading.Event = field(default_factory=threading.Event)
     stands_still: threading.Event = field(default_factory=threading.Event)
     is_misled: bool = False
 
     def __post_init__(self) -> None:
-        self.goes_on.set()
+        self.may_continue.set()
 
 
 class CopyingAgent:
@@ -71,7 +71,7 @@ class CopyingAgent:
         assert attachment == b"registered"
 
     def move(self, part: Slice, must_stop: Callable[[], bool]) -> None:
-        while not self._world.goes_on.wait(0.001):
+        while not self._world.may_continue.wait(0.001):
             self._world.stands_still.set()
             if must_stop():
                 raise TransferError("it stood still")

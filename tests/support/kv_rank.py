@@ -27,7 +27,7 @@ class Rank:
         self.allocation = backend.memory.allocate(nbytes, 0)
         region = self.allocation.region
         layout = make_layout("BHLPT", GEOMETRY, shard, NUM_BLOCKS, BLOCK_SIZE)
-        self.told: list[bytes] = []
+        self.sent: list[bytes] = []
         self.failures: list[BaseException] = []
         self.context = RankContext(
             0,
@@ -36,7 +36,7 @@ class Rank:
             registry,
             make_event=lambda: backend.runtime.event(0),
             bind_thread=lambda: backend.runtime.bind_thread(0),
-            emit=self.told.append,
+            emit=self.sent.append,
             fail=self.failures.append,
         )
 

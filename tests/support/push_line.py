@@ -177,7 +177,7 @@ class RankOfOne:
 
 
 @dataclass
-class Talk:
+class Pair:
     """A prefill instance ``p``, a decode instance ``d``, and the events that their cores received.
 
     Args:
@@ -291,7 +291,7 @@ class Talk:
 class Book:
     """``p``'s peers, of which there is only ``d``."""
 
-    talk: Talk
+    pair: Pair
     is_known: bool = False
 
     def get(self, remote: RemoteKV) -> Book:
@@ -327,7 +327,7 @@ class Book:
         try_timeout_s: float | None = None,
     ) -> Any:
         """As ``SideChannelClient.ask``."""
-        answer = await self.talk.line.ask(self.talk.handle_d, make, tries, try_timeout_s)
+        answer = await self.pair.line.ask(self.pair.handle_d, make, tries, try_timeout_s)
         if isinstance(answer, Reject):
             raise HandshakeRefused(answer.reason)
         assert isinstance(answer, kind)

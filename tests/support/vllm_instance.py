@@ -1,4 +1,4 @@
-"""An instance as vLLM would run it, without vLLM: the connector's two sides, memory, requests."""
+"""A vLLM instance without vLLM: the connector's two sides, memory, and requests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HOST = Device(
 MODEL = ModelFingerprint("weights", {"dtype": "float32"})
 DEADLINE_S = 60.0
 Tables = list[int] | tuple[list[int], ...]
-"""A request's blocks: in the only KV-cache group, or in each."""
+"""A request's block table: of the only KV-cache group, or one for each group."""
 NO_TOKENS: Any = SimpleNamespace(
     scheduled_new_reqs=[],
     scheduled_cached_reqs=SimpleNamespace(
@@ -39,13 +39,13 @@ NO_TOKENS: Any = SimpleNamespace(
 
 
 def each_table(blocks: Tables) -> tuple[list[int], ...]:
-    """As vLLM says it: one for each KV-cache group."""
+    """In vLLM's form: one block table for each KV-cache group."""
     return blocks if isinstance(blocks, tuple) else (blocks,)
 
 
 @dataclass
 class Asked:
-    """What vLLM's Request says, as far as the connector reads it."""
+    """The fields of vLLM's Request that the connector reads."""
 
     request_id: str
     prompt_token_ids: list[int] | None
@@ -63,8 +63,8 @@ class Asked:
 
 
 @dataclass
-class Told:
-    """What the ranks have told vLLM: each id by the ranks that named it."""
+class RankReports:
+    """The ranks' reports to vLLM: each request id with the ranks that reported it."""
 
     sent: dict[str, set[int]] = field(default_factory=dict)
     received: dict[str, set[int]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Told:
 
 
 class FakeVllm:
-    """Steps an instance's connector as vLLM does; an id that is named twice fails.
+    """Steps an instance's connector as vLLM does; fails if a rank reports an id twice.
 
     Args:
         scheduler, workers: the connector's sides.
@@ -83,16 +83,16 @@ class FakeVllm:
         self, scheduler: SchedulerSide, workers: list[WorkerSide], caches: list[Caches]
     ) -> None:
         self.scheduler, self.workers, self.caches = scheduler, workers, caches
-        self.told = Told()
+        self.reports = RankReports()
         self._held: list[str] = []
 
     def step(self, output: Any = NO_TOKENS, *, names_layers: bool = True) -> None:
-        """One step: of a ``SchedulerOutput``, or without tokens.
+        """Run one step: with a ``SchedulerOutput``, or without tokens.
 
         Args:
-            output: what is computed.
-            names_layers: whether the hooks of layers are called, as eager mode does; a graph
-                that was captured calls none.
+            output: the tokens to compute.
+            names_layers: whether the per-layer hooks are called, as in eager mode; a captured graph
+                calls none.
         """
         started, pushes = self.scheduler.take_started(), self.scheduler.push_steps(output)
         held, self._held = self._held, []
@@ -104,27 +104,27 @@ class FakeVllm:
                     worker.layer_done(name)
             worker.end_step()
             results = worker.take_results()
-            for ids, told in (
-                (results.sent, self.told.sent),
-                (results.received, self.told.received),
+            for ids, ranks in (
+                (results.sent, self.reports.sent),
+                (results.received, self.reports.received),
             ):
                 for name in ids:
-                    assert rank not in told.setdefault(name, set()), f"{name} was reported twice"
-                    told[name].add(rank)
-            self.told.failed |= results.failed
+                    assert rank not in ranks.setdefault(name, set()), f"{name} was reported twice"
+                    ranks[name].add(rank)
+            self.reports.failed |= results.failed
             assert results.failed <= results.received
         self.scheduler.take_events()
 
-    def step_until(self, told: dict[str, set[int]], request_id: str) -> None:
-        """Step until every rank has named a request."""
+    def step_until(self, reported: dict[str, set[int]], request_id: str) -> None:
+        """Step until every rank has reported a request."""
         deadline = time.monotonic() + DEADLINE_S
-        while len(told.get(request_id, ())) < len(self.workers):
-            assert time.monotonic() < deadline, f"{request_id} was never reported: {self.told}"
+        while len(reported.get(request_id, ())) < len(self.workers):
+            assert time.monotonic() < deadline, f"{request_id} was never reported: {self.reports}"
             self.step()
             time.sleep(0.001)  # vLLM's own pause between empty steps
 
     def finish(self, request: Asked, blocks: Tables) -> tuple[bool, dict[str, Any] | None]:
-        """End a request; the next step names it where its blocks are kept."""
+        """Finish a request; if its blocks are held, the next step names it."""
         is_held, params = self.scheduler.request_finished(request, each_table(blocks))
         if is_held:
             self._held.append(request.request_id)
@@ -139,7 +139,7 @@ class FakeVllm:
         num_cached: int = 0,
         names_layers: bool = True,
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Run a prompt in chunks that end before these tokens, and finish it."""
+        """Compute a prompt in chunks that end before these tokens, and finish it."""
         done = num_cached
         for number, stop in enumerate(chunks):
             new = SimpleNamespace(
@@ -163,7 +163,7 @@ class FakeVllm:
         return self.finish(request, blocks)
 
     def prefill(self, request: Asked, blocks: Tables) -> dict[str, Any]:
-        """Finish a prefill; returns its answer's parameters."""
+        """Finish a prefill; returns the params in its answer."""
         self.scheduler.on_new_request(request)
         assert request.prompt_token_ids is not None
         request.num_computed_tokens = len(request.prompt_token_ids)
@@ -175,7 +175,8 @@ class FakeVllm:
         return params
 
     def admit(self, request: Asked, blocks: Tables, num_computed: int = 0) -> int | None:
-        """Ask and allocate, as vLLM's scheduler does; returns what the connector said it loads."""
+        """Look up and allocate, as vLLM's scheduler does; returns how many tokens the connector
+        will load."""
         count = self.scheduler.num_to_load(request, num_computed)
         if count is not None:
             table = SimpleNamespace(get_block_ids=lambda: each_table(blocks))
@@ -193,7 +194,7 @@ def running(
     max_model_len: int = 4096,
     device: Device = HOST,
 ) -> Iterator[FakeVllm]:
-    """An instance with a rank for each of those caches."""
+    """An instance with one rank for each of those caches."""
     paths = [folder / f"{name}-{rank}" for rank in range(len(caches))]
     workers: list[WorkerSide] = []
     scheduler = None

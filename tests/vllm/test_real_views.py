@@ -138,9 +138,9 @@ def test_complete_prompt_is_transferred(
         request = Asked("d", PROMPT, params)
         decode.scheduler.on_new_request(request)
         decode.admit(request, D_BLOCKS)
-        decode.step_until(decode.told.received, "d")
-        prefill.step_until(prefill.told.sent, "p")
-        assert not decode.told.failed
+        decode.step_until(decode.reports.received, "d")
+        prefill.step_until(prefill.reports.sent, "p")
+        assert not decode.reports.failed
         found, wanted = whole(decode, D_BLOCKS), whole(prefill, P_BLOCKS)
         if model.kind is AttentionKind.MLA:  # every rank of D has the whole latent
             wanted = wanted[:, :1]

@@ -53,10 +53,10 @@ class Decodes:
             self.core.post(AddRequest(EngineRequest(f"d{index}", random_prompt(index), ENDLESS)))
         self.run(lambda: len(self._last) < DECODES)
 
-    def run(self, goes_on: Callable[[], bool]) -> set[str]:
+    def run(self, should_continue: Callable[[], bool]) -> set[str]:
         """Run a step; returns the finished requests."""
         ended: set[str] = set()
-        while goes_on():
+        while should_continue():
             updates, now = self.core.step(), time.perf_counter()
             for update in updates:
                 if update.request_id.startswith("d") and update.token_ids:

@@ -73,9 +73,11 @@ def test_pool_smaller_than_context_length_is_logged_once(
 ) -> None:
     config = EngineConfig(checkpoint, num_kv_blocks=1, tp_size=2, threads=1)
     assert info_of(config).max_model_len == 16
-    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    [told] = [line for line in said if "limits prompt and output together to 16 tokens" in line]
-    assert "the model supports 512: enlarge the pool (--kv-cache-bytes, " in told
+    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    [warning] = [
+        line for line in warnings if "limits prompt and output together to 16 tokens" in line
+    ]
+    assert "the model supports 512: enlarge the pool (--kv-cache-bytes, " in warning
     assert "limit" not in capfd.readouterr().err, "ranks log nothing about it"
 
 

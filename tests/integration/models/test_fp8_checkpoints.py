@@ -35,9 +35,9 @@ def test_tokens_match_dequantised_model(
     """The fallback is logged once, with the reason."""
     model, twin = made(tmp_path, family, form)
     found = asyncio.run(tokens_of(model))
-    said = [r.message for r in caplog.records if "are dequantised to float32" in r.message]
-    assert len(said) == 1
-    assert "backend 'cpu' does not support fp8 on this device" in said[0]
+    messages = [r.message for r in caplog.records if "are dequantised to float32" in r.message]
+    assert len(messages) == 1
+    assert "backend 'cpu' does not support fp8 on this device" in messages[0]
     assert found == asyncio.run(tokens_of(twin))
 
 

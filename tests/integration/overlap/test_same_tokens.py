@@ -95,13 +95,15 @@ def test_one_rank(model: Path, seen: Counter[str], num_blocks: int, ways: tuple[
         ends = [outcome.updates[name][-1].finish for outcome in (found, expected)]
         assert ends[0] is ends[1]
         if name.startswith(("described", "explained")):
-            said = [
+            entries_of_both = [
                 [logprobs for update in outcome.updates[name] for logprobs in update.logprobs or ()]
                 for outcome in (found, expected)
             ]
-            assert [entry.token_id for entry in said[0]] == [entry.token_id for entry in said[1]]
-            assert [entry.logprob for entry in said[0]] == pytest.approx(
-                [entry.logprob for entry in said[1]], abs=1e-4
+            assert [entry.token_id for entry in entries_of_both[0]] == [
+                entry.token_id for entry in entries_of_both[1]
+            ]
+            assert [entry.logprob for entry in entries_of_both[0]] == pytest.approx(
+                [entry.logprob for entry in entries_of_both[1]], abs=1e-4
             )
 
 

@@ -27,18 +27,18 @@ def check_published(of: Instance, host: str, ports: PortRange) -> None:
     """Check that side channel and ranks publish that host, and ports of that range."""
     topology = of.core.topology()
     assert topology is not None
-    told = [(topology.host, topology.port)]
+    advertised = [(topology.host, topology.port)]
     for rank in topology.ranks:
         address = authentication.decode_address(
             rank.endpoints["tcp"], tcp_sockets.TcpAddress, "tcp"
         )
-        told.append((address.host, address.port))
-    assert {host} == {name for name, _ in told}
-    assert len({port for _, port in told} & set(ports)) == len(told)
+        advertised.append((address.host, address.port))
+    assert {host} == {name for name, _ in advertised}
+    assert len({port for _, port in advertised} & set(ports)) == len(advertised)
 
 
 @pytest.mark.parametrize(
-    ("connector", "host", "told", "sizes"),
+    ("connector", "host", "advertised", "sizes"),
     [
         ("MooncakeConnector", "0.0.0.0", "127.0.0.2", ({"tp_size": 2}, {"pp_size": 2})),
         ("MooncakeConnector", "[::1]", "", ({}, {})),
@@ -47,20 +47,26 @@ def check_published(of: Instance, host: str, ports: PortRange) -> None:
     ],
 )
 def test_peers_connect_to_published_addresses(
-    model: Path, connector: str, host: str, told: str, sizes: tuple[dict[str, int], ...]
+    model: Path, connector: str, host: str, advertised: str, sizes: tuple[dict[str, int], ...]
 ) -> None:
     async def main() -> None:
         async with instance(model) as single:
             expected = (await ask(single, PROMPT)).tokens
         sides = [
-            {**OPEN, **size, "host": host, "advertise_host": told, "port_range": free_range(3)}
+            {
+                **OPEN,
+                **size,
+                "host": host,
+                "advertise_host": advertised,
+                "port_range": free_range(3),
+            }
             for size in sizes
         ]
         pushes = connector == LAYERWISE
         both = push_pair if pushes else pair
         async with both(model, prefill=sides[0], decode=sides[1]) as of:  # type: ignore[operator]
             for side, options in zip((of.prefill, of.decode), sides, strict=True):
-                check_published(side, told or "::1", options["port_range"])
+                check_published(side, advertised or "::1", options["port_range"])
             answer = await (ask_pushed(of, PROMPT) if pushes else ask_pair(of, PROMPT))
             assert answer.tokens == expected
             assert of.decode.stat("load_failures") == 0

@@ -30,20 +30,20 @@ def test_other_prompt_of_same_length_is_rejected(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "told", "message"),
+    ("field", "value", "message"),
     [
         ("remote_block_size", 128, "a block size of 128, it has 16"),
         ("remote_ptp_size", 4, "a tensor-parallel size of 4, it has 1"),
     ],
 )
 def test_wrong_metadata_of_prefill_instance_is_rejected(
-    model: Path, field: str, told: int, message: str
+    model: Path, field: str, value: int, message: str
 ) -> None:
     async def scenario() -> None:
         fails = {"load_failure": LoadFailurePolicy.FAIL}
         async with pair(model, decode=fails) as both:
             params = await prefill(both.prefill, PROMPT)
-            answer = await ask(both.decode, PROMPT, params={**params, field: told})
+            answer = await ask(both.decode, PROMPT, params={**params, field: value})
             assert answer.finish is FinishReason.ERROR
             assert message in str(answer.error)
             await both.check_clean()

@@ -296,7 +296,7 @@ def merge_adapter(model: Path, merged: Path, modules: tuple[str, ...]) -> Path:
 
 def test_peer_with_other_secret_is_rejected(model: Path, gate: Gate) -> None:
     check_mismatch(
-        model, model, {"secret": "one"}, {"secret": "two"}, "has another secret", is_heard=False
+        model, model, {"secret": "one"}, {"secret": "two"}, "has another secret", is_connected=False
     )
 
 
@@ -319,7 +319,7 @@ def check_mismatch(
     decode_options: Any,
     reason: str,
     *,
-    is_heard: bool = True,
+    is_connected: bool = True,
 ) -> str:
     """Both instances survive the rejection, which names the reason; returns it. The receiver of the
     metadata checks it."""
@@ -335,7 +335,7 @@ def check_mismatch(
             assert answer.finish is FinishReason.ERROR
             assert reason in str(answer.error)
             names = ("refused_peers", "refused_loads")
-            assert tuple(map(second.stat, names)) == ((1, 1) if is_heard else (0, 0))
+            assert tuple(map(second.stat, names)) == ((1, 1) if is_connected else (0, 0))
             assert (await ask(second, PROMPT)).finish is FinishReason.LENGTH
             assert (await ask(first, PROMPT)).finish is FinishReason.LENGTH
             await both.check_clean(LEASE_S + 10.0)

@@ -55,18 +55,18 @@ def test_decode_instance_with_hung_steps_releases_leases(model: Path) -> None:
     async def main() -> None:
         async with instance(model, Role.PREFILL, **IN_PROCESS) as first:
             options = (*OPTIONS, "--tp-size", "2", "--step-timeout-seconds", "20")
-            with serving(model, "decode", *options) as wedged:
-                os.kill(ranks_of(wedged.program)[1], signal.SIGSTOP)
-                hanging = asyncio.create_task(wedged.complete(body_of(PROMPTS[0], GREEDY)))
+            with serving(model, "decode", *options) as hung:
+                os.kill(ranks_of(hung.program)[1], signal.SIGSTOP)
+                hanging = asyncio.create_task(hung.complete(body_of(PROMPTS[0], GREEDY)))
                 params = [await prefill(first, prompt) for prompt in PROMPTS[1:]]
                 waiting = [
-                    asyncio.create_task(wedged.complete(body_of(prompt, GREEDY, wanted)))
+                    asyncio.create_task(hung.complete(body_of(prompt, GREEDY, wanted)))
                     for prompt, wanted in zip(PROMPTS[1:], params, strict=True)
                 ]
                 await first.check_clean(TIMEOUT_S)
                 ended = await asyncio.gather(hanging, *waiting, return_exceptions=True)
                 assert all(isinstance(end, httpx.HTTPError) for end in ended)
-                status = await asyncio.to_thread(wedged.program.wait, TIMEOUT_S)
+                status = await asyncio.to_thread(hung.program.wait, TIMEOUT_S)
                 assert status == 1
             assert (await ask(first, PROMPTS[0])).tokens
 

@@ -32,7 +32,7 @@ class Deployment:
         client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=90)
         limits = {"max_tokens": NUM_TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
         text = PAGE[30 * number : 30 * number + 200]
-        said = ""
+        text_so_far = ""
         if is_chat:
             messages = [{"role": "user", "content": text}]
             chunks = client.chat.completions.create(
@@ -45,9 +45,9 @@ class Deployment:
             )
             pieces = (chunk.choices[0].text for chunk in texts)
         for piece in pieces:
-            said += piece or ""
+            text_so_far += piece or ""
             progress[number] += 1
-        return said
+        return text_so_far
 
     def stream_all(self, begun: threading.Event | None = None) -> list[str]:
         """The tokens that all clients receive; sets the event when each has a part of its

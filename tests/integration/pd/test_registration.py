@@ -82,8 +82,8 @@ def test_instances_register_again_after_proxy_restart(proxy_url: str, secret: Pa
         # it starts with an empty pool, and instances register
         with proxy(proxy_url, secret) as second:
             until(proxy_url, lambda roles: len(roles) == 2)
-            said = ask(proxy_url).json()["choices"][0]["text"]
-            assert said == expected.json()["choices"][0]["text"]
+            generated = ask(proxy_url).json()["choices"][0]["text"]
+            assert generated == expected.json()["choices"][0]["text"]
             p.process.send_signal(signal.SIGTERM)
             until(proxy_url, lambda roles: roles == ["decode"])
             assert p.wait() == 0

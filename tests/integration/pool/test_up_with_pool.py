@@ -60,16 +60,16 @@ def test_second_turn_loads_answer_and_dead_store_is_restarted() -> None:
         url = up.wait_for("curl -N http://127.0.0.1:").split()[2].split("/v1")[0]
         up.wait_for("Prefill reads the whole prompt at once and fills the KV cache.")
         urls = instances(up)
-        said: dict[str, str] = {}
+        completed: dict[str, str] = {}
 
         def converses() -> bool:
             """Run two turns; returns whether the prefill instance has loaded KV that only the
             decode instance had computed."""
-            first = f"{len(said)} {TURN}"
-            said[first] = complete(url, first)
+            first = f"{len(completed)} {TURN}"
+            completed[first] = complete(url, first)
             until(lambda: counted(urls["decode"], "saves_under_way") == 0)
-            second = first + said[first] + TURN
-            said[second] = complete(url, second)
+            second = first + completed[first] + TURN
+            completed[second] = complete(url, second)
             return counted(urls["prefill"], "num_loaded_chunks") > 0
 
         assert converses()
@@ -81,7 +81,7 @@ def test_second_turn_loads_answer_and_dead_store_is_restarted() -> None:
         first_store = store_pid(up)
         assert first_store is not None
         os.kill(first_store, signal.SIGKILL)
-        assert {prompt: complete(url, prompt) for prompt in said} == said
+        assert {prompt: complete(url, prompt) for prompt in completed} == completed
         until(lambda: store_pid(up) not in (None, first_store))
         saved = counted(urls["decode"], "num_saved_chunks")
 
@@ -90,7 +90,7 @@ def test_second_turn_loads_answer_and_dead_store_is_restarted() -> None:
             return counted(urls["decode"], "num_saved_chunks") > saved
 
         until(saves_again)
-        assert {prompt: complete(url, prompt) for prompt in said} == said
+        assert {prompt: complete(url, prompt) for prompt in completed} == completed
         assert up.end(signal.SIGINT) == 0
     assert "kv-store died, killed by SIGKILL" in up.error_text
     assert "restarting it in 1 s (restart 1)" in up.error_text

@@ -52,14 +52,14 @@ def test_text_and_token_ids_share_affinity() -> None:
     uvloop.run(main())
 
 
-@pytest.mark.parametrize("told_by", ["header", "user"])
-def test_session_stays_on_its_instance(told_by: str) -> None:
+@pytest.mark.parametrize("sent_in", ["header", "user"])
+def test_session_stays_on_its_instance(sent_in: str) -> None:
     async def main() -> None:
         async with stand(num_prefills=3, num_decodes=3, prefill_policy="session") as s:
             homes = set()
             for session in ("anna", "bert", "cleo", "dora", "emil", "fred"):
-                headers = {"x-session-id": session} if told_by == "header" else {}
-                body = BODY | ({"user": session} if told_by == "user" else {})
+                headers = {"x-session-id": session} if sent_in == "header" else {}
+                body = BODY | ({"user": session} if sent_in == "user" else {})
                 before = {fake.name: len(fake.generated) for fake in s.prefills}
                 async with httpx.AsyncClient(base_url=s.url, headers=headers) as client:
                     for _ in range(4):

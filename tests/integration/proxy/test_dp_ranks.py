@@ -33,11 +33,13 @@ async def ranked(prefill: int, decode: int, **options: Any) -> AsyncIterator[Sta
 
 async def until_seen(s: Stand) -> None:
     """Wait until the live page shows the ranks that the instances published."""
-    said = {}
+    ranks_by_url = {}
     for fake in (s.prefill, s.decode):
         ranks = fake.behaviour.dp_ranks or []
-        said[fake.url] = [dict(zip(("running", "waiting"), rank, strict=True)) for rank in ranks]
-    wanted = {url: ranks if len(ranks) > 1 else [] for url, ranks in said.items()}
+        ranks_by_url[fake.url] = [
+            dict(zip(("running", "waiting"), rank, strict=True)) for rank in ranks
+        ]
+    wanted = {url: ranks if len(ranks) > 1 else [] for url, ranks in ranks_by_url.items()}
     deadline = asyncio.get_running_loop().time() + 30
     async with _client(s) as client:
         while True:

@@ -118,9 +118,9 @@ def test_incompatible_pair_is_known_before_any_request(
             assert asked.count("/kv/topology") == 2, "once per start of an instance"
 
     uvloop.run(main())
-    said = [r.getMessage() for r in caplog.records if "is incompatible with" in r.getMessage()]
-    assert len(said) == 2
-    assert all("model differs" in line for line in said)
+    messages = [r.getMessage() for r in caplog.records if "is incompatible with" in r.getMessage()]
+    assert len(messages) == 2
+    assert all("model differs" in line for line in messages)
 
 
 def test_no_compatible_topology_starts_no_prefill() -> None:

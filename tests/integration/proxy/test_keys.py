@@ -21,9 +21,9 @@ async def begin_post(s: Stand, path: str, headers: str = "", num_bytes: int = 30
     reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\n{headers}content-length: {num_bytes}\r\n\r\n"
     writer.write(head.encode() + b"{" * 10_000)
-    said = await asyncio.wait_for(reader.read(), 5)
+    reply = await asyncio.wait_for(reader.read(), 5)
     writer.transport.abort()
-    return said
+    return reply
 
 
 @pytest.mark.parametrize(
@@ -41,9 +41,9 @@ async def begin_post(s: Stand, path: str, headers: str = "", num_bytes: int = 30
 def test_body_without_valid_key_is_not_read(path: str, status: int) -> None:
     async def main() -> None:
         async with stand(**KEYS) as s:
-            said = await begin_post(s, path)
-            assert said.startswith(b"HTTP/1.1 %d " % status), said
-            assert b"connection: close" in said
+            reply = await begin_post(s, path)
+            assert reply.startswith(b"HTTP/1.1 %d " % status), reply
+            assert b"connection: close" in reply
             if path == "/v1/completions":
                 assert s.count("requests", path, "401") == 1
 
@@ -57,8 +57,8 @@ def test_body_with_valid_key_is_read() -> None:
             reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
             head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{WITH_KEY}"
             writer.write(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
-            said = await reader.readuntil(text_of(5).encode())
-            assert said.startswith(b"HTTP/1.1 200 ")
+            reply = await reader.readuntil(text_of(5).encode())
+            assert reply.startswith(b"HTTP/1.1 200 ")
             writer.transport.abort()
 
     uvloop.run(main())
@@ -68,9 +68,9 @@ async def get(s: Stand, path: str) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
     head = f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{WITH_KEY}\r\n"
     writer.write(head.encode())
-    said = await asyncio.wait_for(reader.read(), 5)
+    reply = await asyncio.wait_for(reader.read(), 5)
     writer.close()
-    return said
+    return reply
 
 
 def test_key_is_forwarded_with_model_listing() -> None:

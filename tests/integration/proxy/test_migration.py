@@ -24,14 +24,14 @@ def let_fail(s: Stand, **behaviour: Any) -> None:
         decode.behaviour = Behaviour(spares_retries=True, emits_first_token=emits, **behaviour)
 
 
-def asked_of(seen: Seen) -> list[int]:
+def prompt_of(seen: Seen) -> list[int]:
     """The token ids that a D received as its prompt."""
     params = seen.body["kv_transfer_params"]
     found: list[int] = params.get("prompt_token_ids") or seen.body["prompt"]
     return found
 
 
-def check_whole(events: list[Any], num_tokens: int = 5) -> None:
+def check_complete(events: list[Any], num_tokens: int = 5) -> None:
     """Check that events are one answer: one id, one chunk type, all tokens once, one usage and one
     end."""
     assert streamed_text(events) == text_of(num_tokens)
@@ -60,7 +60,7 @@ def test_stream_of_lost_decoder_is_migrated(
             s.prefill.behaviour.last_token_id = None
             let_fail(s, die_after=die_after, cut=cut)
             body = (CHAT if "chat" in path else BODY) | USAGE
-            check_whole(events_of((await post(s, body, path)).text))
+            check_complete(events_of((await post(s, body, path)).text))
             assert sorted(len(decode.generated) for decode in s.decodes) == [1, 1]
             again = s.prefill.generated[1]
             assert again.path == "/v1/completions"
@@ -70,7 +70,7 @@ def test_stream_of_lost_decoder_is_migrated(
             assert s.count("migrated") == 1
             assert s.count("stream_errors") == 0
             if first_token == "as prompt" and flow == "pull":
-                asked = [asked_of(decode.generated[0]) for decode in s.decodes]
+                asked = [prompt_of(decode.generated[0]) for decode in s.decodes]
                 firsts = [PROMPT_IDS, sent]
                 wanted = [[*ids, token_id(len(ids) - len(PROMPT_IDS))] for ids in firsts]
                 assert sorted(asked) == sorted(wanted)
@@ -85,7 +85,7 @@ def test_stream_of_lost_both_role_instance_is_migrated(path: str) -> None:
         async with stand(**settings) as s:
             let_fail(s, die_after=3)
             body = (CHAT if "chat" in path else BODY) | USAGE
-            check_whole(events_of((await post(s, body, path)).text))
+            check_complete(events_of((await post(s, body, path)).text))
 
     uvloop.run(main())
 
@@ -95,7 +95,7 @@ def test_hung_decoder_is_abandoned_and_not_retried() -> None:
         limits = ClientLimits(stall_timeout_s=0.3, first_byte_timeout_s=0.3)
         async with stand(client=limits, **MIGRATES) as s:
             let_fail(s, hang_after=2)
-            check_whole(events_of((await post(s, BODY | USAGE)).text))
+            check_complete(events_of((await post(s, BODY | USAGE)).text))
             assert sorted(len(decode.generated) for decode in s.decodes) == [1, 1]
 
     uvloop.run(main())
@@ -105,7 +105,7 @@ def test_decoder_shutdown_uses_no_retry_and_loses_no_stream() -> None:
     async def main() -> None:
         async with stand(retry_ratio=0.0, retry_reserve=0, **MIGRATES) as s:
             let_fail(s, error_after=2, error_code="shutting_down", token_delay_s=0.01)
-            check_whole(events_of((await post(s, BODY | USAGE)).text))
+            check_complete(events_of((await post(s, BODY | USAGE)).text))
             assert s.count("migrated") == 1
 
     uvloop.run(main())
@@ -115,7 +115,7 @@ def test_decoder_lost_after_last_token_needs_no_new_prefill() -> None:
     async def main() -> None:
         async with stand(emits_first_token=True, **MIGRATES) as s:
             let_fail(s, die_after=5)
-            check_whole(events_of((await post(s, BODY | USAGE)).text))
+            check_complete(events_of((await post(s, BODY | USAGE)).text))
             assert len(s.prefill.generated) == 1
 
     uvloop.run(main())
@@ -131,7 +131,7 @@ def test_migrated_stream_ends_if_prefill_ends_it(path: str, first_token: str) ->
             answer = await post(s, (CHAT if "chat" in path else BODY) | USAGE, path)
             events = events_of(answer.text)
             again = s.prefill.generated[1].body["prompt"]
-            check_whole(events, num_tokens=len(again) - len(PROMPT_IDS) + 1)
+            check_complete(events, num_tokens=len(again) - len(PROMPT_IDS) + 1)
             assert [c["finish_reason"] for e in events[:-1] for c in e["choices"]][-1] == "stop"
             assert s.count("migrated") == 1
             first_tokens = s.app.router.metrics.first_token_seconds
@@ -192,7 +192,7 @@ def test_truncated_prompt_is_not_truncated_again() -> None:
         async with stand(emits_first_token=True, **MIGRATES) as s:
             let_fail(s, die_after=3)
             cut = {"truncate_prompt_tokens": len(PROMPT_IDS), "truncation_side": "left"}
-            check_whole(events_of((await post(s, BODY | USAGE | cut)).text))
+            check_complete(events_of((await post(s, BODY | USAGE | cut)).text))
             first, second = s.prefill.generated
             assert cut.items() <= first.body.items()
             assert not cut.keys() & second.body.keys()
@@ -205,7 +205,7 @@ def test_min_tokens_counts_over_all_passes() -> None:
         async with stand(emits_first_token=True, **MIGRATES) as s:
             let_fail(s, die_after=3)
             body = BODY | USAGE | {"min_tokens": 4}
-            check_whole(events_of((await post(s, body)).text))
+            check_complete(events_of((await post(s, body)).text))
             second = next(
                 d.generated[-1].body
                 for d in s.decodes
@@ -221,7 +221,7 @@ def test_the_conductor_places_the_rest_and_keeps_nothing_reserved(flow: str) -> 
     async def main() -> None:
         async with stand(emits_first_token=True, **settings(flow=flow), **MIGRATES) as s:
             let_fail(s, die_after=3)
-            check_whole(events_of((await post(s, BODY | USAGE)).text))
+            check_complete(events_of((await post(s, BODY | USAGE)).text))
             check_nothing_is_reserved(s)
 
     uvloop.run(main())

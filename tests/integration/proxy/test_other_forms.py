@@ -36,7 +36,7 @@ def payloads(text: str) -> list[Json]:
     return [json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: ")]
 
 
-def said(found: list[Json]) -> str:
+def stream_text(found: list[Json]) -> str:
     """The concatenated text of a stream."""
     deltas = [each["delta"] for each in found if "delta" in each]
     return "".join(delta if isinstance(delta, str) else delta.get("text", "") for delta in deltas)
@@ -62,7 +62,7 @@ def test_instances_receive_chat_requests(path: str, flow: str) -> None:
             streamed = await post(s, path, stream=True)
             assert streamed.headers["content-type"] == "text/event-stream"
             found = payloads(streamed.text)
-            assert said(found) == text_of(5)
+            assert stream_text(found) == text_of(5)
             assert found[-1]["type"] in ("response.incomplete", "message_stop")
             assert "[DONE]" not in streamed.text
 

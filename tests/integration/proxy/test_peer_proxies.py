@@ -32,7 +32,7 @@ from mooncake_proxy.routing.reservation_sharing import ReservationReport
 
 SECRET = "what these proxies share"
 TIMEOUT_S = 60.0
-NOBODY = "http://127.0.0.1:1"
+UNREACHABLE = "http://127.0.0.1:1"
 STREAM = BODY | {"prompt": list(range(640)), "stream": True}
 
 
@@ -169,7 +169,7 @@ async def _send(
 
 def test_unauthenticated_altered_and_replayed_messages_are_dropped() -> None:
     async def main() -> None:
-        async with stand(1, 1, **peered(NOBODY)) as s:
+        async with stand(1, 1, **peered(UNREACHABLE)) as s:
             s.prefill.behaviour.hangs = True
             own = asyncio.ensure_future(post(s, STREAM))
             book = conductor_of(s).pairs.conductor.book
@@ -198,7 +198,7 @@ def test_unauthenticated_altered_and_replayed_messages_are_dropped() -> None:
 
 def test_snapshot_replaces_earlier_reservations() -> None:
     async def main() -> None:
-        async with stand(1, 1, **peered(NOBODY)) as s:
+        async with stand(1, 1, **peered(UNREACHABLE)) as s:
             s.prefill.behaviour.hangs = True
             own = asyncio.ensure_future(post(s, STREAM))
             book = conductor_of(s).pairs.conductor.book
@@ -229,7 +229,7 @@ def test_reservations_of_silent_peer_expire(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(peer_proxies, name, 0.1)
 
     async def main() -> None:
-        async with stand(1, 1, **peered(NOBODY)) as s:
+        async with stand(1, 1, **peered(UNREACHABLE)) as s:
             s.prefill.behaviour.hangs = True
             own = asyncio.ensure_future(post(s, STREAM))
             book = conductor_of(s).pairs.conductor.book
@@ -270,7 +270,7 @@ def test_worker_relays_peer_reservations_to_other_workers() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         ours.setblocking(False)
         async with AsyncExitStack() as stack:
-            s = await stack.enter_async_context(stand(1, 1, **peered(NOBODY)))
+            s = await stack.enter_async_context(stand(1, 1, **peered(UNREACHABLE)))
             link = WorkerLink(0, theirs)
             link.open(s.app.routers, s.app.admission, s.app.process.tenants.limits)
             stack.callback(ours.close)

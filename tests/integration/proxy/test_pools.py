@@ -222,8 +222,11 @@ def test_ejected_instance_without_health_checks_returns_by_operator_only(operati
             for _ in range(20):
                 await post(s, BODY)
             assert len(broken.generated) == 2
-            told = await change(s, operation=operation, url=broken.url, role="decode")
-            assert told.json()["instance"] | {"state": "up", "error": ""} == told.json()["instance"]
+            response = await change(s, operation=operation, url=broken.url, role="decode")
+            assert (
+                response.json()["instance"] | {"state": "up", "error": ""}
+                == response.json()["instance"]
+            )
             for _ in range(40):
                 assert (await post(s, BODY)).status_code == 200
             assert len(broken.generated) > 2

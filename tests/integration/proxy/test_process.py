@@ -154,16 +154,16 @@ def test_running_and_waiting_count_all_workers() -> None:
 
 
 async def _all_are_counted(url: str, count: int) -> None:
-    said: dict[str, str] = {}
+    samples: dict[str, str] = {}
     for _ in range(100):
         async with httpx.AsyncClient(base_url=url) as client:
             text = (await client.get("/metrics")).text
-        said = dict(line.rsplit(" ", 1) for line in text.splitlines())
-        places = [int(said[f"mooncake_proxy_{name}"]) for name in ("running", "waiting")]
+        samples = dict(line.rsplit(" ", 1) for line in text.splitlines())
+        places = [int(samples[f"mooncake_proxy_{name}"]) for name in ("running", "waiting")]
         if sum(places) == count and min(places) > 0:
             return
         await asyncio.sleep(0.1)
-    raise AssertionError(said)
+    raise AssertionError(samples)
 
 
 async def _ready(url: str) -> None:
@@ -175,14 +175,14 @@ async def _ready(url: str) -> None:
 
 async def _metrics_say(url: str, line: str) -> None:
     """Every worker's /metrics shows the sum as soon as the workers have exchanged counts."""
-    said = []
+    samples = []
     for _ in range(100):
         async with httpx.AsyncClient(base_url=url) as client:
-            said = (await client.get("/metrics")).text.splitlines()
-        if line in said:
+            samples = (await client.get("/metrics")).text.splitlines()
+        if line in samples:
             return
         await asyncio.sleep(0.1)
-    raise AssertionError([text for text in said if "requests_total" in text])
+    raise AssertionError([text for text in samples if "requests_total" in text])
 
 
 def test_a_dead_worker_is_replaced() -> None:

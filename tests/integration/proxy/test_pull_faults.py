@@ -305,7 +305,7 @@ def _decode() -> Any:
 
 async def _until(condition: Any) -> None:
     async def wait() -> None:
-        while not condition():  # noqa: ASYNC110  # the proxy tells nobody
+        while not condition():  # noqa: ASYNC110  # the proxy sends no signal
             await asyncio.sleep(0.005)
 
     await asyncio.wait_for(wait(), 5)

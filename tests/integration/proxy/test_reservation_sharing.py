@@ -40,8 +40,8 @@ async def received(link: socket.socket, s: Stand) -> list[ReservationMessage]:
 
 def as_other(message: ReservationMessage) -> bytes:
     """The same message as if another process had sent it."""
-    told = bytes(message.report).replace(message.owner.encode(), b"another")
-    return encode_message(ReservationMessage(7, "another", type(message.report)(told)))
+    reports = bytes(message.report).replace(message.owner.encode(), b"another")
+    return encode_message(ReservationMessage(7, "another", type(message.report)(reports)))
 
 
 def test_reservations_are_exchanged_and_counted() -> None:
@@ -63,9 +63,9 @@ def test_reservations_are_exchanged_and_counted() -> None:
             await asyncio.sleep(0.05)
             assert len(fleet.book) == 2
             assert (await asked).status_code == 200
-            told = b"".join(bytes(each.report) for each in await received(ours, s))
-            assert b'"finished"' in told
-            assert b"another" not in told, "only the owner sends its reservations"
+            reports = b"".join(bytes(each.report) for each in await received(ours, s))
+            assert b'"finished"' in reports
+            assert b"another" not in reports, "only the owner sends its reservations"
             assert len(fleet.book) == 1
             ours.send(encode_message(WorkerGone(7)))
             await asyncio.sleep(0.05)
@@ -92,7 +92,7 @@ def test_loads_and_reservations_are_sent_repeatedly(monkeypatch: pytest.MonkeyPa
             s.prefill.behaviour.hangs = True
             asked = asyncio.ensure_future(post(s, BODY | {"prompt": list(range(640))}))
             await received(ours, s)
-            telling = asyncio.ensure_future(link.run())
+            sending = asyncio.ensure_future(link.run())
             loads: list[WorkerLoads] = []
             snapshot = b""
             while len(loads) < 3 or b'"reserved"' not in snapshot:
@@ -103,7 +103,7 @@ def test_loads_and_reservations_are_sent_repeatedly(monkeypatch: pytest.MonkeyPa
                     snapshot += bytes(message.report)
             assert loads[-1] == loads[-2]
             assert b'"begins_snapshot":true' in snapshot
-            telling.cancel()
+            sending.cancel()
             asked.cancel()
 
     uvloop.run(main())

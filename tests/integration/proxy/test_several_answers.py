@@ -27,12 +27,12 @@ def continue_prompts(s: Stand) -> None:
 
 def texts(answer: Any, *, is_streamed: bool) -> list[str]:
     """The text of each of the three choices."""
-    said = [""] * SEVERAL["n"]
+    contents = [""] * SEVERAL["n"]
     parts = events_of(answer.text)[:-1] if is_streamed else [answer.json()]
     for choice in [choice for part in parts for choice in part["choices"]]:
         message = choice.get("delta") or choice.get("message") or {}
-        said[choice["index"]] += choice.get("text") or message.get("content") or ""
-    return said
+        contents[choice["index"]] += choice.get("text") or message.get("content") or ""
+    return contents
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -164,7 +164,7 @@ def test_objectives_are_read_from_options() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "reason"),
     [
         (("--slo-ttft", "soon"), "wanted milliseconds"),
         (("--slo-ttft", "5x"), "wanted --admission"),
@@ -173,6 +173,6 @@ def test_objectives_are_read_from_options() -> None:
         (("--admission", "early", "--policy", "prefix"), "does not go together"),
     ],
 )
-def test_invalid_admission_options_are_rejected(arguments: tuple[str, ...], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_admission_options_are_rejected(arguments: tuple[str, ...], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         config(*arguments)

@@ -114,15 +114,15 @@ def _verdict(number: int, answer: bytes, outcome: Outcome) -> str:
         return f"status {status}"
     text = _unchunked(rest).decode()
     events = events_of(text)
-    said = streamed_text(events)
+    received = streamed_text(events)
     ids = {event["id"] for event in events if isinstance(event, dict) and "id" in event}
     if ids - {f"cmpl-s{number}"} and not _is_retry_id(ids, number):
         outcome.wrong.append(f"{number}: ids {ids}")
-    if not text_of(NUM_TOKENS).startswith(said):
-        outcome.wrong.append(f"{number}: text {said!r}")
+    if not text_of(NUM_TOKENS).startswith(received):
+        outcome.wrong.append(f"{number}: text {received!r}")
     if events and events[-1] == "[DONE]":
-        if said != text_of(NUM_TOKENS):
-            outcome.wrong.append(f"{number}: [DONE] after {said!r}")
+        if received != text_of(NUM_TOKENS):
+            outcome.wrong.append(f"{number}: [DONE] after {received!r}")
         return "whole"
     if not events or "error" not in events[-1]:
         outcome.wrong.append(f"{number}: ends without [DONE] and without an error: {text[-200:]!r}")
@@ -152,7 +152,7 @@ async def _settle(s: Stand) -> None:
     """Wait for releases and cancellations that are still in flight."""
 
     async def quiet() -> None:
-        while s.app.admission.num_running:  # noqa: ASYNC110  # nobody tells
+        while s.app.admission.num_running:  # noqa: ASYNC110  # nothing signals it
             await asyncio.sleep(0.02)
 
     await asyncio.wait_for(quiet(), 10)

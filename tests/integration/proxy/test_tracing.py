@@ -29,7 +29,7 @@ def test_a_request_is_one_trace_from_the_client_to_both_instances(flow: str) -> 
                 headers = {"traceparent": TRACEPARENT, "tracestate": "a=b", "x-request-id": "abc"}
                 async with httpx.AsyncClient(base_url=s.url, headers=headers) as client:
                     assert (await client.post("/v1/completions", json=STREAM)).status_code == 200
-                told = {fake.name: fake.generated[0].headers for fake in (s.prefill, s.decode)}
+                received = {fake.name: fake.generated[0].headers for fake in (s.prefill, s.decode)}
             assert set(collected.paths) == {"/v1/traces"}
             assert collected.resource["service.name"] == "mooncake-proxy"
             [request] = collected.named("text_completion m")
@@ -41,8 +41,10 @@ def test_a_request_is_one_trace_from_the_client_to_both_instances(flow: str) -> 
                 [attempt] = [
                     a for a in collected.named("attempt") if a.parent_span_id == span.span_id
                 ]
-                assert told[name]["traceparent"] == f"00-{CLIENT_TRACE}-{attempt.span_id.hex()}-01"
-                assert told[name]["tracestate"] == "a=b"
+                assert (
+                    received[name]["traceparent"] == f"00-{CLIENT_TRACE}-{attempt.span_id.hex()}-01"
+                )
+                assert received[name]["tracestate"] == "a=b"
             facts = attributes_of(request)
             assert facts["gen_ai.operation.name"] == "text_completion"
             assert facts["gen_ai.request.model"] == "m"

@@ -18,10 +18,10 @@ PROMPT = prompt_of(40)
 
 
 class Device:
-    """Makes events of a device that lags behind with its work until ``goes_on`` is set."""
+    """Makes events of a device that lags behind with its work until ``may_continue`` is set."""
 
     def __init__(self) -> None:
-        self.goes_on = threading.Event()
+        self.may_continue = threading.Event()
         self.recording: list[int] = []
         self.waiting: set[int] = set()
 
@@ -36,11 +36,11 @@ class LateEvent:
         self._device.recording.append(threading.get_ident())
 
     def query(self) -> bool:
-        return self._device.goes_on.is_set()
+        return self._device.may_continue.is_set()
 
     def synchronize(self) -> None:
         self._device.waiting.add(threading.get_ident())
-        self._device.goes_on.wait()
+        self._device.may_continue.wait()
 
 
 def test_no_step_waits_for_the_event_of_a_layer(
@@ -63,7 +63,7 @@ def test_no_step_waits_for_the_event_of_a_layer(
                 await wait_until(lambda: bool(both.prefills and device.waiting), 60.0)
                 assert not asking.done()
             finally:
-                device.goes_on.set()
+                device.may_continue.set()
             assert (await asking).tokens == expected
             await both.check_clean()
 

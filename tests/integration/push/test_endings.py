@@ -203,8 +203,8 @@ def test_late_bytes_of_stalled_write_reach_no_reused_block(model: Path, gate: Ga
     async def main() -> None:
         async with instance(model) as single:
             expected = (await ask(single, other, longer)).tokens
-        patient, impatient = {"transfer_timeout_s": 600.0}, {"transfer_timeout_s": 0.5}
-        async with push_pair(model, prefill=impatient, decode=patient, **GATED) as both:
+        long_timeout, short_timeout = {"transfer_timeout_s": 600.0}, {"transfer_timeout_s": 0.5}
+        async with push_pair(model, prefill=short_timeout, decode=long_timeout, **GATED) as both:
             gate.close()
             asking = asyncio.create_task(ask_pushed(both, PROMPT))
             await wait_until(lambda: gate.num_held > 0, 10)

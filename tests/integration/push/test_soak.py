@@ -37,9 +37,9 @@ async def _soak(model: Path, gate: Gate, dice: random.Random) -> None:
             async with places:
                 gate.num_failures += dice.random() < 0.1
                 gate.delay_s = dice.choice([0.0, 0.0, 0.02])
-                patience = dice.choice([30.0, 30.0, 30.0, 0.05, 0.2])
+                timeout_s = dice.choice([30.0, 30.0, 30.0, 0.05, 0.2])
                 with contextlib.suppress(asyncio.TimeoutError):
-                    answer = await asyncio.wait_for(ask_pushed(both, PROMPTS[index]), patience)
+                    answer = await asyncio.wait_for(ask_pushed(both, PROMPTS[index]), timeout_s)
                     assert answer.tokens == expected[index], f"request {number}"
                     return True
                 return False

@@ -63,7 +63,7 @@ def processes_of(program: Program, module: str) -> list[int]:
     return [pid for pid, command in processes.items() if f"-m mooncake_engine.{module}" in command]
 
 
-def wait_gone(pids: Iterable[int]) -> None:
+def wait_for_exit(pids: Iterable[int]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline, "processes are still running"
@@ -159,12 +159,12 @@ def test_request_limit_is_shared_by_all_workers(instance: tuple[str, Program]) -
     [core] = processes_of(program, "core_process")
     os.kill(core, signal.SIGSTOP)  # no request ends meanwhile
     try:
-        asking = PendingRequests(url, 12, "crowd")
-        wait_for(lambda: len(asking.responses) == 4)
+        pending = PendingRequests(url, 12, "crowd")
+        wait_for(lambda: len(pending.responses) == 4)
     finally:
         os.kill(core, signal.SIGCONT)
-    asking.wait()
-    statuses = sorted(response.status_code for response in asking.responses)
+    pending.wait()
+    statuses = sorted(response.status_code for response in pending.responses)
     assert statuses == [200] * 8 + [429] * 4
     wait_for(lambda: num_live(url) == 0)
     assert ask(url, REQUESTS[0]).status_code == 200  # the counts are released
@@ -172,12 +172,12 @@ def test_request_limit_is_shared_by_all_workers(instance: tuple[str, Program]) -
 
 def test_any_worker_can_abort_requests_of_all(instance: tuple[str, Program]) -> None:
     url, _ = instance
-    asking = PendingRequests(url, 4, "together")
+    pending = PendingRequests(url, 4, "together")
     wait_for(lambda: num_live(url) == 4)
     abort(url, "together")
-    asking.wait()
-    assert all("abort" in response.text for response in asking.responses)
-    assert len(asking.responses) == 4
+    pending.wait()
+    assert all("abort" in response.text for response in pending.responses)
+    assert len(pending.responses) == 4
     wait_for(lambda: num_live(url) == 0)
 
 
@@ -196,7 +196,7 @@ def test_shutdown_waits_for_requests_of_all_workers() -> None:
             thread.join(TIMEOUT_S)
         assert [response.status_code for response in found] == [200] * 8
         assert program.wait() == 0
-        wait_gone(processes)
+        wait_for_exit(processes)
 
 
 @pytest.mark.parametrize(
@@ -210,17 +210,17 @@ def test_shutdown_waits_for_requests_of_all_workers() -> None:
 def test_killing_any_process_ends_instance_with_reason(module: str, reason: str) -> None:
     with serving("--api-workers", "2", "--tp-size", "2") as (url, program):
         processes = descendants(program.process.pid)
-        asking = PendingRequests(url, 6, "cut")
+        pending = PendingRequests(url, 6, "cut")
         wait_for(lambda: num_live(url) == 6)
         victims = processes_of(program, module) if module else ranks_of(program)
         os.kill(victims[0], signal.SIGKILL)
-        asking.wait()
+        pending.wait()
         assert program.wait() == 1
-        told = asking.responses
-        assert len(told) == 6 or module == "server.api_worker"
-        assert all(each.status_code == 503 and reason in each.text for each in told)
+        failed = pending.responses
+        assert len(failed) == 6 or module == "server.api_worker"
+        assert all(each.status_code == 503 and reason in each.text for each in failed)
         assert reason in program.error_text
-        wait_gone(processes)
+        wait_for_exit(processes)
 
 
 def test_killed_parent_ends_all_processes() -> None:
@@ -228,7 +228,7 @@ def test_killed_parent_ends_all_processes() -> None:
         processes = descendants(program.process.pid)
         assert len(processes) >= 5
         program.process.kill()
-        wait_gone(processes)
+        wait_for_exit(processes)
 
 
 def test_invalid_options_are_rejected_as_by_one_server(tmp_path: Path) -> None:
@@ -261,4 +261,4 @@ def test_pair_with_workers_gives_same_answers() -> None:
         processes = descendants(program.process.pid)
         assert sum("api_worker " in command for command in processes.values()) == 4
         assert program.end() == 0
-        wait_gone(processes)
+        wait_for_exit(processes)

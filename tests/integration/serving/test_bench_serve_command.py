@@ -78,9 +78,9 @@ def test_chat_and_custom_prompts(served: Any, tmp_path: Path) -> None:
         *("--endpoint", "/v1/chat/completions", "--percentile-metrics", "e2el"),
         *("--metric-percentiles", "50,90"),
     )
-    said = found["generated_texts"]
-    assert "MORNING" in said[0]
-    assert "EVENING" in said[1]
+    texts = found["generated_texts"]
+    assert "MORNING" in texts[0]
+    assert "EVENING" in texts[1]
     assert {"p50_e2el_ms", "p90_e2el_ms"} <= found.keys()
     assert "mean_ttft_ms" not in found
 

@@ -52,7 +52,7 @@ def core_of(program: Program) -> int:
     return core
 
 
-def wait_gone(pids: Iterable[int]) -> None:
+def wait_for_exit(pids: Iterable[int]) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while any(is_running(pid) for pid in pids):
         assert time.monotonic() < deadline, "processes are still running"
@@ -74,7 +74,7 @@ def test_same_answers_and_metrics_and_graceful_shutdown() -> None:
         assert processes
         program.process.terminate()
         assert program.wait() == 0
-        wait_gone(processes)
+        wait_for_exit(processes)
 
 
 def test_dead_core_ends_instance_with_reason() -> None:
@@ -90,7 +90,7 @@ def test_dead_core_ends_instance_with_reason() -> None:
         assert asking[0].status_code == 503
         assert "the core's process killed by SIGKILL" in asking[0].text
         assert program.wait() == 1
-        wait_gone(processes)
+        wait_for_exit(processes)
 
 
 def test_dead_server_ends_core_and_ranks() -> None:
@@ -98,7 +98,7 @@ def test_dead_server_ends_core_and_ranks() -> None:
         processes = descendants(program.process.pid)
         assert len(processes) >= 3
         program.process.kill()
-        wait_gone(processes)
+        wait_for_exit(processes)
 
 
 def test_frozen_core_is_killed() -> None:
@@ -111,7 +111,7 @@ def test_frozen_core_is_killed() -> None:
         assert response.status_code == 503
         assert "a step did not return within 5 s" in response.text
         assert program.wait() == 1
-        wait_gone({core})
+        wait_for_exit({core})
 
 
 def test_load_errors_are_reported_as_without_core_process(tmp_path: Path) -> None:

@@ -31,23 +31,23 @@ def test_every_port_of_live_instance_is_checked(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("open sesame")
     with serving(MODEL, tmp_path, "prefill", *OPTIONS, "--kv-secret-file", str(secret)) as url:
-        status, said = doctor("--peer", url, "--secret-file", str(secret))
-        assert status == 0, said
-        assert f"ok    HTTP of {url}" in said
-        assert "ok    KV side channel 127.0.0.1:" in said
-        assert "ok    rank 0 over shm" in said
-        assert "ok    rank 0 over tcp" in said
+        status, output = doctor("--peer", url, "--secret-file", str(secret))
+        assert status == 0, output
+        assert f"ok    HTTP of {url}" in output
+        assert "ok    KV side channel 127.0.0.1:" in output
+        assert "ok    rank 0 over shm" in output
+        assert "ok    rank 0 over tcp" in output
 
-        status, said = doctor("--peer", url)
+        status, output = doctor("--peer", url)
         assert status == 1
-        assert "FAIL  rank 0 over tcp" in said
+        assert "FAIL  rank 0 over tcp" in output
 
         topology = httpx.get(f"{url}/kv/topology").json()
         number = url.rsplit(":", 1)[1]
-        status, said = doctor("--instance", f"role=both,http={number},kv={topology['port']}")
+        status, output = doctor("--instance", f"role=both,http={number},kv={topology['port']}")
         assert status == 1
-        assert f"port {number} on 127.0.0.1, wanted for HTTP, is taken by" in said
-        assert "wanted for KV side channel, is taken by" in said
+        assert f"port {number} on 127.0.0.1, wanted for HTTP, is taken by" in output
+        assert "wanted for KV side channel, is taken by" in output
 
 
 @pytest.mark.timeout(120)

@@ -35,7 +35,7 @@ TEMPLATE = (
     "{% if message.tool_call_id %}({{ message.tool_call_id }}){% endif %}"
     "{% endfor %}<|assistant|>"
 )
-SAID = (
+OUTPUT = (
     "<think>Hm.</think>At once.\n"
     '<tool_call>\n{"name": "brew", "arguments": {"cups": 2}}\n</tool_call>'
 )
@@ -48,7 +48,7 @@ def client_of(url: str) -> Anthropic:
 
 @pytest.fixture
 def scripted() -> FakeEngine:
-    return FakeEngine(saying(SAID), info=replace(FakeEngine().info, max_model_len=4096))
+    return FakeEngine(saying(OUTPUT), info=replace(FakeEngine().info, max_model_len=4096))
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_thinking_text_and_tool_call_are_separate_blocks(
     assert message.stop_reason == "tool_use"
     counted = client.messages.count_tokens(model="fake", messages=[QUESTION], tools=[BREW])
     assert counted.input_tokens == message.usage.input_tokens
-    assert message.usage.output_tokens == len(SAID) + 1
+    assert message.usage.output_tokens == len(OUTPUT) + 1
 
 
 def test_every_event_has_its_type(client: Anthropic) -> None:

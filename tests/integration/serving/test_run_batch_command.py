@@ -44,8 +44,8 @@ def run(served: Any, tmp_path: Path) -> Run:
 def test_request_file_yields_result_file(run: Run, served: Any, tmp_path: Path) -> None:
     chat = {"url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "x"}]}}
     chat["body"]["model"] = "fake"
-    said = run(line("tea"), line("milk", body={"priority": 2000}), {"custom_id": "c", **chat})
-    assert said.startswith("3 requests sent, 0 of them failed; 0 had been answered before")
+    output = run(line("tea"), line("milk", body={"priority": 2000}), {"custom_id": "c", **chat})
+    assert output.startswith("3 requests sent, 0 of them failed; 0 had been answered before")
     found = results(tmp_path / "out.jsonl")
     assert found["tea"]["response"]["status_code"] == 200
     assert found["tea"]["response"]["body"]["choices"][0]["text"] == "TEA"
@@ -59,8 +59,8 @@ def test_interrupted_run_resumes(run: Run, served: Any, tmp_path: Path) -> None:
     run(line("tea"))
     with (tmp_path / "out.jsonl").open("a") as torn:
         torn.write('{"custom_id": "milk", "respo')
-    said = run(line("tea"), line("milk"))
-    assert said.startswith("1 requests sent, 0 of them failed; 1 had been answered before")
+    output = run(line("tea"), line("milk"))
+    assert output.startswith("1 requests sent, 0 of them failed; 1 had been answered before")
     assert [bytes(r.prompt_token_ids) for r in served.engine.seen] == [b"tea", b"milk"]
     assert set(results(tmp_path / "out.jsonl")) == {"tea", "milk"}
 

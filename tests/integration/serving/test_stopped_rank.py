@@ -61,11 +61,11 @@ def test_stopped_rank_ends_instance() -> None:
     with serving(*options) as (url, program):
         stopped = ranks_of(program)[1]
         os.kill(stopped, signal.SIGSTOP)
-        asking = PendingRequest(url)
+        pending = PendingRequest(url)
         wait_for_status(url, "engine_stalled")
         late = httpx.post(f"{url}/v1/completions", json={"prompt": "x"}, trust_env=False)
         assert late.status_code == 503
-        response = asking.answer()
+        response = pending.answer()
         assert response.status_code == 503
         assert f"a step did not return within {LIMIT_S} s" in response.text
         assert "no answer from rank" in response.text
@@ -149,8 +149,8 @@ def test_instance_frozen_as_a_whole_continues(tmp_path: Path) -> None:
     ) as program:
         url = program.wait_for("ready ").split()[1]
         program.process.send_signal(signal.SIGSTOP)
-        asking = PendingRequest(url)
+        pending = PendingRequest(url)
         time.sleep(5.0)
         program.process.send_signal(signal.SIGCONT)
-        assert asking.answer().status_code == 200
+        assert pending.answer().status_code == 200
         assert httpx.get(f"{url}/ready", timeout=TIMEOUT_S, trust_env=False).status_code == 200

@@ -25,7 +25,7 @@ def up() -> Iterator[Program]:
         program.close()
 
 
-def are_gone(pids: dict[int, str], timeout_s: float = 15.0) -> bool:
+def have_exited(pids: dict[int, str], timeout_s: float = 15.0) -> bool:
     deadline = time.monotonic() + timeout_s
     while any(is_running(pid) for pid in pids):
         if time.monotonic() > deadline:
@@ -48,7 +48,7 @@ def test_up_serves_and_leaves_no_process(up: Program, number: signal.Signals) ->
         answer = json.load(response)
     assert answer["choices"][0]["message"]["content"] == "You are welcome. Enjoy your tea. 🍵"
     assert up.end(number) == 0
-    assert are_gone(children)
+    assert have_exited(children)
 
 
 def test_roles_differ_and_every_process_logs_json() -> None:
@@ -78,7 +78,7 @@ def test_dead_child_stops_the_others_with_its_reason(up: Program) -> None:
     victim = next(pid for pid, command in children.items() if "--role decode" in command)
     os.kill(victim, signal.SIGKILL)
     assert up.wait(30) == 1
-    assert are_gone(children)
+    assert have_exited(children)
     assert "mooncake-engine: error: decode-0 died, killed by SIGKILL" in up.error_text
 
 
@@ -97,11 +97,11 @@ def test_dead_child_is_restarted_while_the_others_run() -> None:
             if pid not in children and "interpreter_watchdog" not in command
         }
         assert len(again) == 1
-        assert are_gone({victim: ""})
+        assert have_exited({victim: ""})
         os.kill(next(iter(again)), signal.SIGKILL)
         assert up.wait(30) == 1
     assert "mooncake-engine: error: decode-0 died, killed by SIGKILL" in up.error_text
-    assert are_gone(children)
+    assert have_exited(children)
 
 
 def until(condition: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -126,7 +126,7 @@ def is_answered(url: str) -> bool:
 def test_children_exit_when_launcher_is_killed(up: Program) -> None:
     children = descendants(up.process.pid)
     up.process.kill()
-    assert are_gone(children)
+    assert have_exited(children)
 
 
 @pytest.mark.parametrize(

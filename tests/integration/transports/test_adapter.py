@@ -38,7 +38,7 @@ class Kit(TransportKit):
 def kit() -> Iterator[Kit]:
     made = Kit()
     yield made
-    made.world.goes_on.set()
+    made.world.may_continue.set()
     made.teardown_method()
 
 
@@ -65,7 +65,7 @@ def test_engine_that_always_fails_fails_the_transfer(kit: Kit, pair: Pair) -> No
 
 
 def test_stalled_transfer_can_be_cancelled(kit: Kit, pair: Pair) -> None:
-    kit.world.goes_on.clear()
+    kit.world.may_continue.clear()
     before = pair.here.get()
     transfer = pair.peer.read(pair.whole(MIB), timeout=60)
     assert kit.world.stands_still.wait(10)
@@ -74,14 +74,14 @@ def test_stalled_transfer_can_be_cancelled(kit: Kit, pair: Pair) -> None:
     with pytest.raises(TransferCancelled):
         transfer.wait()
     assert len(kit.world.agents) == 2, "the stalled agent is not closed"
-    kit.world.goes_on.set()
+    kit.world.may_continue.set()
     assert (pair.here.get() == before).all()
     kit.read(pair.peer, pair.whole(MIB))
     assert (pair.here.get() == pair.there.get()).all()
 
 
 def test_deadline_expires_without_a_waiter(kit: Kit, pair: Pair) -> None:
-    kit.world.goes_on.clear()
+    kit.world.may_continue.clear()
     transfer = pair.peer.write(pair.whole(64), timeout=0.01)
     ended = threading.Event()
     while transfer.poll() is TransferState.PENDING:
@@ -91,31 +91,31 @@ def test_deadline_expires_without_a_waiter(kit: Kit, pair: Pair) -> None:
 
 
 def test_queued_transfer_is_cancelled_at_once(kit: Kit, pair: Pair) -> None:
-    kit.world.goes_on.clear()
+    kit.world.may_continue.clear()
     first = pair.peer.read(pair.whole(MIB), timeout=60)
     second = pair.peer.read(pair.whole(MIB), timeout=60)
     assert kit.world.stands_still.wait(10)
     second.cancel()
     assert second.poll() is TransferState.FAILED
     assert first.poll() is TransferState.PENDING
-    kit.world.goes_on.set()
+    kit.world.may_continue.set()
     first.wait()
 
 
 def test_revoking_local_region_ends_its_transfers(kit: Kit, pair: Pair) -> None:
-    kit.world.goes_on.clear()
+    kit.world.may_continue.clear()
     transfer = pair.peer.read(pair.whole(MIB), timeout=60)
     assert kit.world.stands_still.wait(10)
     before = pair.here.get()
     pair.near.revoke(pair.key_here)
-    kit.world.goes_on.set()
+    kit.world.may_continue.set()
     with pytest.raises(RegionRevoked):
         transfer.wait()
     assert (pair.here.get() == before).all()
 
 
 def test_lost_peer_ends_stalled_transfers(kit: Kit, pair: Pair) -> None:
-    kit.world.goes_on.clear()
+    kit.world.may_continue.clear()
     transfers = [pair.peer.read(pair.whole(MIB), timeout=60) for _ in range(3)]
     assert kit.world.stands_still.wait(10)
     pair.far.close()

@@ -27,13 +27,13 @@ print("moved")
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
+    ("name", "warning"),
     [
         ("shm", "'shm_copy' is unavailable, using process_vm_readv through ctypes"),
         ("tcp", "'tcp_stream' is unavailable, using sockets of the interpreter"),
     ],
 )
-def test_without_a_compiler(name: str, said: str, tmp_path: Path) -> None:
+def test_without_a_compiler(name: str, warning: str, tmp_path: Path) -> None:
     environment = {**os.environ, "PATH": "", "XDG_CACHE_HOME": str(tmp_path)}
     environment.pop("CC", None)
     done = subprocess.run(
@@ -45,7 +45,7 @@ def test_without_a_compiler(name: str, said: str, tmp_path: Path) -> None:
         check=False,
     )
     assert done.stdout.splitlines()[-1:] == ["moved"], done.stderr
-    assert done.stdout.count(said) == 1
+    assert done.stdout.count(warning) == 1
     assert "no c compiler on PATH" in done.stdout
 
 

@@ -26,10 +26,10 @@ HELD_FROM = MIB
 
 
 class HoldingNetwork:
-    """Forwards connections to a port; holds all bytes after HELD_FROM until ``goes_on``."""
+    """Forwards connections to a port; holds all bytes after HELD_FROM until ``may_continue``."""
 
     def __init__(self, port: int) -> None:
-        self.goes_on = threading.Event()
+        self.may_continue = threading.Event()
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
@@ -38,7 +38,7 @@ class HoldingNetwork:
         self._begin(self._accept)
 
     def close(self) -> None:
-        self.goes_on.set()
+        self.may_continue.set()
         for end in self._ends:
             hang_up(end)
         for thread in self._threads:
@@ -65,7 +65,7 @@ class HoldingNetwork:
             while data := source.recv(65536):
                 held_from -= len(data)
                 if held_from < 0:
-                    self.goes_on.wait(60)
+                    self.may_continue.wait(60)
                 target.sendall(data)
             target.shutdown(socket.SHUT_WR)
 
@@ -95,7 +95,7 @@ def test_bytes_of_a_failed_write_arrive_after_its_connection_is_closed(stack: Ex
         peer.write(spans, timeout=0.3).wait()
     peer.close()
     there.put(np.full(NBYTES, 3, np.uint8))  # memory that belongs to another request by now
-    network.goes_on.set()
+    network.may_continue.set()
     deadline = time.monotonic() + 10
     while (there.get() == 3).all():
         assert time.monotonic() < deadline, "nothing arrived: stops_writes_on_failure could be True"

@@ -82,9 +82,9 @@ def test_blocks_within_window_are_pulled(
     request = Asked("two", PROMPT, params)
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS) == len(PROMPT)
-    decode.step_until(decode.told.received, "two")
-    prefill.step_until(prefill.told.sent, "one")
-    assert not decode.told.failed
+    decode.step_until(decode.reports.received, "two")
+    prefill.step_until(prefill.reports.sent, "one")
+    assert not decode.reports.failed
     check_arrived(decode, prefill, before, LINEAR)
 
 
@@ -112,9 +112,9 @@ def test_blocks_within_window_are_pushed(
     prefill.scheduler.on_new_request(request)
     chunks = (4, 9, len(PROMPT))
     assert prefill.compute(request, P_BLOCKS, chunks, names_layers=names_layers) == (True, None)
-    prefill.step_until(prefill.told.sent, "p")
-    decode.step_until(decode.told.received, "d")
-    assert not decode.told.failed
+    prefill.step_until(prefill.reports.sent, "p")
+    decode.step_until(decode.reports.received, "d")
+    assert not decode.reports.failed
     check_arrived(decode, prefill, before, format)
 
 
@@ -137,15 +137,15 @@ def test_token_outside_prefill_window_is_not_awaited(stack: ExitStack, tmp_path:
     decode.scheduler.on_new_request(again)
     assert decode.scheduler.num_to_load(again, 0) == 0
     assert decode.scheduler.num_refused == 1
-    prefill.step_until(prefill.told.sent, "one")
+    prefill.step_until(prefill.reports.sent, "one")
 
     params = prefill.prefill(Asked("three", PROMPT, SEND), P_BLOCKS)
     params |= {"first_token_delivered": True}
     beyond = Asked("beyond", [*PROMPT, params["last_token_id"]], params)
     decode.scheduler.on_new_request(beyond)
     assert decode.admit(beyond, D_BLOCKS) == len(PROMPT)
-    decode.step_until(decode.told.received, "beyond")
-    assert not decode.told.failed
+    decode.step_until(decode.reports.received, "beyond")
+    assert not decode.reports.failed
 
 
 def test_params_of_instance_without_groups_are_rejected(stack: ExitStack, tmp_path: Path) -> None:
@@ -155,6 +155,6 @@ def test_params_of_instance_without_groups_are_rejected(stack: ExitStack, tmp_pa
     request = Asked("two", PROMPT, params)
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS) == len(PROMPT)
-    decode.step_until(decode.told.received, "two")
-    assert decode.told.failed == {"two"}
-    prefill.step_until(prefill.told.sent, "one")
+    decode.step_until(decode.reports.received, "two")
+    assert decode.reports.failed == {"two"}
+    prefill.step_until(prefill.reports.sent, "one")

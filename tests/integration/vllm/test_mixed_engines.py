@@ -102,7 +102,7 @@ def transfer(
         request = Asked("d", PROMPT, params)
         decode.scheduler.on_new_request(request)
         decode.admit(request, target_blocks)
-        decode.step_until(decode.told.received, "d")
+        decode.step_until(decode.reports.received, "d")
         return decode
 
 
@@ -129,7 +129,7 @@ def test_linear_memory_is_transferred_both_ways(
         sources, targets = of_engine(prefill_tp), of_vllm(decode_tp)
         blocks = ENGINE_BLOCKS, VLLM_BLOCKS
     decode = transfer(tmp_path, sources, targets, *blocks)
-    assert not decode.told.failed
+    assert not decode.reports.failed
     assert (tokens_of(targets, blocks[1]) == tokens_of(sources, blocks[0])).all()
 
 
@@ -139,6 +139,6 @@ def test_packed_pages_are_rejected_by_name(
     packed = [vllm_caches("LBHNC", (0, 1), format="vllm-cpu/amx/4")]
     plain: list[Any] = [engine_caches("LPBHT", (0, 1))]
     decode = transfer(tmp_path, packed, plain, VLLM_BLOCKS, ENGINE_BLOCKS)
-    assert decode.told.failed == {"d"}
+    assert decode.reports.failed == {"d"}
     assert "vllm-cpu/amx/4" in caplog.text
     assert "linear" in caplog.text

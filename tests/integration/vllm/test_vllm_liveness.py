@@ -78,7 +78,7 @@ def test_failed_order_ends_the_engine(
         worker.release_loads(["d"])
         decode.admit(request, D_BLOCKS)
     with pytest.raises(ConnectorDied, match=r"rank 0: RuntimeError.*new thread"):
-        decode.step_until(decode.told.received, "d")
+        decode.step_until(decode.reports.received, "d")
 
 
 def test_hung_worker_keeps_no_blocks_of_its_peer(stack: ExitStack, tmp_path: Path) -> None:
@@ -89,5 +89,5 @@ def test_hung_worker_keeps_no_blocks_of_its_peer(stack: ExitStack, tmp_path: Pat
     params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
     decode.scheduler.on_new_request(Asked("d", PROMPT, params))
     decode.scheduler.take_started()
-    prefill.step_until(prefill.told.sent, "p")
+    prefill.step_until(prefill.reports.sent, "p")
     assert prefill.scheduler.stats()["leases_expired"] == 1

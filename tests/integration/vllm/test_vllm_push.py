@@ -73,9 +73,9 @@ def test_prompt_is_pushed_chunk_by_chunk(
     prefill.scheduler.on_new_request(request)
     kept = prefill.compute(request, P_BLOCKS, (3, 9, 14), names_layers=names_layers)
     assert kept == (True, None)
-    decode.step_until(decode.told.received, "d")
-    prefill.step_until(prefill.told.sent, "p")
-    assert not decode.told.failed
+    decode.step_until(decode.reports.received, "d")
+    prefill.step_until(prefill.reports.sent, "p")
+    assert not decode.reports.failed
     found, wanted = whole_prompt(decode.caches, D_BLOCKS), whole_prompt(prefill.caches, P_BLOCKS)
     assert (found[:, :, : len(PROMPT)] == wanted[:, :, : len(PROMPT)]).all()
 
@@ -90,8 +90,8 @@ def test_prefix_cached_on_d_is_not_sent(
     request = Asked("p", PROMPT, post.wait())
     prefill.scheduler.on_new_request(request)
     prefill.compute(request, P_BLOCKS, (14,))
-    decode.step_until(decode.told.received, "d")
-    assert not decode.told.failed
+    decode.step_until(decode.reports.received, "d")
+    assert not decode.reports.failed
     found, wanted = whole_prompt(decode.caches, D_BLOCKS), whole_prompt(prefill.caches, P_BLOCKS)
     assert (found[:, :, :8] == before[:, :, :8]).all()
     assert (found[:, :, 8:14] == wanted[:, :, 8:14]).all()
@@ -106,7 +106,7 @@ def test_choices_of_one_request_reserve_once(stack: ExitStack, tmp_path: Path, p
     request = Asked("p", PROMPT, post.wait())
     prefill.scheduler.on_new_request(request)
     prefill.compute(request, P_BLOCKS, (14,))
-    decode.step_until(decode.told.received, "d")
+    decode.step_until(decode.reports.received, "d")
     assert [decode.admit(each, D_BLOCKS) for each in (child, sibling)] == [0, 0]
     assert len(post.server.posts) == 1
 
@@ -122,7 +122,7 @@ def test_fully_cached_prompt_requests_no_prefill(
     expect(decode, post, "d2")
     assert post.wait()["remote_request_id"] == "d2"
     assert len(post.server.posts) == 1
-    assert not decode.told.received
+    assert not decode.reports.received
 
 
 def test_aborted_prefill_fails_the_load(stack: ExitStack, tmp_path: Path, post: Post) -> None:
@@ -132,9 +132,9 @@ def test_aborted_prefill_fails_the_load(stack: ExitStack, tmp_path: Path, post: 
     prefill.scheduler.on_new_request(request)
     request.status.name = "FINISHED_ABORTED"
     assert prefill.finish(request, P_BLOCKS[:1]) == (True, None)
-    decode.step_until(decode.told.received, "d")
-    prefill.step_until(prefill.told.sent, "p")
-    assert decode.told.failed == {"d"}
+    decode.step_until(decode.reports.received, "d")
+    prefill.step_until(prefill.reports.sent, "p")
+    assert decode.reports.failed == {"d"}
 
 
 def test_aborted_decode_frees_both_sides(stack: ExitStack, tmp_path: Path, post: Post) -> None:
@@ -142,10 +142,10 @@ def test_aborted_decode_frees_both_sides(stack: ExitStack, tmp_path: Path, post:
     waiting = expect(decode, post)
     request = Asked("p", PROMPT, post.wait())
     assert decode.scheduler.request_finished(waiting, [D_BLOCKS]) == (False, None)
-    decode.step_until(decode.told.received, "d")
+    decode.step_until(decode.reports.received, "d")
     prefill.scheduler.on_new_request(request)
     prefill.compute(request, P_BLOCKS, (14,))
-    prefill.step_until(prefill.told.sent, "p")
+    prefill.step_until(prefill.reports.sent, "p")
 
 
 def test_pull_params_are_rejected_naming_the_connector(

@@ -60,9 +60,9 @@ def test_prompt_arrives_and_each_side_is_notified_once(
     request = Asked("two", PROMPT, params)
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS) == len(PROMPT)
-    decode.step_until(decode.told.received, "two")
-    prefill.step_until(prefill.told.sent, "one")
-    assert not decode.told.failed
+    decode.step_until(decode.reports.received, "two")
+    prefill.step_until(prefill.reports.sent, "one")
+    assert not decode.reports.failed
     found, wanted = whole_prompt(decode.caches, D_BLOCKS), whole_prompt(prefill.caches, P_BLOCKS)
     assert (found[:, :, : len(PROMPT)] == wanted[:, :, : len(PROMPT)]).all()
     assert decode.scheduler.num_to_load(request, 0) == 0  # after a preemption
@@ -118,9 +118,9 @@ def test_no_transfer_before_step_that_allocated_blocks(stack: ExitStack, tmp_pat
         decode.scheduler.on_new_request(request)
         decode.admit(request, D_BLOCKS)
         prefill.step()
-        assert not decode.told.received.get(f"d{number}")
-        decode.step_until(decode.told.received, f"d{number}")
-        prefill.step_until(prefill.told.sent, f"p{number}")
+        assert not decode.reports.received.get(f"d{number}")
+        decode.step_until(decode.reports.received, f"d{number}")
+        prefill.step_until(prefill.reports.sent, f"p{number}")
 
 
 def test_no_transfer_before_earlier_device_work_completes(stack: ExitStack, tmp_path: Path) -> None:
@@ -144,10 +144,10 @@ def test_no_transfer_before_earlier_device_work_completes(stack: ExitStack, tmp_
     assert awaited.wait(LONG_S)
     assert (whole_prompt(decode.caches, D_BLOCKS) == before).all()
     ends.set()
-    decode.step_until(decode.told.received, "d")
+    decode.step_until(decode.reports.received, "d")
     found, wanted = whole_prompt(decode.caches, D_BLOCKS), whole_prompt(prefill.caches, P_BLOCKS)
     assert (found[:, :, : len(PROMPT)] == wanted[:, :, : len(PROMPT)]).all()
-    prefill.step_until(prefill.told.sent, "p")
+    prefill.step_until(prefill.reports.sent, "p")
 
 
 def test_both_sides_block_until_a_notification(stack: ExitStack, tmp_path: Path) -> None:
@@ -160,8 +160,8 @@ def test_both_sides_block_until_a_notification(stack: ExitStack, tmp_path: Path)
     assert not decode.scheduler.is_waiting
     decode.admit(request, D_BLOCKS)
     assert decode.scheduler.is_waiting
-    decode.step_until(decode.told.received, "d")
-    prefill.step_until(prefill.told.sent, "p")
+    decode.step_until(decode.reports.received, "d")
+    prefill.step_until(prefill.reports.sent, "p")
     assert not decode.scheduler.is_waiting
     assert not prefill.scheduler.is_waiting
 
@@ -187,16 +187,16 @@ def test_cached_prefix_is_not_loaded_and_full_hit_frees_peer(
     decode.scheduler.on_new_request(request)
     before = whole_prompt(decode.caches, D_BLOCKS)
     assert decode.admit(request, D_BLOCKS, num_computed=8) == 6
-    decode.step_until(decode.told.received, "d")
+    decode.step_until(decode.reports.received, "d")
     assert (whole_prompt(decode.caches, D_BLOCKS)[:, :, :8] == before[:, :, :8]).all()
 
     params = prefill.prefill(Asked("p2", PROMPT, SEND), P_BLOCKS)
     request = Asked("d2", PROMPT, params)
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS, num_computed=13) == 0
-    prefill.step_until(prefill.told.sent, "p2")
+    prefill.step_until(prefill.reports.sent, "p2")
     decode.step()
-    assert "d2" not in decode.told.received
+    assert "d2" not in decode.reports.received
 
 
 @pytest.mark.parametrize("num_computed", [0, 8, 13])
@@ -208,9 +208,9 @@ def test_prompt_may_end_with_peers_token(
     request = Asked("d", [*PROMPT, 7], params | {"first_token_delivered": True})
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS, num_computed) == len(PROMPT) - num_computed
-    decode.step_until(decode.told.received, "d")
-    prefill.step_until(prefill.told.sent, "p")
-    assert not decode.told.failed
+    decode.step_until(decode.reports.received, "d")
+    prefill.step_until(prefill.reports.sent, "p")
+    assert not decode.reports.failed
     wanted = slice(num_computed, len(PROMPT))
     found = whole_prompt(decode.caches, D_BLOCKS)[:, :, wanted]
     assert (found == whole_prompt(prefill.caches, P_BLOCKS)[:, :, wanted]).all()
@@ -222,7 +222,7 @@ def test_prompt_ending_with_other_token_is_rejected(stack: ExitStack, tmp_path: 
     request = Asked("d", [*PROMPT, 8], params | {"first_token_delivered": True})
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS) == 0
-    prefill.step_until(prefill.told.sent, "p")
+    prefill.step_until(prefill.reports.sent, "p")
 
 
 def test_choices_of_one_request_load_once(stack: ExitStack, tmp_path: Path) -> None:
@@ -232,11 +232,11 @@ def test_choices_of_one_request_load_once(stack: ExitStack, tmp_path: Path) -> N
     for child in children:
         decode.scheduler.on_new_request(child)
     assert [decode.admit(child, D_BLOCKS) for child in children] == [len(PROMPT), None, None]
-    decode.step_until(decode.told.received, "0_d")
+    decode.step_until(decode.reports.received, "0_d")
     assert decode.admit(children[1], D_BLOCKS) is None  # vLLM has not run the first one yet
     assert [decode.admit(child, D_BLOCKS) for child in children] == [0, 0, 0]
-    assert list(decode.told.received) == ["0_d"]
-    assert not decode.told.failed
+    assert list(decode.reports.received) == ["0_d"]
+    assert not decode.reports.failed
 
 
 def test_second_reader_fails_and_is_notified_once(stack: ExitStack, tmp_path: Path) -> None:
@@ -246,9 +246,9 @@ def test_second_reader_fails_and_is_notified_once(stack: ExitStack, tmp_path: Pa
         request = Asked(name, PROMPT, params)
         decode.scheduler.on_new_request(request)
         decode.admit(request, D_BLOCKS)
-        decode.step_until(decode.told.received, name)
+        decode.step_until(decode.reports.received, name)
         decode.scheduler.request_finished(request, [D_BLOCKS])
-    assert decode.told.failed == {"again"}
+    assert decode.reports.failed == {"again"}
 
 
 @pytest.mark.parametrize("is_loading", [False, True])
@@ -261,8 +261,8 @@ def test_aborted_request_frees_peer(stack: ExitStack, tmp_path: Path, is_loading
         decode.admit(request, D_BLOCKS)
     assert decode.scheduler.request_finished(request, [D_BLOCKS]) == (False, None)
     if is_loading:  # vLLM keeps the blocks until notified; a load starts with the step after it
-        decode.step_until(decode.told.received, "d")
-    prefill.step_until(prefill.told.sent, "p")
+        decode.step_until(decode.reports.received, "d")
+    prefill.step_until(prefill.reports.sent, "p")
 
 
 @pytest.mark.parametrize(
@@ -283,7 +283,7 @@ def test_rejected_transfer_prefills_locally_and_frees_peer(
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS) == 0
     assert decode.scheduler.request_finished(request, [D_BLOCKS]) == (False, None)
-    prefill.step_until(prefill.told.sent, "p")
+    prefill.step_until(prefill.reports.sent, "p")
 
 
 def test_params_of_unknown_request_have_no_effect(stack: ExitStack, tmp_path: Path) -> None:
@@ -314,12 +314,12 @@ def test_prefill_with_nothing_to_continue_keeps_no_blocks(
 def test_unclaimed_lease_expires(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path, config=replace(CONFIG, lease_s=0.5))
     params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
-    prefill.step_until(prefill.told.sent, "p")
+    prefill.step_until(prefill.reports.sent, "p")
     request = Asked("d", PROMPT, params)
     decode.scheduler.on_new_request(request)
     if decode.admit(request, D_BLOCKS):
-        decode.step_until(decode.told.received, "d")
-        assert decode.told.failed == {"d"}
+        decode.step_until(decode.reports.received, "d")
+        assert decode.reports.failed == {"d"}
 
 
 def test_lost_prefill_instance_fails_load_once(stack: ExitStack, tmp_path: Path) -> None:
@@ -331,15 +331,15 @@ def test_lost_prefill_instance_fails_load_once(stack: ExitStack, tmp_path: Path)
     request = Asked("d", PROMPT, params)
     decode.scheduler.on_new_request(request)
     decode.admit(request, D_BLOCKS)
-    decode.step_until(decode.told.received, "d")
-    assert decode.told.failed == {"d"}
+    decode.step_until(decode.reports.received, "d")
+    assert decode.reports.failed == {"d"}
 
 
 def test_dead_worker_thread_ends_the_engine(stack: ExitStack, tmp_path: Path) -> None:
     _, decode = start(stack, tmp_path)
     decode.workers[0].report_death(RuntimeError("a defect"))
     with pytest.raises(ConnectorDied, match="rank 0: RuntimeError"):
-        decode.step_until(decode.told.received, "nobody")
+        decode.step_until(decode.reports.received, "nobody")
 
 
 def test_pages_of_other_packing_are_rejected_by_name(
@@ -351,8 +351,8 @@ def test_pages_of_other_packing_are_rejected_by_name(
     request = Asked("d", PROMPT, params)
     decode.scheduler.on_new_request(request)
     decode.admit(request, D_BLOCKS)
-    decode.step_until(decode.told.received, "d")
-    assert decode.told.failed == {"d"}
+    decode.step_until(decode.reports.received, "d")
+    assert decode.reports.failed == {"d"}
     assert all(name in caplog.text for name in (*formats, "the format of KV blocks differs"))
 
 

@@ -26,7 +26,7 @@ def address_of_default_route() -> str | None:
 
 
 @pytest.mark.parametrize(
-    ("host", "told", "expected"),
+    ("host", "advertised", "expected"),
     [
         ("127.0.0.1", "", ("127.0.0.1", "127.0.0.1")),
         ("127.0.0.1", "10.1.2.3", ("127.0.0.1", "10.1.2.3")),
@@ -36,9 +36,9 @@ def address_of_default_route() -> str | None:
     ],
 )
 def test_advertised_host_is_configured_or_listening_host(
-    host: str, told: str, expected: tuple[str, str]
+    host: str, advertised: str, expected: tuple[str, str]
 ) -> None:
-    settled = settle_addresses(KVTransferConfig(host=host, advertise_host=told, secret="s"))
+    settled = settle_addresses(KVTransferConfig(host=host, advertise_host=advertised, secret="s"))
     assert (settled.host, settled.advertise_host) == expected
     assert settle_addresses(settled) == settled
 
@@ -63,10 +63,10 @@ def test_listening_on_all_addresses_advertises_the_default_route_or_fails(
     assert f"advertising {expected}, the address of the default route" in caplog.text
 
 
-@pytest.mark.parametrize("told", ["0.0.0.0", "::"])
-def test_wildcard_address_is_not_connectable(told: str) -> None:
+@pytest.mark.parametrize("advertised", ["0.0.0.0", "::"])
+def test_wildcard_address_is_not_connectable(advertised: str) -> None:
     with pytest.raises(KVConfigError, match="peers can't connect to --kv-advertise-host"):
-        settle_addresses(KVTransferConfig(advertise_host=told))
+        settle_addresses(KVTransferConfig(advertise_host=advertised))
 
 
 PUBLIC = ("0.0.0.0", "192.0.2.7", "::")

@@ -58,7 +58,7 @@ def rank() -> Iterator[Rank]:
 def opened(rank: Rank, worker: type[ConnectorWorker]) -> tuple[ConnectorWorker, bytes]:
     """A worker, and the order that connects it to an instance like its own."""
     running = worker(rank.context)
-    ready = msgspec.msgpack.decode(rank.told.pop(), type=RankReady)
+    ready = msgspec.msgpack.decode(rank.sent.pop(), type=RankReady)
     return running, msgspec.msgpack.encode(ConnectPeer("p", (ready.metadata,)))
 
 
@@ -72,7 +72,7 @@ def test_messages_after_close_are_dropped(
     before = threading.active_count()
     for message in (msgspec.msgpack.encode(order), connect):
         running.receive(message)
-    assert (rank.told, rank.failures) == ([], [])
+    assert (rank.sent, rank.failures) == ([], [])
     assert threading.active_count() == before, "nothing is started"
     running.close()
 
@@ -119,8 +119,8 @@ def refuse_threads(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def reports(rank: Rank) -> list[tuple[str, str | None]]:
     """The worker's reports: request id and error."""
-    told = (decode_from_rank(message) for message in rank.told)
-    return [(each.request_id, each.error) for each in told if not isinstance(each, RankReady)]
+    messages = (decode_from_rank(message) for message in rank.sent)
+    return [(each.request_id, each.error) for each in messages if not isinstance(each, RankReady)]
 
 
 def test_load_without_a_thread_fails_and_is_not_started_later(
@@ -141,7 +141,7 @@ def test_load_without_a_thread_fails_and_is_not_started_later(
         running.receive(msgspec.msgpack.encode(LOAD))
     assert reports(rank) == [("r", "can't start new thread")]
     running.receive(msgspec.msgpack.encode(msgspec.structs.replace(LOAD, request_id="next")))
-    wait_for(lambda: len(rank.told) == 2)
+    wait_for(lambda: len(rank.sent) == 2)
     running.close()
     assert (begun, reports(rank)[1:], rank.failures) == (["next"], [("next", None)], [])
 
@@ -244,7 +244,7 @@ def test_pool_transfers_without_a_thread_fail_and_block_no_step(
     rank: Rank, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = PoolWorker(rank.context)
-    rank.told.clear()
+    rank.sent.clear()
     load = LoadRuns("load", "r", (), (), TIMEOUT_S, release_layers=0)
     with monkeypatch.context() as short_of_threads:
         refuse_threads(short_of_threads)
@@ -253,13 +253,13 @@ def test_pool_transfers_without_a_thread_fail_and_block_no_step(
         running.receive(msgspec.msgpack.encode(SaveRuns("save", (), (), TIMEOUT_S)))
     assert wait_for_layer is None
     assert not running.has_loads
-    ended = [decode_pool_message(message) for message in rank.told]
+    ended = [decode_pool_message(message) for message in rank.sent]
     assert [(each.order_id, each.error) for each in ended] == [
         (name, "TransferError: a thread can't be started: can't start new thread")
         for name in ("load", "save")
     ]
     running.close()
-    assert (len(rank.told), rank.failures) == (2, [])
+    assert (len(rank.sent), rank.failures) == (2, [])
 
 
 def test_push_without_a_thread_fails_alone(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +270,7 @@ def test_push_without_a_thread_fails_alone(rank: Rank, monkeypatch: pytest.Monke
         refuse_threads(short_of_threads)
         running.receive(msgspec.msgpack.encode(PUSH))
         running.receive(msgspec.msgpack.encode(TurnRope("turned", (0,), 0, 4, "pairs")))
-        wait_for(lambda: len(rank.told) == 2)
+        wait_for(lambda: len(rank.sent) == 2)
     [push, turned] = reports(rank)
     assert push == ("r", "its send thread can't be started: can't start new thread")
     assert turned[0] == "turned"
@@ -424,15 +424,15 @@ def test_late_load_keeps_connection_for_other_loads(
         load(name)
         wait_for(lambda number=number: made and len(made[0].reads) == number)
     made[0].reads[0].set_exception(TransferTimeout("not done within 30 s; drained"))
-    wait_for(lambda: rank.told)
+    wait_for(lambda: rank.sent)
     load("next")
     wait_for(lambda: len(made) == 2 and made[1].reads)
     assert not made[0].is_closed
     made[0].reads[1].set_result(None)
-    wait_for(lambda: len(rank.told) == 2)
+    wait_for(lambda: len(rank.sent) == 2)
     assert (made[0].is_closed, made[1].is_closed) == (True, False)
     made[1].reads[0].set_result(None)
-    wait_for(lambda: len(rank.told) == 3)
+    wait_for(lambda: len(rank.sent) == 3)
     late = "TransferTimeout: not done within 30 s; drained"
     assert reports(rank) == [("late", late), ("other", None), ("next", None)]
     running.close()
@@ -459,7 +459,7 @@ def test_load_of_dropped_instance_leaves_no_connection(
     running.receive(msgspec.msgpack.encode(LOAD))
     wait_for(lambda: made and made[0].reads)
     made[0].reads[0].set_result(None)
-    wait_for(lambda: rank.told)
+    wait_for(lambda: rank.sent)
     assert made[0].is_closed
     running.close()
 

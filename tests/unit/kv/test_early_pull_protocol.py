@@ -103,16 +103,19 @@ class Client:
 class PrefillInstance:
     """One epoch of a prefill instance: its senders, and the contents of its requests' blocks."""
 
-    def __init__(self, talk: Talk, name: str) -> None:
+    def __init__(self, fleet: Fleet, name: str) -> None:
         self.name = name
         self.is_dead = False
         self.content: dict[str, Content] = {}
         self.leased: set[str] = set()
-        spawn = talk.tasks.spawn
-        context = ConnectorContext(metadata_of(name), LEASE_S, self._receives, spawn, talk.now)
+        spawn = fleet.tasks.spawn
+        context = ConnectorContext(metadata_of(name), LEASE_S, self._receives, spawn, fleet.now)
         self.sender = PullSender(context)
         peers: Any = Peers(
-            name, talk.line, lambda remote, message: talk.ask_d(self, message), ranks()
+            name,
+            fleet.line,
+            lambda remote, message: fleet.ask_d(self, message),
+            ranks(),
         )
         self.early = EarlyPullSender(context, peers, self.sender, ("p", 1))
         self.sweeping = spawn(self.sender.sweep())
@@ -139,7 +142,7 @@ def ranks() -> RankGroup:
 
 
 @dataclass
-class Talk:
+class Fleet:
     """A decode instance, and prefill instances that start and die.
 
     Attributes:
@@ -264,96 +267,96 @@ class Talk:
         self.loads.report(0, LoadReport(name, error, order.stop - order.start, 0.1))
 
 
-def talk(scenario: Callable[[Talk], Coroutine[Any, Any, None]], seed: int = 0) -> None:
+def run_on_fleet(scenario: Callable[[Fleet], Coroutine[Any, Any, None]], seed: int = 0) -> None:
     async def main() -> None:
-        between = Talk(random.Random(seed))
-        between.start()
-        await scenario(between)
-        between.tasks.check()
+        fleet = Fleet(random.Random(seed))
+        fleet.start()
+        await scenario(fleet)
+        fleet.tasks.check()
 
     run_virtually(main())
 
 
-def outcome(between: Talk, name: str = "r") -> LoadEnded:
-    [ended] = between.ended[name]
+def outcome(fleet: Fleet, name: str = "r") -> LoadEnded:
+    [ended] = fleet.ended[name]
     return ended
 
 
 def test_reads_start_while_prompt_is_computed() -> None:
-    async def scenario(between: Talk) -> None:
-        p = between.prefill_instance()
-        between.load("r")
-        await between.asked.get()
+    async def scenario(fleet: Fleet) -> None:
+        p = fleet.prefill_instance()
+        fleet.load("r")
+        await fleet.asked.get()
         p.content["r@p0"] = [("r@p0", 0)] * NUM_TOKENS
-        p.early.begin("r@p0", between.target("r"))
+        p.early.begin("r@p0", fleet.target("r"))
         p.early.advance("r@p0", Progress(0, (0,), CHUNK))
-        await asyncio.wait_for(between.begun.wait(), 1.0)
+        await asyncio.wait_for(fleet.begun.wait(), 1.0)
         await asyncio.sleep(2 * LONGEST_READ_S)
-        assert between.reader.counts.nbytes == CHUNK
-        assert between.ended == {}
+        assert fleet.reader.counts.nbytes == CHUNK
+        assert fleet.ended == {}
         p.finish("r@p0", Progress(0, (0,), NUM_TOKENS, TOKEN))
         await asyncio.sleep(2 * LONGEST_READ_S)
-        assert outcome(between) == LoadEnded("r", None, TOKEN)
-        assert between.reader.counts.nbytes == NUM_TOKENS, "nothing is read twice"
-        assert between.d.num_early_bytes == CHUNK
+        assert outcome(fleet) == LoadEnded("r", None, TOKEN)
+        assert fleet.reader.counts.nbytes == NUM_TOKENS, "nothing is read twice"
+        assert fleet.d.num_early_bytes == CHUNK
         assert p.leased == set()
 
-    talk(scenario)
+    run_on_fleet(scenario)
 
 
 def test_kv_read_before_preemption_is_discarded() -> None:
     """Another request used the blocks in between, before the prompt got the same ones again."""
 
-    async def scenario(between: Talk) -> None:
-        p = between.prefill_instance()
-        between.load("r")
-        await between.compute(p, "r", preempt_at=2 * CHUNK)
+    async def scenario(fleet: Fleet) -> None:
+        p = fleet.prefill_instance()
+        fleet.load("r")
+        await fleet.compute(p, "r", preempt_at=2 * CHUNK)
         await asyncio.sleep(4 * LONGEST_READ_S)
-        assert outcome(between) == LoadEnded("r", None, TOKEN)
-        assert set(between.read["r"]) == {("r@p0", 1)}
+        assert outcome(fleet) == LoadEnded("r", None, TOKEN)
+        assert set(fleet.read["r"]) == {("r@p0", 1)}
 
-    talk(scenario)
+    run_on_fleet(scenario)
 
 
 def test_a_cached_prefix_is_not_read() -> None:
-    async def scenario(between: Talk) -> None:
-        p = between.prefill_instance()
-        between.load("r", start=NUM_TOKENS)
-        await between.compute(p, "r")
-        between.read["r"] = [("r@p0", 0)] * NUM_TOKENS
+    async def scenario(fleet: Fleet) -> None:
+        p = fleet.prefill_instance()
+        fleet.load("r", start=NUM_TOKENS)
+        await fleet.compute(p, "r")
+        fleet.read["r"] = [("r@p0", 0)] * NUM_TOKENS
         await asyncio.sleep(LEASE_S)
-        assert outcome(between) == LoadEnded("r", None, TOKEN)
-        assert not between.begun.is_set()
+        assert outcome(fleet) == LoadEnded("r", None, TOKEN)
+        assert not fleet.begun.is_set()
         assert p.leased == set(), "it may free its blocks"
 
-    talk(scenario)
+    run_on_fleet(scenario)
 
 
 def test_an_aborted_prefill_is_reported_immediately() -> None:
-    async def scenario(between: Talk) -> None:
-        p = between.prefill_instance()
-        between.load("r")
-        p.early.begin("r@p0", between.target("r"))
+    async def scenario(fleet: Fleet) -> None:
+        p = fleet.prefill_instance()
+        fleet.load("r")
+        p.early.begin("r@p0", fleet.target("r"))
         await asyncio.sleep(0.1)
         p.abort("r@p0")
         await asyncio.sleep(0.1)
-        assert outcome(between).error == "the prefill instance gave up: aborted"
+        assert outcome(fleet).error == "the prefill instance gave up: aborted"
         assert p.leased == set()
 
-    talk(scenario)
+    run_on_fleet(scenario)
 
 
 def test_dead_prefill_instance_is_detected_within_two_leases() -> None:
-    async def scenario(between: Talk) -> None:
-        p = between.prefill_instance()
-        between.load("r")
-        p.early.begin("r@p0", between.target("r"))
+    async def scenario(fleet: Fleet) -> None:
+        p = fleet.prefill_instance()
+        fleet.load("r")
+        p.early.begin("r@p0", fleet.target("r"))
         await asyncio.sleep(0.1)
-        between.line.is_cut = True
+        fleet.line.is_cut = True
         await asyncio.sleep(2 * LEASE_S + 3 * TRIES)
-        assert outcome(between).error == "no answer"
+        assert outcome(fleet).error == "no answer"
 
-    talk(scenario)
+    run_on_fleet(scenario)
 
 
 @pytest.mark.parametrize("has_read", [False, True])
@@ -361,137 +364,137 @@ def test_a_second_prefill_replaces_a_dead_one(*, has_read: bool) -> None:
     """The proxy sees the first instance's connection close, and sends the prefill to another
     one."""
 
-    async def scenario(between: Talk) -> None:
-        dead, alive = between.prefill_instance(), between.prefill_instance()
-        between.load("r")
-        dead.early.begin("r@p0", between.target("r"))
+    async def scenario(fleet: Fleet) -> None:
+        dead, alive = fleet.prefill_instance(), fleet.prefill_instance()
+        fleet.load("r")
+        dead.early.begin("r@p0", fleet.target("r"))
         dead.early.advance("r@p0", Progress(0, (0,), CHUNK))
-        await between.begun.wait()
+        await fleet.begun.wait()
         await asyncio.sleep(LONGEST_READ_S if has_read else 0.0)
         dead.is_dead = True
-        await between.compute(alive, "r")
+        await fleet.compute(alive, "r")
         dead.early.advance("r@p0", Progress(0, (0,), 3 * CHUNK))  # too late to be used
         await asyncio.sleep(4 * LONGEST_READ_S)
-        assert outcome(between) == LoadEnded("r", None, TOKEN)
-        assert set(between.read["r"]) == {("r@p1", 0)}
+        assert outcome(fleet) == LoadEnded("r", None, TOKEN)
+        assert set(fleet.read["r"]) == {("r@p1", 0)}
         assert not dead.sender.is_held("r@p0")
 
-    talk(scenario)
+    run_on_fleet(scenario)
 
 
 def test_the_late_end_of_a_replaced_prefill_does_not_affect_its_successor() -> None:
     """The first prefill's messages were delayed; only the newest state is sent, so the first one is
     an error."""
 
-    async def scenario(between: Talk) -> None:
-        given_up, successor = between.prefill_instance(), between.prefill_instance()
-        between.load("r")
+    async def scenario(fleet: Fleet) -> None:
+        given_up, successor = fleet.prefill_instance(), fleet.prefill_instance()
+        fleet.load("r")
         successor.content["r@p1"] = [("r@p1", 0)] * NUM_TOKENS
-        successor.early.begin("r@p1", between.target("r"))
+        successor.early.begin("r@p1", fleet.target("r"))
         successor.early.advance("r@p1", Progress(0, (0,), CHUNK))
-        await between.begun.wait()
-        given_up.early.begin("r@p0", between.target("r"))
+        await fleet.begun.wait()
+        given_up.early.begin("r@p0", fleet.target("r"))
         given_up.abort("r@p0")
         await asyncio.sleep(LONGEST_READ_S)
         successor.finish("r@p1", Progress(0, (0,), NUM_TOKENS, TOKEN))
         await asyncio.sleep(2 * LONGEST_READ_S)
-        assert outcome(between) == LoadEnded("r", None, TOKEN)
-        assert set(between.read["r"]) == {("r@p1", 0)}
+        assert outcome(fleet) == LoadEnded("r", None, TOKEN)
+        assert set(fleet.read["r"]) == {("r@p1", 0)}
         assert given_up.leased == successor.leased == set()
 
-    talk(scenario)
+    run_on_fleet(scenario)
 
 
 def test_disconnected_reader_ends_lease_during_prefill() -> None:
-    async def scenario(between: Talk) -> None:
-        p = between.prefill_instance()
-        between.load("r")
-        computing = between.tasks.spawn(between.compute(p, "r"))
-        await between.begun.wait()
-        between.d.cancel("r", "the client left")
+    async def scenario(fleet: Fleet) -> None:
+        p = fleet.prefill_instance()
+        fleet.load("r")
+        computing = fleet.tasks.spawn(fleet.compute(p, "r"))
+        await fleet.begun.wait()
+        fleet.d.cancel("r", "the client left")
         await asyncio.sleep(0.1)
-        assert outcome(between).error is not None
+        assert outcome(fleet).error is not None
         assert not p.sender.is_held("r@p0")
         await computing
         assert p.leased == set(), "its blocks are freed once it is computed"
 
-    talk(scenario)
+    run_on_fleet(scenario)
 
 
 def test_request_without_prefill_fails_after_lease_time() -> None:
-    async def scenario(between: Talk) -> None:
-        between.load("r")
+    async def scenario(fleet: Fleet) -> None:
+        fleet.load("r")
         await asyncio.sleep(LEASE_S + 0.1)
-        assert outcome(between).error == "no instance began its prefill within 6 s"
-        between.refuses = True
-        between.load("s")
+        assert outcome(fleet).error == "no instance began its prefill within 6 s"
+        fleet.refuses = True
+        fleet.load("s")
         await asyncio.sleep(0.1)
-        assert outcome(between, "s").error == "metaserver answered 500"
+        assert outcome(fleet, "s").error == "metaserver answered 500"
 
-    talk(scenario)
+    run_on_fleet(scenario)
 
 
 def test_a_prefill_that_never_completes_times_out() -> None:
     """Even if P is alive and has just reported progress."""
 
-    async def scenario(between: Talk) -> None:
-        p = between.prefill_instance()
-        between.load("r")
+    async def scenario(fleet: Fleet) -> None:
+        p = fleet.prefill_instance()
+        fleet.load("r")
         p.content["r@p0"] = [("r@p0", 0)] * NUM_TOKENS
-        p.early.begin("r@p0", between.target("r"))
+        p.early.begin("r@p0", fleet.target("r"))
         await asyncio.sleep(MAX_LOAD_S - 1.0)
         p.early.advance("r@p0", Progress(0, (0,), CHUNK))
         await asyncio.sleep(0.5)
-        assert between.ended == {}
+        assert fleet.ended == {}
         await asyncio.sleep(0.5 + LONGEST_READ_S)  # reads in flight complete first
-        assert outcome(between).error == (
+        assert outcome(fleet).error == (
             f"its prefill was not complete within {MAX_LOAD_S:g} s (--early-pull-timeout-seconds)"
         )
         await asyncio.sleep(LEASE_S)
         assert not p.sender.is_held("r@p0"), "no reader waits for P's prefill"
 
-    talk(scenario)
+    run_on_fleet(scenario)
 
 
 def test_other_prompt_is_not_read() -> None:
-    async def scenario(between: Talk) -> None:
-        p = between.prefill_instance()
-        between.load("r")
-        other = between.target("r")
+    async def scenario(fleet: Fleet) -> None:
+        p = fleet.prefill_instance()
+        fleet.load("r")
+        other = fleet.target("r")
         p.early.begin("r@p0", PushTarget(other.remote, 0, "another digest"))
         await asyncio.sleep(1.0)
         assert not p.sender.is_held("r@p0")
-        assert between.ended == {}
+        assert fleet.ended == {}
 
-    talk(scenario)
+    run_on_fleet(scenario)
 
 
 def test_incomplete_prefill_does_not_complete_the_load() -> None:
-    async def scenario(between: Talk) -> None:
-        p = between.prefill_instance()
-        between.load("r")
-        p.early.begin("r@p0", between.target("r"))
+    async def scenario(fleet: Fleet) -> None:
+        p = fleet.prefill_instance()
+        fleet.load("r")
+        p.early.begin("r@p0", fleet.target("r"))
         await asyncio.sleep(0.1)
         p.finish("r@p0", Progress(0, (0,), NUM_TOKENS - CHUNK, TOKEN))
         await asyncio.sleep(2 * LEASE_S)
-        assert outcome(between).error is not None
+        assert outcome(fleet).error is not None
         assert p.leased == set()
 
-    talk(scenario)
+    run_on_fleet(scenario)
 
 
 def test_lost_first_token_is_sent_again() -> None:
-    async def scenario(between: Talk) -> None:
-        p = between.prefill_instance()
-        between.load("r")
-        await between.compute(p, "r")
-        between.line.fate = losing("LeaseReply")
+    async def scenario(fleet: Fleet) -> None:
+        p = fleet.prefill_instance()
+        fleet.load("r")
+        await fleet.compute(p, "r")
+        fleet.line.fate = losing("LeaseReply")
         await asyncio.sleep(1.0)
-        between.line.fate = deliver
+        fleet.line.fate = deliver
         await asyncio.sleep(4 * LONGEST_READ_S)
-        assert outcome(between) == LoadEnded("r", None, TOKEN)
+        assert outcome(fleet) == LoadEnded("r", None, TOKEN)
 
-    talk(scenario)
+    run_on_fleet(scenario)
 
 
 @settings(max_examples=120)
@@ -499,30 +502,30 @@ def test_lost_first_token_is_sent_again() -> None:
 def test_lost_messages_cause_no_leak_and_no_use_of_foreign_kv(
     seed: int, *, loses: bool, kills: bool
 ) -> None:
-    async def scenario(between: Talk) -> None:
+    async def scenario(fleet: Fleet) -> None:
         if loses:
-            between.line.fate = unreliable(seed)
+            fleet.line.fate = unreliable(seed)
         names = [f"r{index}" for index in range(6)]
-        await asyncio.gather(*(_live(between, name, kills=kills) for name in names))
-        between.line.fate = deliver
+        await asyncio.gather(*(_live(fleet, name, kills=kills) for name in names))
+        fleet.line.fate = deliver
         await asyncio.sleep(MAX_LOAD_S + 10 * LEASE_S)
-        assert len(between.d) == 0
-        assert {name: len(ends) for name, ends in between.ended.items()} == dict.fromkeys(names, 1)
-        for p in between.prefills.values():
+        assert len(fleet.d) == 0
+        assert {name: len(ends) for name, ends in fleet.ended.items()} == dict.fromkeys(names, 1)
+        for p in fleet.prefills.values():
             assert p.is_dead or (p.leased == set() and p.sender.num_held == 0)
 
-    talk(scenario, seed)
+    run_on_fleet(scenario, seed)
 
 
-async def _live(between: Talk, name: str, *, kills: bool) -> None:
-    numbers = between.numbers
+async def _live(fleet: Fleet, name: str, *, kills: bool) -> None:
+    numbers = fleet.numbers
     await asyncio.sleep(numbers.uniform(0.0, 10.0))
-    between.load(name)
+    fleet.load(name)
     num_holders = numbers.choice([0, 1, 1, 1, 2])
     for _ in range(num_holders):
-        p = between.prefill_instance()
+        p = fleet.prefill_instance()
         preempt_at = numbers.choice([None, None, CHUNK, 3 * CHUNK])
-        computing = between.tasks.spawn(between.compute(p, name, preempt_at=preempt_at))
+        computing = fleet.tasks.spawn(fleet.compute(p, name, preempt_at=preempt_at))
         await asyncio.sleep(numbers.uniform(0.0, 12.0))
         fate = numbers.random()
         if kills and fate < 0.3:
@@ -532,4 +535,4 @@ async def _live(between: Talk, name: str, *, kills: bool) -> None:
             computing.cancel()
             p.abort(f"{name}@{p.name}")
     if numbers.random() < 0.3:
-        between.d.cancel(name, "the client left")
+        fleet.d.cancel(name, "the client left")

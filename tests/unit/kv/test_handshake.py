@@ -169,11 +169,11 @@ def test_rejection_is_logged_once_per_epoch(caplog: pytest.LogCaptureFixture) ->
     refusals = IncompatiblePeers()
     for name in ("a", "b", "a", "a"):
         refusals.note(name, "model differs")
-    said = [(record.levelno, record.getMessage()) for record in caplog.records]
-    assert [level for level, _ in said] == [logging.ERROR, logging.ERROR]
-    assert said[0][1].startswith("instance a and this one can't exchange KV")
-    assert "model differs. Each request" in said[0][1]
-    assert "restart one of the two" in said[0][1]
+    logged = [(record.levelno, record.getMessage()) for record in caplog.records]
+    assert [level for level, _ in logged] == [logging.ERROR, logging.ERROR]
+    assert logged[0][1].startswith("instance a and this one can't exchange KV")
+    assert "model differs. Each request" in logged[0][1]
+    assert "restart one of the two" in logged[0][1]
     assert refusals.num_peers == 2
 
 

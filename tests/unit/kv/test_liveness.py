@@ -226,7 +226,7 @@ async def _accepts_connections(inquiry: StatusInquiry, writer: Writer) -> None:
     """Whether something listens at the address."""
 
 
-class Mute(SinglePeerTable):
+class SilentPeer(SinglePeerTable):
     """A peer that never answers."""
 
     async def ask(self, make: Any, kind: type[StatusReply], *, tries: int) -> StatusReply:
@@ -261,7 +261,7 @@ def test_closed_connections_are_not_retained() -> None:
     """Connections to instances that are gone for good and are not asked again."""
 
     async def main() -> None:
-        inquiry = StatusInquiry(Mute())  # type: ignore[arg-type]
+        inquiry = StatusInquiry(SilentPeer())  # type: ignore[arg-type]
         for _ in range(3):
             with socket.create_server(("127.0.0.1", 0), backlog=1) as stopped:
                 writer = Writer("p-1", "a", *stopped.getsockname())
@@ -282,7 +282,7 @@ def test_the_connection_to_a_stopped_process_is_kept() -> None:
         # does not accept connections
         with socket.create_server(("127.0.0.1", 0), backlog=1) as stopped:
             writer = Writer("p-1", "a", *stopped.getsockname())
-            inquiry = StatusInquiry(Mute())  # type: ignore[arg-type]
+            inquiry = StatusInquiry(SilentPeer())  # type: ignore[arg-type]
             for _ in range(5):
                 with pytest.raises(KVTransferError, match="no answer") as caught:
                     await inquiry.ask(writer, ["a"], is_local=False)

@@ -249,11 +249,11 @@ def test_a_gguf_model_is_identified_by_the_tensors_of_its_index(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("longest", "max_positions", "is_said"),
+    ("longest", "max_positions", "is_included"),
     [(4096, 131_072, True), (4097, 131_072, False), (4096, 4096, False)],
 )
 def test_short_longrope_factors_are_a_setting_if_the_model_has_long_ones(
-    longest: int, max_positions: int, is_said: bool
+    longest: int, max_positions: int, is_included: bool
 ) -> None:
     """Our engine and our connector in vLLM compute the same fingerprint."""
-    assert bool(longrope_settings(longest, 4096, max_positions)) == is_said
+    assert bool(longrope_settings(longest, 4096, max_positions)) == is_included

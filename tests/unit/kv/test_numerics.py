@@ -102,9 +102,11 @@ def test_different_rounding_is_logged_once_and_counted(caplog: pytest.LogCapture
     own = instance("d", HALVES, CPU)
     for _ in range(2):
         assert check(own, instance("p", HALVES, GPU)) == ("tcp",)
-    [said] = [record.getMessage() for record in caplog.records]
-    assert "KV of instance p is rounded differently from ours" in said
-    assert "attention shares: float32 here, bfloat16 there; kernels: x86 here, sm_90 there" in said
+    [message] = [record.getMessage() for record in caplog.records]
+    assert "KV of instance p is rounded differently from ours" in message
+    assert (
+        "attention shares: float32 here, bfloat16 there; kernels: x86 here, sm_90 there" in message
+    )
     assert rounding.num_peers == 1
 
 

@@ -31,10 +31,10 @@ class Ranks:
     """Records the messages sent to ranks."""
 
     def __init__(self) -> None:
-        self.told: list[ConnectPeer | ForgetPeer] = []
+        self.broadcasts: list[ConnectPeer | ForgetPeer] = []
 
     def broadcast(self, message: ConnectPeer | ForgetPeer) -> None:
-        self.told.append(message)
+        self.broadcasts.append(message)
 
 
 def handshake_of(ranks: Ranks, incompatible: IncompatiblePeers | None = None) -> Handshake:
@@ -77,10 +77,10 @@ def test_dropping_a_wrong_address_keeps_the_right_one() -> None:
         peers.get(wrong)
         peers.forget(wrong, "nobody there")
         assert peers.get(right) is peer
-        assert ranks.told == []
+        assert ranks.broadcasts == []
         peers.forget(right, "gone")
         peers.forget(right, "gone")
-        assert ranks.told == [ForgetPeer("a")]
+        assert ranks.broadcasts == [ForgetPeer("a")]
         assert peers.get(right) is not peer
 
     run(scenario)
@@ -92,7 +92,7 @@ def test_only_predecessors_at_the_same_address_are_dropped() -> None:
         stale, other, current = peers.get(old), peers.get(elsewhere), peers.get(new)
         stale.metadata = FACTS
         peers.forget_predecessors(new)
-        assert ranks.told == [ForgetPeer("old")]
+        assert ranks.broadcasts == [ForgetPeer("old")]
         assert peers.get(new) is current
         assert peers.get(elsewhere) is other
         assert peers.get(old) is not stale
@@ -109,9 +109,9 @@ def test_unused_peer_is_dropped() -> None:
         peer.metadata = FACTS
         peers.forget_idle(began + IDLE_S)
         assert peers.get(held_by("a")) is peer
-        assert ranks.told == []
+        assert ranks.broadcasts == []
         peers.forget_idle(asyncio.get_running_loop().time() + IDLE_S + 1.0)
-        assert ranks.told == [ForgetPeer("a")]
+        assert ranks.broadcasts == [ForgetPeer("a")]
         assert peers.get(held_by("a")) is not peer
 
     run(scenario)
@@ -170,7 +170,7 @@ def test_least_recently_used_peer_is_evicted() -> None:
         peers.get(held_by("a"))
         peers.get(held_by("d"))
         assert len(peers) == 3
-        assert ranks.told == [ForgetPeer("b")]
+        assert ranks.broadcasts == [ForgetPeer("b")]
         assert peers.get(held_by("a")) is known[0]
         peers.close()
 
@@ -219,7 +219,7 @@ def test_table_stays_bounded_over_ten_thousand_peers() -> None:
             peers.forget_predecessors(remote)
             peers.release(remote)
         assert len(peers) == MAX_PEERS
-        assert len(ranks.told) == 10_000 - MAX_PEERS
+        assert len(ranks.broadcasts) == 10_000 - MAX_PEERS
         assert len(peers._at_url) == len(peers._urls_of) == MAX_PEERS
         assert not peers._num_held
         peers.close()
@@ -239,7 +239,7 @@ def test_two_thousand_concurrent_peers() -> None:
             peers.hold(remote)
             first[remote.engine_id] = peers.get(remote)
         assert all(peers.get(remote) is first[remote.engine_id] for remote in remotes)
-        assert ranks.told == []
+        assert ranks.broadcasts == []
         peers.close()
 
     asyncio.run(main())

@@ -12,10 +12,10 @@ SIZE = 2
 MEDIUMS = ["GPU", "CPU", "STORAGE"]
 
 
-def stored(number: int, medium: str, *, follows: bool, tells: bool = True) -> BlockStored:
+def stored(number: int, medium: str, *, follows: bool, has_tokens: bool = True) -> BlockStored:
     """A block, the child of the one before it; every third prompt has a salt."""
     parent = number - 1 if follows else None
-    tokens = [number, number + 1000] if tells else []
+    tokens = [number, number + 1000] if has_tokens else []
     extra = [["salt"]] if not follows and number % 3 == 0 else None
     return BlockStored([number], parent, tokens, SIZE, None, medium, None, extra, "model")
 
@@ -65,7 +65,7 @@ def test_snapshot_restores_all_blocks_with_parents_first(events: list[KVEvent], 
 def test_blocks_of_one_prompt_are_one_event() -> None:
     state = PublishedState()
     state.apply([stored(number, "CPU", follows=number > 1) for number in range(1, 6)])
-    state.apply([stored(number, "STORAGE", follows=True, tells=False) for number in (2, 3)])
+    state.apply([stored(number, "STORAGE", follows=True, has_tokens=False) for number in (2, 3)])
     _, first, elsewhere = state.snapshot()
     assert isinstance(first, BlockStored)
     assert isinstance(elsewhere, BlockStored)
@@ -77,7 +77,9 @@ def test_blocks_of_one_prompt_are_one_event() -> None:
 
 def test_tokens_added_later_are_kept() -> None:
     state = PublishedState()
-    state.apply([stored(1, "STORAGE", follows=False, tells=False), stored(1, "CPU", follows=False)])
+    state.apply(
+        [stored(1, "STORAGE", follows=False, has_tokens=False), stored(1, "CPU", follows=False)]
+    )
     _, first, elsewhere = state.snapshot()
     assert isinstance(first, BlockStored)
     assert isinstance(elsewhere, BlockStored)

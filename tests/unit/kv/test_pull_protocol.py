@@ -39,7 +39,7 @@ ADDRESS = ("127.0.0.1", 1)
 
 
 @dataclass
-class Talk:
+class Pair:
     """A prefill instance that is restarted now and then, and a decode instance with one rank.
 
     Args:
@@ -54,7 +54,7 @@ class Talk:
         loaded: the loads that the decode instance's core has ordered.
         ended: the events that this core received.
         incompatible: the incompatible pairs that the decode instance remembers.
-        heard: by type, the number of messages that the prefill instance received.
+        num_received: by type, the number of messages that the prefill instance received.
     """
 
     numbers: random.Random
@@ -67,7 +67,7 @@ class Talk:
     loaded: set[str] = field(default_factory=set)
     ended: defaultdict[str, list[LoadEnded]] = field(default_factory=lambda: defaultdict(list))
     incompatible: IncompatiblePeers = field(default_factory=IncompatiblePeers)
-    heard: Counter[str] = field(default_factory=Counter)
+    num_received: Counter[str] = field(default_factory=Counter)
     _held: set[str] = field(default_factory=set)
     _remotes: dict[str, RemoteKV] = field(default_factory=dict)
     _reading: dict[str, asyncio.TimerHandle] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class Talk:
         self.freed[event.request_id] = self.now()
 
     def _handle(self, message: AnyMessage) -> AnyMessage:
-        self.heard[type(message).__name__] += 1
+        self.num_received[type(message).__name__] += 1
         try:
             return self.p.handle(message)
         except HandshakeRefused as exc:
@@ -212,84 +212,84 @@ class Talk:
         return answer
 
 
-def talk(
-    scenario: Callable[[Talk], Coroutine[Any, Any, None]], seed: int = 0, model: str = "m"
+def run_on_pair(
+    scenario: Callable[[Pair], Coroutine[Any, Any, None]], seed: int = 0, model: str = "m"
 ) -> None:
     async def main() -> None:
-        between = Talk(random.Random(seed), model)
-        between.start()
-        await scenario(between)
-        between.tasks.check()
+        pair = Pair(random.Random(seed), model)
+        pair.start()
+        await scenario(pair)
+        pair.tasks.check()
 
     run_virtually(main())
 
 
 def test_a_pull_ends_once_on_both_sides() -> None:
-    async def scenario(between: Talk) -> None:
-        between.expect("r", between.prefill("r"))
+    async def scenario(pair: Pair) -> None:
+        pair.expect("r", pair.prefill("r"))
         await asyncio.sleep(3 * LEASE_S)
-        assert between.p.num_held == 1, "it is still needed"
-        between.load("r")
+        assert pair.p.num_held == 1, "it is still needed"
+        pair.load("r")
         await asyncio.sleep(2 * LONGEST_READ_S)
-        assert between.ended["r"] == [LoadEnded("r", None)]
-        assert between.p.num_held == 0
+        assert pair.ended["r"] == [LoadEnded("r", None)]
+        assert pair.p.num_held == 0
 
-    talk(scenario)
+    run_on_pair(scenario)
 
 
 def test_kv_read_from_dead_instance_is_not_used() -> None:
     """The successor, at the same address, knows nothing of the request."""
 
-    async def scenario(between: Talk) -> None:
-        between.expect("r", between.prefill("r"))
-        between.load("r")
-        await between.has_begun.wait()
-        between.start_p()
+    async def scenario(pair: Pair) -> None:
+        pair.expect("r", pair.prefill("r"))
+        pair.load("r")
+        await pair.has_begun.wait()
+        pair.start_p()
         await asyncio.sleep(2 * LONGEST_READ_S)
-        [ended] = between.ended["r"]
+        [ended] = pair.ended["r"]
         assert "lease was unknown when the read ended" in str(ended.error)
 
-    talk(scenario)
+    run_on_pair(scenario)
 
 
 def test_an_incompatible_instance_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
     """Later requests fail at once, without a message; the successor is asked again."""
     decode_side = "mooncake_kv.kv_reader"
 
-    async def scenario(between: Talk) -> None:
+    async def scenario(pair: Pair) -> None:
         for name in "abc":
-            between.expect(name, between.prefill(name))
-            between.load(name)
+            pair.expect(name, pair.prefill(name))
+            pair.load(name)
             await asyncio.sleep(1.0)
-            [ended] = between.ended[name]
+            [ended] = pair.ended[name]
             assert "model differs" in str(ended.error)
-        assert between.heard["Hello"] == 1
-        assert between.p.num_held == 0
-        assert (between.reader.counts.failures, between.reader.counts.refused) == (3, 3)
-        assert between.incompatible.engine_ids == ("p1",)
-        between.model = "m"
-        between.start_p()
-        between.expect("d", between.prefill("d"))
-        between.load("d")
+        assert pair.num_received["Hello"] == 1
+        assert pair.p.num_held == 0
+        assert (pair.reader.counts.failures, pair.reader.counts.refused) == (3, 3)
+        assert pair.incompatible.engine_ids == ("p1",)
+        pair.model = "m"
+        pair.start_p()
+        pair.expect("d", pair.prefill("d"))
+        pair.load("d")
         await asyncio.sleep(2 * LONGEST_READ_S)
-        assert between.ended["d"] == [LoadEnded("d", None)]
+        assert pair.ended["d"] == [LoadEnded("d", None)]
 
-    talk(scenario, model="other")
+    run_on_pair(scenario, model="other")
     loud = [r for r in caplog.records if r.name == decode_side and r.levelno >= logging.WARNING]
     assert loud == []
 
 
 def test_repeated_release_gets_same_reply() -> None:
-    async def scenario(between: Talk) -> None:
-        between.line.fate = losing("LeaseReply")
-        between.expect("r", between.prefill("r"))
-        between.load("r")
+    async def scenario(pair: Pair) -> None:
+        pair.line.fate = losing("LeaseReply")
+        pair.expect("r", pair.prefill("r"))
+        pair.load("r")
         await asyncio.sleep(LONGEST_READ_S + 1.0)
-        between.line.fate = deliver
+        pair.line.fate = deliver
         await asyncio.sleep(LONGEST_READ_S)
-        assert between.ended["r"] == [LoadEnded("r", None)]
+        assert pair.ended["r"] == [LoadEnded("r", None)]
 
-    talk(scenario)
+    run_on_pair(scenario)
 
 
 @settings(max_examples=150)
@@ -299,52 +299,52 @@ def test_lost_messages_cause_no_leak_and_no_use_of_foreign_kv(
 ) -> None:
     """Requests arrive, some twice for one prompt, and are loaded and cancelled at any moment."""
 
-    async def scenario(between: Talk) -> None:
+    async def scenario(pair: Pair) -> None:
         if loses:
-            between.line.fate = unreliable(seed)
+            pair.line.fate = unreliable(seed)
         names = [f"r{index}" for index in range(8)]
-        living = [_live(between, name) for name in names]
+        living = [_live(pair, name) for name in names]
         if restarts:
-            living.append(_restart(between))
+            living.append(_restart(pair))
         await asyncio.gather(*living)
-        between.line.fate = deliver
+        pair.line.fate = deliver
         await asyncio.sleep(10 * LEASE_S)
-        assert between.p.num_held == 0
-        assert between.d._expected == {}
+        assert pair.p.num_held == 0
+        assert pair.d._expected == {}
         successes = Counter(
-            between._remotes[name].request_id
-            for name, events in between.ended.items()
+            pair._remotes[name].request_id
+            for name, events in pair.ended.items()
             for event in events
-            if event.error is None and name in between.read
+            if event.error is None and name in pair.read
         )
         assert all(count == 1 for count in successes.values()), "one lease, two readers"
-        ends = {name: len(events) for name, events in between.ended.items()}
-        assert all(ends.get(name) == 1 for name in between.loaded), "a load that never completed"
-        assert max(ends.values(), default=0) <= 1, between.ended
+        ends = {name: len(events) for name, events in pair.ended.items()}
+        assert all(ends.get(name) == 1 for name in pair.loaded), "a load that never completed"
+        assert max(ends.values(), default=0) <= 1, pair.ended
 
-    talk(scenario, seed)
+    run_on_pair(scenario, seed)
 
 
-async def _live(between: Talk, name: str) -> None:
-    numbers = between.numbers
+async def _live(pair: Pair, name: str) -> None:
+    numbers = pair.numbers
     await asyncio.sleep(numbers.uniform(0.0, 20.0))
-    remote = between.prefill(name)
+    remote = pair.prefill(name)
     if numbers.random() < 0.1:
         return  # never fetched
     twins = [name] if numbers.random() < 0.7 else [name, f"{name}-again"]
     for twin in twins:
         await asyncio.sleep(numbers.uniform(0.0, LEASE_S))
-        between.expect(twin, remote)
+        pair.expect(twin, remote)
     for twin in twins:
         await asyncio.sleep(numbers.uniform(0.0, LEASE_S))
         if numbers.random() < 0.8:
-            between.load(twin, numbers.choice([0, 0, 0, 10]))
+            pair.load(twin, numbers.choice([0, 0, 0, 10]))
         await asyncio.sleep(numbers.uniform(0.0, LONGEST_READ_S))
-        if numbers.random() < 0.3 or not between.ended[twin]:
-            between.d.cancel(twin)
+        if numbers.random() < 0.3 or not pair.ended[twin]:
+            pair.d.cancel(twin)
 
 
-async def _restart(between: Talk) -> None:
+async def _restart(pair: Pair) -> None:
     for _ in range(2):
-        await asyncio.sleep(between.numbers.uniform(0.0, 15.0))
-        between.start_p()
+        await asyncio.sleep(pair.numbers.uniform(0.0, 15.0))
+        pair.start_p()

@@ -37,26 +37,26 @@ class Environment:
         leases: the leases at that peer.
         events: the events that the core received.
         messages: the messages that the rank received.
-        heard: set once the core has received an event.
+        has_event: set once the core has received an event.
     """
 
     side: PullReceiver
     leases: LeaseKeeper
     events: list[Event]
     messages: list[bytes]
-    heard: asyncio.Event
+    has_event: asyncio.Event
 
 
 def run(scenario: Callable[[Environment], Coroutine[Any, Any, None]]) -> None:
     async def main() -> None:
         events: list[Event] = []
-        heard = asyncio.Event()
+        has_event = asyncio.Event()
         messages: list[bytes] = []
         tasks: set[asyncio.Task[None]] = set()
 
         def tell(event: Event) -> None:
             events.append(event)
-            heard.set()
+            has_event.set()
 
         def spawn(
             coroutine: Coroutine[Any, Any, None], request_id: str | None = None
@@ -71,7 +71,7 @@ def run(scenario: Callable[[Environment], Coroutine[Any, Any, None]]) -> None:
         context = ConnectorContext(FACTS, LEASE_S, tell, spawn)
         leases = LeaseKeeper(context, peers)
         reader = KVReader(context, RankLoads(ranks), peers, leases)
-        around = Environment(PullReceiver(context, reader), leases, events, messages, heard)
+        around = Environment(PullReceiver(context, reader), leases, events, messages, has_event)
         await scenario(around)
         for task in tasks:
             task.cancel()
@@ -88,7 +88,7 @@ def test_load_ordered_before_lost_lease_is_processed_is_not_started() -> None:
     async def scenario(around: Environment) -> None:
         around.side.expect("mine", REMOTE)
         renewing = asyncio.ensure_future(around.leases.keep_leases())
-        await around.heard.wait()
+        await around.has_event.wait()
         around.side.load("mine", (0,), 0)
         await asyncio.sleep(0)
         renewing.cancel()
@@ -126,7 +126,7 @@ def test_a_cancelled_request_is_forgotten_once() -> None:
     run(scenario)
 
 
-class Holders:
+class RenewingPeers:
     """A peer table whose peers renew everything and record when."""
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Holders:
     def release(self, remote: RemoteKV) -> None:
         """Kept anyway."""
 
-    def get(self, remote: RemoteKV) -> Holders:
+    def get(self, remote: RemoteKV) -> RenewingPeers:
         return self
 
     async def renew(self, request_ids: tuple[str, ...], timeout_s: float) -> tuple[str, ...]:
@@ -146,14 +146,12 @@ class Holders:
         return ()
 
 
-@pytest.mark.parametrize(("holders_lease_s", "interval_s"), [(6.0, 1.0), (600.0, 5.0), (None, 5.0)])
-def test_lease_renewal_follows_shorter_lease(
-    holders_lease_s: float | None, interval_s: float
-) -> None:
+@pytest.mark.parametrize(("peer_lease_s", "interval_s"), [(6.0, 1.0), (600.0, 5.0), (None, 5.0)])
+def test_lease_renewal_follows_shorter_lease(peer_lease_s: float | None, interval_s: float) -> None:
     """Our lease is 30 s; the peer's may expire before we would send a first keepalive."""
 
     async def main() -> None:
-        peers = Holders()
+        peers = RenewingPeers()
         clock = asyncio.get_running_loop().time
         context = ConnectorContext(FACTS, 30.0, lambda event: None, asyncio.ensure_future, clock)
         loads = RankLoads(RankGroup(1, lambda rank, message: None))
@@ -162,7 +160,7 @@ def test_lease_renewal_follows_shorter_lease(
         side = PullReceiver(context, reader)
         keeping = asyncio.ensure_future(leases.keep_leases())
         await asyncio.sleep(1.5)
-        side.expect("mine", replace(REMOTE, lease_s=holders_lease_s))
+        side.expect("mine", replace(REMOTE, lease_s=peer_lease_s))
         await asyncio.sleep(30.0)
         assert len(peers.renewed) == pytest.approx(30.0 / interval_s, abs=1)
         assert peers.renewed[0] <= 1.5 + interval_s
@@ -175,7 +173,7 @@ def test_fully_cached_prompt_needs_no_prefill_instance() -> None:
     async def scenario(around: Environment) -> None:
         around.side.expect("mine", REMOTE)
         around.side.load("mine", (0,), REMOTE.num_tokens)
-        await around.heard.wait()
+        await around.has_event.wait()
         assert around.events == [LoadEnded("mine", None)]
 
     run(scenario)

@@ -12,184 +12,186 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from support.push_line import LOAD_S, TOKEN, Talk, deliver, losing, unreliable
+from support.push_line import LOAD_S, TOKEN, Pair, deliver, losing, unreliable
 from support.virtual_time import run_virtually
 
 from mooncake_kv.connector import LoadEnded
 from mooncake_kv.params import FirstToken
 
 FIRST = FirstToken(TOKEN.token_id, None, 0)
-Scenario = Callable[[Talk], Coroutine[Any, Any, None]]
+Scenario = Callable[[Pair], Coroutine[Any, Any, None]]
 
 
-def talk(scenario: Scenario, seed: int = 0, lease_s: tuple[float, float] = (6.0, 6.0)) -> None:
+def run_on_pair(
+    scenario: Scenario, seed: int = 0, lease_s: tuple[float, float] = (6.0, 6.0)
+) -> None:
     async def main() -> None:
-        between = Talk(random.Random(seed), lease_s)
-        between.start()
-        await scenario(between)
-        between.tasks.check()
+        pair = Pair(random.Random(seed), lease_s)
+        pair.start()
+        await scenario(pair)
+        pair.tasks.check()
 
     run_virtually(main())
 
 
-async def push(between: Talk, name: str = "r") -> None:
+async def push(pair: Pair, name: str = "r") -> None:
     """Run a whole prompt on the prefill side."""
-    between.load(name)
-    between.begin(name)
+    pair.load(name)
+    pair.begin(name)
     await asyncio.sleep(1.0)
-    between.complete(name)
+    pair.complete(name)
 
 
 def test_a_push_ends_once_on_both_sides() -> None:
-    async def scenario(between: Talk) -> None:
-        await push(between)
+    async def scenario(pair: Pair) -> None:
+        await push(pair)
         await asyncio.sleep(2.0)
-        assert between.ended["r"] == [LoadEnded("r", None, FIRST)]
-        assert between.freed["p-r"]
-        assert between.d.num_reserved == between.p.num_sending == 0
-        assert "StatusRequest" not in between.asked
+        assert pair.ended["r"] == [LoadEnded("r", None, FIRST)]
+        assert pair.freed["p-r"]
+        assert pair.d.num_reserved == pair.p.num_sending == 0
+        assert "StatusRequest" not in pair.asked
 
-    talk(scenario)
+    run_on_pair(scenario)
 
 
 @pytest.mark.parametrize("lost", [("Pushed",), ("Pushed", "Renew")], ids=str)
 def test_completion_lost_on_all_retries_is_requested(lost: tuple[str, ...]) -> None:
     """The writer is alive, but its messages are lost: the reader asks, and even gets its KV."""
 
-    async def scenario(between: Talk) -> None:
-        between.line.fate = losing(*lost)
-        await push(between)
+    async def scenario(pair: Pair) -> None:
+        pair.line.fate = losing(*lost)
+        await push(pair)
         await asyncio.sleep(30.0)
-        assert between.ended["r"] == [LoadEnded("r", None, FIRST)]
-        assert between.d.num_reserved == between.p.num_sending == 0
+        assert pair.ended["r"] == [LoadEnded("r", None, FIRST)]
+        assert pair.d.num_reserved == pair.p.num_sending == 0
 
-    talk(scenario)
+    run_on_pair(scenario)
 
 
 def test_a_forgotten_writer_sends_hello_again() -> None:
     """The reader has evicted the writer, which still knows the reader."""
 
-    async def scenario(between: Talk) -> None:
-        await push(between, "first")
+    async def scenario(pair: Pair) -> None:
+        await push(pair, "first")
         await asyncio.sleep(2.0)
-        between.d._writers.clear()
-        await push(between, "second")
+        pair.d._writers.clear()
+        await push(pair, "second")
         await asyncio.sleep(2.0)
-        assert between.ended["second"] == [LoadEnded("second", None, FIRST)]
-        assert between.asked.count("Hello") == 2
-        await push(between, "third")
+        assert pair.ended["second"] == [LoadEnded("second", None, FIRST)]
+        assert pair.asked.count("Hello") == 2
+        await push(pair, "third")
         await asyncio.sleep(2.0)
-        assert between.asked.count("Hello") == 2
+        assert pair.asked.count("Hello") == 2
 
-    talk(scenario)
+    run_on_pair(scenario)
 
 
 def test_failure_lost_on_all_retries_is_requested() -> None:
-    async def scenario(between: Talk) -> None:
-        between.line.fate = losing("PushFailed", "Renew")
-        between.load("r")
-        between.begin("r")
+    async def scenario(pair: Pair) -> None:
+        pair.line.fate = losing("PushFailed", "Renew")
+        pair.load("r")
+        pair.begin("r")
         await asyncio.sleep(1.0)
-        between.p.cancel("p-r")
+        pair.p.cancel("p-r")
         await asyncio.sleep(30.0)
-        [ended] = between.ended["r"]
+        [ended] = pair.ended["r"]
         assert ended.is_drained
         assert "gave up: the request ended before its prefill" in str(ended.error)
 
-    talk(scenario)
+    run_on_pair(scenario)
 
 
 def test_push_forgotten_by_writer_fails() -> None:
     """All messages are lost for longer than the writer remembers the results of its pushes."""
 
-    async def scenario(between: Talk) -> None:
-        between.load("r")
-        between.begin("r")
+    async def scenario(pair: Pair) -> None:
+        pair.load("r")
+        pair.begin("r")
         await asyncio.sleep(1.0)
-        between.line.is_cut = True
-        between.complete("r")
+        pair.line.is_cut = True
+        pair.complete("r")
         await asyncio.sleep(60.0)
-        [given_up] = between.ended["r"]
+        [given_up] = pair.ended["r"]
         assert not given_up.is_drained
-        assert between.d.num_reserved == 1
-        assert between.p.num_sending == 0
-        between.line.is_cut = False
+        assert pair.d.num_reserved == 1
+        assert pair.p.num_sending == 0
+        pair.line.is_cut = False
         await asyncio.sleep(10.0)
-        assert [ended.is_drained for ended in between.ended["r"]] == [False, True]
-        assert "has no record of it any more" in str(between.ended["r"][-1].error)
-        assert between.d.num_reserved == 0
+        assert [ended.is_drained for ended in pair.ended["r"]] == [False, True]
+        assert "has no record of it any more" in str(pair.ended["r"][-1].error)
+        assert pair.d.num_reserved == 0
 
-    talk(scenario)
+    run_on_pair(scenario)
 
 
 def test_push_in_flight_is_awaited() -> None:
     """The writer's keepalives are lost, but its replies are not."""
 
-    async def scenario(between: Talk) -> None:
-        between.line.fate = losing("Renew")
-        between.load("r")
-        between.begin("r")
+    async def scenario(pair: Pair) -> None:
+        pair.line.fate = losing("Renew")
+        pair.load("r")
+        pair.begin("r")
         await asyncio.sleep(5.0)
-        assert "StatusRequest" in between.asked
-        assert not between.ended["r"]
-        between.complete("r")
+        assert "StatusRequest" in pair.asked
+        assert not pair.ended["r"]
+        pair.complete("r")
         await asyncio.sleep(2.0)
-        assert between.ended["r"] == [LoadEnded("r", None, FIRST)]
+        assert pair.ended["r"] == [LoadEnded("r", None, FIRST)]
 
-    talk(scenario)
+    run_on_pair(scenario)
 
 
 @pytest.mark.parametrize("lease_s", [(60.0, 1.0), (1.0, 60.0)], ids=["reader", "writer"])
 def test_keepalive_interval_follows_shorter_lease(
     lease_s: tuple[float, float],
 ) -> None:
-    async def scenario(between: Talk) -> None:
+    async def scenario(pair: Pair) -> None:
         await asyncio.sleep(7.3)
-        between.load("r")
-        between.begin("r")
+        pair.load("r")
+        pair.begin("r")
         await asyncio.sleep(20.0)
-        assert between.asked.count("Renew") >= 100
-        assert "StatusRequest" not in between.asked
-        between.complete("r")
+        assert pair.asked.count("Renew") >= 100
+        assert "StatusRequest" not in pair.asked
+        pair.complete("r")
         await asyncio.sleep(2.0)
-        assert between.ended["r"] == [LoadEnded("r", None, FIRST)]
+        assert pair.ended["r"] == [LoadEnded("r", None, FIRST)]
 
-    talk(scenario, lease_s=lease_s)
+    run_on_pair(scenario, lease_s=lease_s)
 
 
 def test_reservation_granted_after_writer_aborted_is_released() -> None:
     """Late and repeated messages arrive in any order."""
 
-    async def scenario(between: Talk) -> None:
-        between.line.fate = lambda kind: {"PushOpen": 40.0, "PushFailed": None}.get(kind, 0.0)
-        between.load("r")
-        between.begin("r")
+    async def scenario(pair: Pair) -> None:
+        pair.line.fate = lambda kind: {"PushOpen": 40.0, "PushFailed": None}.get(kind, 0.0)
+        pair.load("r")
+        pair.begin("r")
         await asyncio.sleep(1.0)
-        between.complete("r")
+        pair.complete("r")
         await asyncio.sleep(80.0)
-        assert [ended.is_drained for ended in between.ended["r"]] == [True]
-        assert between.d.num_reserved == between.p.num_sending == 0
+        assert [ended.is_drained for ended in pair.ended["r"]] == [True]
+        assert pair.d.num_reserved == pair.p.num_sending == 0
 
-    talk(scenario, lease_s=(6.0, 60.0))
+    run_on_pair(scenario, lease_s=(6.0, 60.0))
 
 
 def test_writer_considered_dead_stops_before_its_blocks_are_freed() -> None:
     """A middlebox refuses connections in the writer's name and drops its messages, while the writer
     lives and writes."""
 
-    async def scenario(between: Talk) -> None:
-        between.load("r")
-        between.begin("r")
+    async def scenario(pair: Pair) -> None:
+        pair.load("r")
+        pair.begin("r")
         await asyncio.sleep(1.0)
-        between.is_p_hidden = between.line.is_cut = True
+        pair.is_p_hidden = pair.line.is_cut = True
         await asyncio.sleep(5.0)
-        assert [ended.is_drained for ended in between.ended["r"]] == [False]
-        assert between.rank.writing == {"p-r"}
+        assert [ended.is_drained for ended in pair.ended["r"]] == [False]
+        assert pair.rank.writing == {"p-r"}
         await asyncio.sleep(12.0)
-        assert [ended.is_drained for ended in between.ended["r"]] == [False, True]
-        assert between.d.num_reserved == 0
+        assert [ended.is_drained for ended in pair.ended["r"]] == [False, True]
+        assert pair.d.num_reserved == 0
 
-    talk(scenario, lease_s=(60.0, 6.0))
+    run_on_pair(scenario, lease_s=(60.0, 6.0))
 
 
 @settings(max_examples=150)
@@ -206,41 +208,41 @@ def test_both_sides_free_everything_despite_lost_messages(
     """Requests arrive, complete, are aborted and cancelled at any moment; then no message is
     lost."""
 
-    async def scenario(between: Talk) -> None:
+    async def scenario(pair: Pair) -> None:
         if loses:
-            between.line.fate = unreliable(seed)
-        between.is_p_hidden = hides
+            pair.line.fate = unreliable(seed)
+        pair.is_p_hidden = hides
         names = [f"r{index}" for index in range(8)]
-        await asyncio.gather(*(_live(between, name) for name in names))
+        await asyncio.gather(*(_live(pair, name) for name in names))
         if kills:
-            between.kill_p()
-        between.line.fate = deliver
+            pair.kill_p()
+        pair.line.fate = deliver
         await asyncio.sleep(LOAD_S / 4)
-        assert between.d.num_reserved == 0
-        assert kills or between.p.num_sending == 0
-        assert all(_ended_once(between.ended[name]) for name in names), between.ended
+        assert pair.d.num_reserved == 0
+        assert kills or pair.p.num_sending == 0
+        assert all(_ended_once(pair.ended[name]) for name in names), pair.ended
 
-    talk(scenario, seed, lease_s)
+    run_on_pair(scenario, seed, lease_s)
 
 
-async def _live(between: Talk, name: str) -> None:
-    numbers = between.numbers
+async def _live(pair: Pair, name: str) -> None:
+    numbers = pair.numbers
     await asyncio.sleep(numbers.uniform(0.0, 20.0))
-    between.load(name)
+    pair.load(name)
     await asyncio.sleep(numbers.uniform(0.0, 3.0))
     if numbers.random() < 0.2:
-        between.d.cancel(name)
+        pair.d.cancel(name)
     if numbers.random() < 0.9:
-        between.begin(name)
+        pair.begin(name)
         await asyncio.sleep(numbers.uniform(0.0, 8.0))
         if numbers.random() < 0.2:
-            between.d.cancel(name)
+            pair.d.cancel(name)
         is_completed = numbers.random() < 0.8
         if is_completed:
-            between.complete(name)
+            pair.complete(name)
             await asyncio.sleep(numbers.uniform(0.0, 2.0))
         if not is_completed or numbers.random() < 0.3:
-            between.p.cancel(f"p-{name}")
+            pair.p.cancel(f"p-{name}")
 
 
 def _ended_once(events: list[LoadEnded]) -> bool:

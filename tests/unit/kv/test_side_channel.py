@@ -84,7 +84,7 @@ async def relayed(port: int) -> AsyncIterator[tuple[Relay, SideChannelClient]]:
 
 
 @asynccontextmanager
-async def mute() -> AsyncIterator[tuple[int, list[StreamWriter]]]:
+async def silent_server() -> AsyncIterator[tuple[int, list[StreamWriter]]]:
     """A server that accepts connections and never sends anything; yields the connections as
     well."""
     accepted: list[StreamWriter] = []
@@ -222,8 +222,8 @@ def test_another_version_fails_immediately_with_advice() -> None:
         older = replace(credentials_of(SECRET), version=2)
         listener = await listen(HOST, [0], older, lambda session, payload: payload)
         async with asking(listener.port) as client:
-            said = f"we speak version {PROTOCOL_VERSION}, the peer 2; run one release"
-            with pytest.raises(HandshakeRefused, match=said):
+            pattern = f"we speak version {PROTOCOL_VERSION}, the peer 2; run one release"
+            with pytest.raises(HandshakeRefused, match=pattern):
                 await ask(client, try_timeout_s=30.0)
         listener.close()
         await settle()
@@ -256,7 +256,7 @@ def test_late_reply_is_accepted() -> None:
 
 def test_missing_reply_times_out() -> None:
     async def main() -> None:
-        async with mute() as (silent, _), asking(silent) as client:
+        async with silent_server() as (silent, _), asking(silent) as client:
             with pytest.raises(KVTransferError, match=r"did not answer within 0\.4 s"):
                 await asyncio.wait_for(ask(client, try_timeout_s=0.2), 5.0)
 
@@ -405,8 +405,8 @@ def test_taken_port_error_names_port() -> None:
 
 def test_foreign_listen_host_error_names_host() -> None:
     async def main() -> None:
-        said = r"on 192\.0\.2\.1 can't be bound: can't listen on 192\.0\.2\.1 port 0"
-        with pytest.raises(SideChannelPortInUse, match=said):
+        pattern = r"on 192\.0\.2\.1 can't be bound: can't listen on 192\.0\.2\.1 port 0"
+        with pytest.raises(SideChannelPortInUse, match=pattern):
             await SideChannelServer.listen("192.0.2.1", [0], SECRET, held)
 
     asyncio.run(main())
@@ -434,7 +434,7 @@ def test_close_fails_requests_in_flight() -> None:
 
 def test_close_fails_requests_that_wait_for_a_connection() -> None:
     async def main() -> None:
-        async with mute() as (port, accepted), asking(port) as client:
+        async with silent_server() as (port, accepted), asking(port) as client:
             await check_closing(client, lambda: bool(accepted))
 
     asyncio.run(main())

@@ -45,21 +45,21 @@ class Owner:
     def __init__(self) -> None:
         self.errors: list[tuple[str, Exception]] = []
         self.failures: list[ConnectorDead] = []
-        self.told = threading.Event()
+        self.has_report = threading.Event()
         self.loop = IoLoop("test", self._error, self._failure)
 
     def _error(self, request_id: str, exc: Exception) -> None:
         if request_id == "can't be given up":
             raise Bug("again")
         self.errors.append((request_id, exc))
-        self.told.set()
+        self.has_report.set()
 
     def _failure(self, dead: ConnectorDead) -> None:
         self.failures.append(dead)
-        self.told.set()
+        self.has_report.set()
 
     def wait(self) -> None:
-        assert self.told.wait(TIMEOUT_S)
+        assert self.has_report.wait(TIMEOUT_S)
 
     def call(self, function: Callable[..., Any], *args: Any) -> None:
         """Call it on the loop, on behalf of no request."""
@@ -107,7 +107,7 @@ def test_a_failed_task_without_a_request_is_only_logged(
     owner: Owner, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner.call(lambda: owner.loop.spawn(fail_later()))
-    owner.loop.call("r", owner.told.set)
+    owner.loop.call("r", owner.has_report.set)
     owner.wait()
     assert (owner.errors, owner.failures) == ([], [])
     assert "failed in a task without a request" in caplog.text
@@ -218,7 +218,7 @@ class Line:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, **services: Any) -> None:
         self.closed: list[PushSession] = []
         self.failures: list[BaseException] = []
-        self.told = threading.Event()
+        self.has_report = threading.Event()
         nothing: dict[str, Any] = {
             "plan": lambda movement: [],
             "connect": lambda rank: None,
@@ -234,15 +234,15 @@ class Line:
 
     def _close(self, session: PushSession) -> None:
         self.closed.append(session)
-        self.told.set()
+        self.has_report.set()
 
     def _fail(self, exc: BaseException) -> None:
         self.failures.append(exc)
-        self.told.set()
+        self.has_report.set()
 
     def wait(self) -> None:
-        assert self.told.wait(TIMEOUT_S)
-        self.told.clear()
+        assert self.has_report.wait(TIMEOUT_S)
+        self.has_report.clear()
 
 
 class BrokenEvent:
@@ -381,7 +381,7 @@ def test_a_load_that_may_have_reached_a_rank_keeps_its_blocks_and_ends_the_engin
     events: list[Any] = []
 
     def send(rank: int, message: bytes) -> None:
-        raise Bug("half of the ranks were told")
+        raise Bug("half of the ranks received it")
 
     def begin() -> None:
         receiver = pulling(send, events, owner.loop)

@@ -73,6 +73,6 @@ def test_invalid_certificates_are_reported(
     pair = ("--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2")
     unchecked = ("--health-interval", "0", "--log-level", "error")
     assert main(["--port", "0", *pair, *unchecked, flag, str(path)]) == 2
-    said = capfd.readouterr().err
-    assert f"mooncake-proxy: {flag} {path}: wanted" in said
-    assert "Traceback" not in said
+    stderr = capfd.readouterr().err
+    assert f"mooncake-proxy: {flag} {path}: wanted" in stderr
+    assert "Traceback" not in stderr

@@ -46,7 +46,7 @@ class Pair:
     path: Path
     obey: Callable[[object], None] = lambda order: None
     reasons: list[str] = field(default_factory=list)
-    has_heard: threading.Event = field(default_factory=threading.Event)
+    has_death: threading.Event = field(default_factory=threading.Event)
 
     def connect(self) -> Ranks:
         self.worker.send(INFO)
@@ -58,13 +58,13 @@ class Pair:
 
     def wait(self) -> str:
         """Wait for the only reported reason."""
-        assert self.has_heard.wait(TIMEOUT_S), "no death was reported"
+        assert self.has_death.wait(TIMEOUT_S), "no death was reported"
         [reason] = self.reasons
         return reason
 
     def _on_death(self, reason: str) -> None:
         self.reasons.append(reason)
-        self.has_heard.set()
+        self.has_death.set()
 
 
 @pytest.fixture

@@ -134,16 +134,16 @@ class Worker:
     """Records what it is sent."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.calls: list[Any] = []
 
     def begin_step(self, steps: Any, held: Any, wait_s: float) -> None:
-        self.told.append(("step", steps, held, wait_s))
+        self.calls.append(("step", steps, held, wait_s))
 
     def release_loads(self, names: Any) -> None:
-        self.told.append(("release", names))
+        self.calls.append(("release", names))
 
     def layer_done(self, name: str) -> None:
-        self.told.append(("layer", name))
+        self.calls.append(("layer", name))
 
     def take_results(self) -> Results:
         return Results({"s"}, {"r", "f"}, {"f"})
@@ -157,9 +157,9 @@ def test_loads_begin_before_the_forward_unless_new_blocks_are_zeroed(
     made = connector(connectors, worker=worker, zeroes=zeroes)
     made.bind_connector_metadata(connectors.HalStepMetadata(("a",), ()))
     begun, released = ("step", (), (), 0.0), ("release", ("a",))
-    assert worker.told == ([begun] if zeroes else [begun, released])
+    assert worker.calls == ([begun] if zeroes else [begun, released])
     made.start_load_kv(None, scheduler_output=None)
-    assert worker.told == [begun, released]
+    assert worker.calls == [begun, released]
 
 
 def test_results_are_named_as_vllm_does(connectors: ModuleType) -> None:
@@ -194,10 +194,10 @@ def test_an_idle_step_waits_briefly_for_reports(
     made = connector(connectors, scheduler=side, worker=worker, may_wait=may_wait)
     step = made.build_connector_meta(SimpleNamespace(num_scheduled_tokens=scheduled))
     made.bind_connector_metadata(step)
-    assert worker.told[0] == ("step", (), (), connectors.IDLE_WAIT_S if waits else 0.0)
-    worker.told.clear()
+    assert worker.calls[0] == ("step", (), (), connectors.IDLE_WAIT_S if waits else 0.0)
+    worker.calls.clear()
     made.bind_connector_metadata(SimpleNamespace())  # as during graph capture
-    assert worker.told == [("release", ())]
+    assert worker.calls == [("release", ())]
 
 
 def test_step_after_completion_names_request_whose_blocks_are_held(
@@ -215,7 +215,7 @@ def test_step_after_completion_names_request_whose_blocks_are_held(
     late = SimpleNamespace(request_id="late")
     assert made.request_finished_all_groups(late, ([],)) == kept["late"]
     made.bind_connector_metadata(made.build_connector_meta(idle))
-    assert worker.told[0][2] == ("kept", "late")
+    assert worker.calls[0][2] == ("kept", "late")
     assert made.build_connector_meta(idle).held == ()
 
 
@@ -227,8 +227,8 @@ def test_layer_of_micro_batch_is_not_layer_of_step(
     made.save_kv_layer("layers.0.attn", None, None)
     made.on_kv_cache_written("layers.1.attn")
     made.on_kv_cache_written("")
-    told = [("layer", "layers.0.attn"), ("layer", "layers.1.attn")]
-    assert worker.told == (told if names_layers else [])
+    calls = [("layer", "layers.0.attn"), ("layer", "layers.1.attn")]
+    assert worker.calls == (calls if names_layers else [])
 
 
 def test_connectors_of_an_instance_share_the_wait_of_its_steps(connectors: ModuleType) -> None:

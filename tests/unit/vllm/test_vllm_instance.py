@@ -220,14 +220,14 @@ def test_context_that_selects_other_longrope_factors_changes_fingerprint(
     "changes", [{"hf_overrides": lambda config: config}, {"hf_config_path": "org/other"}]
 )
 def test_another_configuration_is_compared_as_a_whole(changes: dict[str, Any]) -> None:
-    def said(**fields: Any) -> dict[str, str]:
+    def settings_of(**fields: Any) -> dict[str, str]:
         loaded = SimpleNamespace(to_json_string=lambda: json.dumps(fields))
         return fingerprint(model(hf_config=loaded, **changes)).settings
 
-    here = said(rope_theta=1e4, _name_or_path="/here", transformers_version="5.0")
-    there = said(rope_theta=1e4, _name_or_path="/there", transformers_version="5.1")
+    here = settings_of(rope_theta=1e4, _name_or_path="/here", transformers_version="5.0")
+    there = settings_of(rope_theta=1e4, _name_or_path="/there", transformers_version="5.1")
     assert here == there != fingerprint(model()).settings
-    assert here != said(rope_theta=1e6, _name_or_path="/here", transformers_version="5.0")
+    assert here != settings_of(rope_theta=1e6, _name_or_path="/here", transformers_version="5.0")
 
 
 def test_a_model_without_readable_weights_is_identified_by_its_name(

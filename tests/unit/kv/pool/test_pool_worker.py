@@ -127,19 +127,19 @@ class Worker:
 
     @property
     def released(self) -> list[str]:
-        told = map(decode_from_rank, list(self._rank.told))
-        return [message.load_id for message in told if isinstance(message, LayersLoaded)]
+        messages = map(decode_from_rank, list(self._rank.sent))
+        return [message.load_id for message in messages if isinstance(message, LayersLoaded)]
 
     @property
     def ended(self) -> dict[str, str | None]:
         """The error of each completed order."""
-        told = map(decode_from_rank, list(self._rank.told))
-        return {each.order_id: each.error for each in told if isinstance(each, RunsEnded)}
+        messages = map(decode_from_rank, list(self._rank.sent))
+        return {each.order_id: each.error for each in messages if isinstance(each, RunsEnded)}
 
     @property
     def begun_shares(self) -> dict[str, float]:
-        told = map(decode_from_rank, list(self._rank.told))
-        return {each.order_id: each.begun_share for each in told if isinstance(each, RunsEnded)}
+        messages = map(decode_from_rank, list(self._rank.sent))
+        return {each.order_id: each.begun_share for each in messages if isinstance(each, RunsEnded)}
 
     def end_all(self) -> None:
         """Complete all transfers, so that all orders succeed that depend on nothing else."""

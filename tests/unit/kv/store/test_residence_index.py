@@ -194,14 +194,14 @@ def test_another_process_reads_it(index):
 
 
 def test_the_next_observer_receives_the_same_notifications(index):
-    told = []
+    notifications = []
 
     class Follower:
         def stored(self, tier, chunks):
-            told.append(("stored", tier, *(chunk.key for chunk in chunks)))
+            notifications.append(("stored", tier, *(chunk.key for chunk in chunks)))
 
         def removed(self, tier, keys):
-            told.append(("removed", tier, *keys))
+            notifications.append(("removed", tier, *keys))
 
     observer = IndexObserver(index, Follower())
     observer.stored(Tier.DRAM, [Chunk(key(n), None, 0, 1, 1) for n in (1, 2)])
@@ -210,4 +210,4 @@ def test_the_next_observer_receives_the_same_notifications(index):
         ("stored", Tier.DRAM, key(1), key(2)),
         ("removed", Tier.DRAM, key(1)),
     ]
-    assert told == expected
+    assert notifications == expected

@@ -211,7 +211,7 @@ def test_taken_events_match_the_store_whenever_they_are_taken(steps: list) -> No
     """Steps: the tier, the chunk, whether it is stored or removed, and whether events are taken."""
     chunks, buffer = chunks_of(list(range(64 * 6))), StoreEventBuffer()
     wanted: dict[Tier, set[int]] = {tier: set() for tier in Tier}
-    told: dict[str | None, set[int]] = {medium: set() for medium in MEDIUMS.values()}
+    announced: dict[str | None, set[int]] = {medium: set() for medium in MEDIUMS.values()}
     for tier, number, comes, is_taken in [*steps, (Tier.DRAM, 0, True, True)]:
         chunk = chunks[number]
         if comes:
@@ -224,14 +224,14 @@ def test_taken_events_match_the_store_whenever_they_are_taken(steps: list) -> No
             continue
         for event in buffer.take(NAMESPACE):
             if isinstance(event, BlockStored):
-                told[event.medium] |= {*event.block_hashes}
+                announced[event.medium] |= {*event.block_hashes}
                 assert len(event.token_ids) == event.block_size * len(event.block_hashes)
             else:
-                assert told[event.medium] >= {*event.block_hashes}, (
+                assert announced[event.medium] >= {*event.block_hashes}, (
                     "removed, but never published as stored"
                 )
-                told[event.medium] -= {*event.block_hashes}
-        assert told == {MEDIUMS[tier]: held for tier, held in wanted.items()}
+                announced[event.medium] -= {*event.block_hashes}
+        assert announced == {MEDIUMS[tier]: held for tier, held in wanted.items()}
     assert buffer.take(NAMESPACE) == []
 
 
@@ -242,9 +242,9 @@ def test_chunks_still_stored_are_published_again() -> None:
     buffer.removed(Tier.DRAM, [chunks[2].key])
     buffer.stored(Tier.SSD, chunks[3:])
     buffer.publish_again()
-    told = [(event.medium, event.block_hashes) for event in buffer.take(NAMESPACE)]
+    announced = [(event.medium, event.block_hashes) for event in buffer.take(NAMESPACE)]
     memory, ssd = ([event_key(chunk.key) for chunk in each] for each in (chunks[:2], chunks[3:]))
-    assert told == [("CPU", memory), ("STORAGE", ssd)]
+    assert announced == [("CPU", memory), ("STORAGE", ssd)]
     assert buffer.take(NAMESPACE) == []
     buffer.removed(Tier.DRAM, [chunks[0].key])
     assert [type(event) for event in buffer.take(NAMESPACE)] == [BlockRemoved]

@@ -158,8 +158,8 @@ def test_a_page_of_the_largest_chunks_fits_into_a_frame():
 
 
 def test_listed_chunks_have_no_content(served, client):
-    told = structs.replace(chunk(1), content=ChunkContent(b"n", bytes(64)))
-    assert client.commit(client.reserve([told]).result(WAIT_S)).result(WAIT_S) == [True]
+    offered = structs.replace(chunk(1), content=ChunkContent(b"n", bytes(64)))
+    assert client.commit(client.reserve([offered]).result(WAIT_S)).result(WAIT_S) == [True]
     assert client.list_chunks(Tier.DRAM) == [chunk(1)]
 
 

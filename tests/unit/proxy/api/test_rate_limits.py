@@ -96,7 +96,7 @@ def test_keys_file_sets_permissions(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         ({"keys": []}, "holds no key"),
         ({"keys": [{"key": "k", "limit": 3}]}, "unknown field"),
@@ -106,6 +106,6 @@ def test_keys_file_sets_permissions(tmp_path: Path) -> None:
         ({"keys": [{"key": "k", "name": "a"}, {"key": "k", "name": "b"}]}, "key is given twice"),
     ],
 )
-def test_invalid_keys_files_are_reported(tmp_path: Path, content: object, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_keys_files_are_reported(tmp_path: Path, content: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         read_key_file(write(tmp_path, content))

@@ -268,9 +268,9 @@ def test_stream_that_lacks_only_its_end_is_completed(includes_usage: bool) -> No
     assert done == b"data: [DONE]"
     assert len(usage) == includes_usage
     for event in usage:
-        said = json.loads(event[6:])
-        assert (said["id"], said["choices"]) == ("cmpl-1", [])
-        assert said["usage"] == {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
+        payload = json.loads(event[6:])
+        assert (payload["id"], payload["choices"]) == ("cmpl-1", [])
+        assert payload["usage"] == {"prompt_tokens": 2, "completion_tokens": 1, "total_tokens": 3}
 
 
 def test_first_token_not_repeated_by_lost_decoder_is_not_expected_again() -> None:

@@ -30,10 +30,10 @@ def answer_of(handler: Handler) -> bytes:
         await loop.connect_accepted_socket(lambda: ServerProtocol(context), theirs)
         reader, writer = await asyncio.open_connection(sock=ours)
         writer.write(REQUEST)
-        said = await reader.read()
+        reply = await reader.read()
         writer.close()
         await writer.wait_closed()
-        return said
+        return reply
 
     return asyncio.run(talk())
 
@@ -60,10 +60,10 @@ def test_stream_of_failing_handler_is_truncated(caplog: pytest.LogCaptureFixture
         request.start_stream("text/event-stream", b"", b"data: 1\n\n")
         raise ZeroDivisionError("mine")
 
-    said = answer_of(fail)
-    assert said.startswith(b"HTTP/1.1 200 ")
+    reply = answer_of(fail)
+    assert reply.startswith(b"HTTP/1.1 200 ")
     # no last chunk, so that the client sees an incomplete response
-    assert said.endswith(b"data: 1\n\n\r\n")
+    assert reply.endswith(b"data: 1\n\n\r\n")
     assert "ZeroDivisionError: mine" in caplog.text
 
 

@@ -34,14 +34,14 @@ class Line:
 
     async def read(self, end: bytes | None = None) -> bytes:
         """Read up to `end`, or everything until the server closes."""
-        said = b""
+        response = b""
         with suppress(ConnectionError):
-            while end is None or end not in said:
+            while end is None or end not in response:
                 data = await asyncio.get_running_loop().sock_recv(self.socket, 1 << 16)
                 if not data:
                     break
-                said += data
-        return said
+                response += data
+        return response
 
     @property
     def protocol(self) -> ServerProtocol:
@@ -133,17 +133,17 @@ def test_slow_reader_receives_complete_last_response() -> None:
         await line.send(b"GET /x HTTP/1.1\r\nhost: proxy\r\nconnection: close\r\n\r\n")
         while not line.seen or not line.seen[0].ended:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-        now, said = asyncio.get_running_loop().time(), b""
+        now, response = asyncio.get_running_loop().time(), b""
         while line.context.connections:
             data = await asyncio.get_running_loop().sock_recv(line.socket, 1 << 16)
-            said += data
+            response += data
             await asyncio.sleep(0.001)
             now += 4.0
             for protocol in line.context.connections:
                 protocol.sweep(now)
-        said += await line.read()
-        assert said.endswith(LARGE)
-        assert len(said) > 20 * len(LARGE)
+        response += await line.read()
+        assert response.endswith(LARGE)
+        assert len(response) > 20 * len(LARGE)
 
     talk(test, answer=LARGE * 20)
 
@@ -203,9 +203,9 @@ def test_incomplete_bodies_are_bounded_over_all_connections() -> None:
 def test_bodies_queued_behind_running_request_are_bounded() -> None:
     async def check(line: Line) -> None:
         await line.send(GET + posted(1000, 1000) * 3)
-        said = await line.read()
+        response = await line.read()
         assert line.context.num_held_bytes == 0
-        assert said.startswith(b"HTTP/1.1 503 ")
+        assert response.startswith(b"HTTP/1.1 503 ")
         assert line.seen == []
 
     talk(check, HELD)
@@ -321,8 +321,8 @@ def test_100_continue_is_sent_in_request_order() -> None:
 def test_request_without_body_is_answered_after_headers() -> None:
     async def test(line: Line) -> None:
         await line.send(b"POST /x HTTP/1.1\r\nhost: proxy\r\ncontent-length: 9999999\r\n\r\n")
-        said = await line.read(b"ok")
-        assert b"connection: close" in said
+        response = await line.read(b"ok")
+        assert b"connection: close" in response
         [request] = line.seen
         assert request.body == b""
         with suppress(ConnectionError):
@@ -334,8 +334,8 @@ def test_request_without_body_is_answered_after_headers() -> None:
 def test_each_request_has_its_own_body_limit() -> None:
     async def test(line: Line) -> None:
         await line.send(b"POST /x HTTP/1.1\r\nhost: proxy\r\ncontent-length: 11\r\n\r\n")
-        said = await line.read()
-        assert said.startswith(b"HTTP/1.1 413 ")
-        assert b"at most 10 " in said
+        response = await line.read()
+        assert response.startswith(b"HTTP/1.1 413 ")
+        assert b"at most 10 " in response
 
     talk(test, body_limit=lambda request: 10)

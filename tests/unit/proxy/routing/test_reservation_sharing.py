@@ -53,27 +53,27 @@ class TwoWorkers:
 
     def __init__(self, loss: float, seed: int) -> None:
         self.clock, self.rng, self.loss = [0.0], random.Random(seed), loss
-        self.teller, self.hearer = Member(OWNER, NAMES), Member("b", NAMES[::-1])
+        self.reporter, self.receiver = Member(OWNER, NAMES), Member("b", NAMES[::-1])
         self.loop = asyncio.new_event_loop()
-        self.telling, self.hearing = (
+        self.sending, self.receiving = (
             ReservationSharing(
                 Routers([SimpleNamespace(model="", conductor=OneConductor(each, self.clock))]),
                 self.loop,
             )
-            for each in (self.teller, self.hearer)
+            for each in (self.reporter, self.receiver)
         )
-        self.reports = self.telling.report_to(self._send)
+        self.reports = self.sending.report_to(self._send)
         self.live: dict[str, int] = {}
 
     def _send(self, owner: str, report: bytes) -> None:
         assert owner == OWNER
         if self.rng.random() >= self.loss:
-            self.hearing.receive(msgspec.Raw(report))
+            self.receiving.receive(msgspec.Raw(report))
 
     def step(self, number: int) -> None:
         """Start a request, or advance or finish one, on any instance."""
         self.clock[0] += 0.05
-        now, conductor = self.clock[0], self.teller.conductor
+        now, conductor = self.clock[0], self.reporter.conductor
         name = self.rng.choice(sorted(self.live)) if self.live else ""
         if not name or self.rng.random() < 0.4:
             name = f"r{number}"
@@ -81,7 +81,7 @@ class TwoWorkers:
             self.live[name] = 0
         elif self.live[name] == 0:
             conductor.prefilled(name, now)
-            decode = self.teller.slots[self.rng.choice(["d0", "d1"])]
+            decode = self.reporter.slots[self.rng.choice(["d0", "d1"])]
             conductor.book.rebind(name, decode, now)
             self.live[name] = 1
         elif self.live[name] == 1:
@@ -107,7 +107,7 @@ class TwoWorkers:
         }
 
     def agree(self) -> bool:
-        return self.what_is_reserved(self.teller) == self.what_is_reserved(self.hearer)
+        return self.what_is_reserved(self.reporter) == self.what_is_reserved(self.receiver)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -128,7 +128,7 @@ def test_snapshot_repairs_lost_reports(seed: int) -> None:
 def test_changes_during_snapshot_are_kept(seed: int) -> None:
     pair = TwoWorkers(0.0, seed)
     for number in range(PORTION * 3):
-        pair.teller.conductor.route(ask(f"q{number}", 2, 100_000 + 10 * number, owner=OWNER), 0.0)
+        pair.reporter.conductor.route(ask(f"q{number}", 2, 100_000 + 10 * number, owner=OWNER), 0.0)
         pair.live[f"q{number}"] = 0
     pair.loop.run_until_complete(asyncio.sleep(0))
     pair.reports.begin_snapshot()
@@ -145,7 +145,7 @@ def test_changes_during_snapshot_are_kept(seed: int) -> None:
 def test_incomplete_snapshot_ends_no_reservation() -> None:
     pair = TwoWorkers(0.0, 1)
     for number in range(PORTION + 1):
-        pair.teller.conductor.route(ask(f"q{number}", 2, 10 * number, owner=OWNER), 0.0)
+        pair.reporter.conductor.route(ask(f"q{number}", 2, 10 * number, owner=OWNER), 0.0)
     pair.loop.run_until_complete(asyncio.sleep(0))
     pair.reports.begin_snapshot()
     pair.loss = 1.0
@@ -154,5 +154,5 @@ def test_incomplete_snapshot_ends_no_reservation() -> None:
     while pair.reports.is_sending_snapshot:
         pair.reports.send_portion()
     assert pair.agree()
-    assert len(pair.hearer.conductor.book) == PORTION + 1
+    assert len(pair.receiver.conductor.book) == PORTION + 1
     pair.loop.close()
