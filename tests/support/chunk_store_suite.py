@@ -171,7 +171,7 @@ class ChunkStoreSuite:
         rank = Rank(pool.store)
         (late,) = pool.store.reserve([chunk(51)], lease_s=0.01).result(WAIT_S)
         time.sleep(0.05)
-        assert put(rank, chunk(51)) == [True], "another may begin anew"
+        assert put(rank, chunk(51)) == [True], "another writer may start over"
         rank.write(late, content(52))
         assert pool.store.commit([late]).result(WAIT_S) == [False]
         assert get(rank, chunk(51).key) == [True]

@@ -69,5 +69,5 @@ def seconds_in_kernels(run: Callable[[], object], rounds: int) -> float:
         for event in seen.key_averages()
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     )  # host calls that launch kernels are also events and also have device time
-    assert micros > 0, "the profiler saw no kernel: is CUPTI to be had?"
+    assert micros > 0, "the profiler saw no kernel: is CUPTI available?"
     return float(micros) / 1e6 / rounds

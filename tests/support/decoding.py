@@ -37,8 +37,8 @@ class Decoder:
         self._begin = len(prompts[0])
         self._end = self._begin + room
         blocks = -(-self._end // executor.info.block_size)
-        wanted, there_are = len(prompts) * blocks, executor.info.num_blocks
-        assert wanted <= there_are, f"{wanted} blocks are wanted, the executor has {there_are}"
+        needed, available = len(prompts) * blocks, executor.info.num_blocks
+        assert needed <= available, f"{needed} blocks are needed, the executor has {available}"
         new_requests = tuple(
             NewRequest(
                 f"decoder-{row}",
@@ -67,7 +67,7 @@ class Decoder:
         result = self._executor.execute(StepPlan(1, sequences=sequences))
         for name, tokens in result.tokens.items():
             position = self._positions[name] + len(tokens)
-            assert not count or position + count < self._end, "there is no room for drafts"
+            assert not count or position + count < self._end, "no blocks are left for draft tokens"
             self._positions[name] = position if position < self._end else self._begin
 
     def close(self) -> None:

@@ -38,7 +38,7 @@ Sizes = dict[int, int]
 """Sizes of regions by first address."""
 
 _current = threading.local()
-_said = threading.local()
+_errors = threading.local()
 _engines: weakref.WeakValueDictionary[str, FakeEngine] = weakref.WeakValueDictionary()
 _allocations: weakref.WeakValueDictionary[int, TensorAllocation] = weakref.WeakValueDictionary()
 _backings: list[weakref.ref[NDArray[np.uint8]]] = []
@@ -174,7 +174,7 @@ class FakeEngine:
             return dict(self._sizes)
 
     def _refuse(self, code: int, words: str) -> int:
-        _said.words = words
+        _errors.words = words
         return code
 
 
@@ -322,9 +322,9 @@ def _holds(sizes: Sizes, address: int, nbytes: int) -> bool:
     )
 
 
-def _last_words() -> str:
+def _last_error() -> str:
     """memfabric's last message in this thread; clears it."""
-    words, _said.words = getattr(_said, "words", ""), ""
+    words, _errors.words = getattr(_errors, "words", ""), ""
     return words
 
 
@@ -340,7 +340,7 @@ def memfabric_module() -> ModuleType:
     module: Any = ModuleType("memfabric_hybrid")
     module.TransferEngine = MemfabricEngine
     module.TransDataOpType = SimpleNamespace(SDMA=1, DEVICE_RDMA=2)
-    module.get_and_clear_last_err_msg = _last_words
+    module.get_and_clear_last_err_msg = _last_error
     return cast("ModuleType", module)
 
 

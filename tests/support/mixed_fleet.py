@@ -183,7 +183,7 @@ async def check_cell(
     assert await decode.figure("mooncake:kv_transfer_loads_total") == loads + len(cases)
     received = await decode.figure("mooncake:kv_transfer_bytes_received") - before
     wanted = kv_bytes(model, cases, decode_side)
-    assert received <= wanted, f"{received:.0f} bytes received, {wanted} are the KV"
+    assert received <= wanted, f"{received:.0f} bytes received, the KV has {wanted}"
     await check_idle(prefill)
     await check_idle(decode)
 

@@ -49,7 +49,7 @@ def other_network() -> Iterator[tuple[str, ...]]:
     try:
         deadline = time.monotonic() + _BEGIN_S
         while Path(f"/proc/{holder.pid}/ns/net").readlink() == ours:
-            assert time.monotonic() < deadline, "no other network"
+            assert time.monotonic() < deadline, "no second network namespace"
             time.sleep(0.01)
         through = ("nsenter", "--target", str(holder.pid), "--net")
         end = ("peer", "name", _CABLE, "netns", str(holder.pid))

@@ -88,7 +88,7 @@ async def clear_continuation(
             continue
         if all([await say(longer) == answer.tokens for say in others]):
             return Case(longer, answer.tokens)
-    raise AssertionError(f"{_MOST_TRIES} prompts of {length} tokens have no answer that all give")
+    raise AssertionError(f"no answers agree in {_MOST_TRIES} prompts of {length} tokens")
 
 
 def _least_gap(answer: Answer) -> float:

@@ -72,7 +72,7 @@ def all_versions() -> tuple[Schemas, ...]:
 
 
 def _changed(names: list[str], changes: Mapping[str, list[str]]) -> list[str]:
-    assert set(changes["removed"]) <= set(names), "what is removed was never there"
+    assert set(changes["removed"]) <= set(names), "a removed name is not in the base version"
     return [name for name in names if name not in changes["removed"]] + changes["added"]
 
 

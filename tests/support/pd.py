@@ -219,5 +219,5 @@ async def wait_until(
     """
     deadline = time.monotonic() + within_s
     while not is_true():
-        assert time.monotonic() < deadline, f"not within {within_s:g} s; {describe()}"
+        assert time.monotonic() < deadline, f"still waiting after {within_s:g} s: {describe()}"
         await asyncio.sleep(0.01)

@@ -127,7 +127,7 @@ async def check_pair(both: Pair, questions: Sequence[Question]) -> None:
     for question, answer in zip((*questions, questions[-1]), (*answers, first), strict=True):
         assert tuple(answer.tokens) == question.expected, f"wrong tokens: {answer}, {question}"
     assert both.decode.stat("load_failures") == 0, "a load failed"
-    assert both.decode.stat("bytes_received") > received, "nothing came across"
+    assert both.decode.stat("bytes_received") > received, "no KV was transferred"
     await both.decode.check_clean(30.0)
 
 

@@ -221,8 +221,8 @@ class Soak:
             return
         first = self._choose(self._over.prefill)
         prefilling = asyncio.create_task(first.answer(case, params, [], max_tokens=1))
-        patience = self._numbers.uniform(0.0, 0.02) if fate == "left during prefill" else DEADLINE_S
-        await leave(prefilling, patience)
+        after_s = self._numbers.uniform(0.0, 0.02) if fate == "left during prefill" else DEADLINE_S
+        await leave(prefilling, after_s)
 
     async def _kill_now_and_then(self) -> None:
         while self._with_kills:

@@ -66,7 +66,7 @@ def settle(core: EngineCore) -> None:
     deadline = time.monotonic() + SETTLE_S
     while (pool := core.stats().kv_pool) is not None and pool.saves_under_way:
         core.step()
-        assert time.monotonic() < deadline, f"saves don't end: {pool}"
+        assert time.monotonic() < deadline, f"saves did not complete in time: {pool}"
 
 
 def forget(core: EngineCore) -> None:

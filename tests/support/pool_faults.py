@@ -217,18 +217,18 @@ def writes_hung(pool):
     for is_stopped in (False, True):
         pool.await_segments()
         hangs.touch()
-        pool.await_level(lambda stats: stats.num_ssd_hung_writes, "no drive was said to hang")
-        pool.await_level(lambda _: pool.is_ssd_read(), "the drive was not read")
+        pool.await_level(lambda stats: stats.num_ssd_hung_writes, "no drive counts as hung")
+        pool.await_level(lambda _: pool.is_ssd_read(), "nothing was read from the SSD")
         assert not pool.stats().num_ssd_hung_reads
         assert pool.traffic.await_hits()
         if is_stopped:
             began = time.monotonic()
             pool.store.end()
-            assert time.monotonic() - began < STOP_S, "it could not be stopped"
+            assert time.monotonic() - began < STOP_S, "the store did not stop in time"
         hangs.unlink()
         if is_stopped:
             pool.store = pool.start(port)
-        pool.await_level(lambda stats: not stats.num_ssd_hung_writes, "it hangs on")
+        pool.await_level(lambda stats: not stats.num_ssd_hung_writes, "the drive still hangs")
 
 
 def user_killed(pool):

@@ -119,7 +119,7 @@ async def _await_saves(served: Served, num_saved_chunks: float = 0) -> None:
         await _figure(served, "saves_under_way")
         or await _figure(served, "num_saved_chunks") < num_saved_chunks
     ):
-        assert time.monotonic() < deadline, "its chunks are not saved"
+        assert time.monotonic() < deadline, "its chunks were not saved in time"
         await asyncio.sleep(0.05)
 
 

@@ -63,9 +63,9 @@ class Program:
                 line = self._queue.get(timeout=timeout_s)
             except queue.Empty:
                 said = "".join(self.errors)
-                raise AssertionError(f"not {words!r} within {timeout_s:g} s: {said}") from None
+                raise AssertionError(f"no {words!r} within {timeout_s:g} s: {said}") from None
             if line is None:
-                raise AssertionError(f"ended without {words!r}: {''.join(self.errors)}")
+                raise AssertionError(f"exited without {words!r}: {''.join(self.errors)}")
             if words in line:
                 return line.strip()
 

@@ -34,7 +34,7 @@ def running(module: str, *arguments: str, log: Path) -> Iterator[str]:
             if "http://" in line:
                 yield "http://" + line.split("http://", 1)[1].split()[0]
                 return
-        raise AssertionError(f"{module} did not come up:\n{log.read_text()[-2000:]}")
+        raise AssertionError(f"{module} did not start:\n{log.read_text()[-2000:]}")
     finally:
         process.terminate()
         process.wait(20)

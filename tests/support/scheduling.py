@@ -120,7 +120,7 @@ class Worker:
             self._slots[block_ids[i // self._block_size]][i % self._block_size]
             for i in range(len(tokens))
         ]
-        assert found == _fingerprints(tokens), f"foreign KV in {list(block_ids)}"
+        assert found == _fingerprints(tokens), f"KV of other tokens in {list(block_ids)}"
 
     def _run(self, sequence: ScheduledSequence) -> None:
         name = sequence.request_id
@@ -129,19 +129,19 @@ class Worker:
         table[at:] = sequence.new_block_ids if sequence.new_block_ids else table[at:]
         start = self._start(sequence)
         stop = start + sequence.count
-        assert sequence.is_sampling == (stop == len(tokens)), "samples elsewhere than at the end"
+        assert sequence.is_sampling == (stop == len(tokens)), "samples before the last token"
         self.check(table, tokens[:start])
         self._write(table, tokens[:stop], start)
         self.num_computed += sequence.count
         for sibling in sequence.siblings:
-            assert self._tokens[sibling] == tokens, "siblings that differ share no logits"
+            assert self._tokens[sibling] == tokens, "siblings with other tokens"
 
     def _start(self, sequence: ScheduledSequence) -> int:
         """The first token to compute: after the accepted draft tokens."""
         if not sequence.num_unverified_drafts:
             return sequence.start
         start = len(self._tokens[sequence.request_id]) - sequence.count
-        assert 0 <= start - sequence.start <= sequence.num_unverified_drafts, "has no blocks there"
+        assert 0 <= start - sequence.start <= sequence.num_unverified_drafts, "not behind its drafts"
         return start
 
     def _draft(self, sequence: ScheduledSequence, num_right: int) -> tuple[SampledToken, ...]:

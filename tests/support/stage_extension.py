@@ -56,7 +56,7 @@ def _wait_for(note: Path) -> None:
     deadline = time.monotonic() + TIMEOUT_S
     while not note.exists():
         if time.monotonic() > deadline:
-            raise RuntimeError(f"the first stage did not begin step {note.name} meanwhile")
+            raise RuntimeError(f"the first stage did not start step {note.name} in time")
         time.sleep(0.001)
 
 

@@ -75,7 +75,7 @@ class ThrottledTransfer:
         left = self._done_at - time.monotonic()
         if timeout is not None and left > timeout:
             time.sleep(timeout)
-            raise TransferTimeout("throttled: still on the wire")
+            raise TransferTimeout("throttled: still in flight")
         time.sleep(max(0.0, left))
         self._inner.wait(timeout)
 

@@ -39,7 +39,7 @@ class _ImpatientSelector(selectors.SelectSelector):
             return ready
         due = self.next_timer()
         if timeout is None or due is None:
-            raise RuntimeError("every task waits for another: a deadlock")
+            raise RuntimeError("deadlock: no event is ready, and no timer is set")
         self.now = max(self.now, due)
         return ready
 

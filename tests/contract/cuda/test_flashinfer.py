@@ -39,14 +39,14 @@ Calls = dict[str, dict[str, Any]]
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     """Replaces FlashInfer's functions by their signatures; records the arguments of each call, by
     name."""
-    noted: Calls = {}
+    recorded: Calls = {}
 
     def binding(name: str) -> Callable[..., torch.Tensor]:
         signature = inspect.signature(eval(f"lambda {SIGNATURES[name]}: None"))
 
         def call(*args: Any, **kwargs: Any) -> torch.Tensor:
             bound = signature.bind(*args, **kwargs)
-            noted[name] = dict(bound.arguments)
+            recorded[name] = dict(bound.arguments)
             return torch.zeros(1)
 
         return call
@@ -62,7 +62,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     vars(decode).update({function: binding(function), WRAPPER: wrapper})
     monkeypatch.setitem(sys.modules, "flashinfer", ModuleType("flashinfer"))
     monkeypatch.setitem(sys.modules, "flashinfer.decode", decode)
-    return noted
+    return recorded
 
 
 @pytest.fixture

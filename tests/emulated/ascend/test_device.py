@@ -224,7 +224,7 @@ def write_latents(**changed: Tensor | str) -> Tensor:
         **changed,
     }
     outputs = torch_npu.npu_kv_rmsnorm_rope_cache(**arguments)
-    assert all(each.isnan().all() for each in outputs[2:]), "is_output_kv was not asked for"
+    assert all(each.isnan().all() for each in outputs[2:]), "is_output_kv was not set"
     return torch.cat([each.flatten(1) for each in outputs[:2]], dim=1)
 
 

@@ -56,7 +56,7 @@ def test_replayed_steps_give_the_tokens_of_launched_ones(
     num_decodes = replays["replays"]
     assert num_decodes >= 7
     replayed = run_load(model, requests, **options)
-    assert replays["replays"] > 2 * num_decodes, "prompts were not replayed in pieces"
+    assert replays["replays"] > 2 * num_decodes, "prompts were not replayed piecewise"
     fed = run_load(model, requests, async_scheduling=True, **options)
     assert decoded.answers == launched.answers
     assert replayed.answers == launched.answers

@@ -64,8 +64,8 @@ def test_unknown_memory_is_not_staged(memory: AscendMemory, target: Allocation) 
     place = np.arange(TOKENS, dtype=np.uint64) * np.uint64(PIECE)
     base = np.uint64(target.region.address)
     spans = Spans(place * np.uint64(2) + base, place, np.full(TOKENS, PIECE, np.uint64))
-    nothing_known = Scatterer(lambda _: None, NpuSideStream())
-    staging = StagedReader(torch.zeros(1 << 20, dtype=torch.uint8, device="npu"), nothing_known, 1)
+    without_memory = Scatterer(lambda _: None, NpuSideStream())
+    staging = StagedReader(torch.zeros(1 << 20, dtype=torch.uint8, device="npu"), without_memory, 1)
     assert not staging.read(target.region, spans, lambda _: pytest.fail("it was read"))
 
 

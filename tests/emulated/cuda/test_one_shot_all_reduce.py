@@ -27,8 +27,8 @@ def test_only_small_sums_of_whole_words_use_the_kernel() -> None:
 
 
 def test_a_lost_rank_ends_the_kernel() -> None:
-    heard, _ = on_ranks(2, all_reduce_ranks.without_the_last, timeout_s=1e-4)
-    assert "all-reduce: a rank is lost, or did not come in time" in heard
+    error, _ = on_ranks(2, all_reduce_ranks.without_the_last, timeout_s=1e-4)
+    assert "all-reduce: a rank is lost, or did not come in time" in error
 
 
 @pytest.mark.parametrize(

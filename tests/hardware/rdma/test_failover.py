@@ -86,7 +86,7 @@ class TestFailover(TransportKit):
         """
         deadline = time.monotonic() + self.timeout
         while not seen():
-            assert time.monotonic() < deadline, "the NICs don't do what is waited for"
+            assert time.monotonic() < deadline, "the condition did not hold in time"
             self.check_reads(pair)
 
     def check_reads(self, pair: Pair) -> None:

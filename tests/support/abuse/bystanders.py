@@ -71,7 +71,7 @@ async def make_cases(target: Target) -> list[Case]:
             alone = await ask(client, target.decodes[0], body)
             through = await ask(client, target.proxy, body)
             assert alone.token_ids, f"no answer to {body}"
-            assert alone == through, f"{body}: {alone} alone, {through} by the proxy"
+            assert alone == through, f"{body}: {alone} alone, {through} through the proxy"
             cases.append(Case(body, alone))
     return cases
 
@@ -103,7 +103,7 @@ async def ask(client: httpx.AsyncClient, url: str, body: Json) -> Answer:
         return _answer(response.json()["choices"])
     events = events_of(response.text)
     if not events or events[-1] != "[DONE]":
-        raise Refused(f"a stream that ends with {response.text[-200:]!r}")
+        raise Refused(f"the stream ended with {response.text[-200:]!r}")
     return _answer([event["choices"][0] for event in events[:-1] if event.get("choices")])
 
 
@@ -181,14 +181,14 @@ class Bystanders:
     ) -> None:
         """Send a health check at every interval, whether or not the previous one has been
         answered."""
-        under_way: set[asyncio.Task[None]] = set()
+        in_flight: set[asyncio.Task[None]] = set()
         while not ending.is_set():
             probe = asyncio.create_task(self._probe(client, name, f"{url}/health", ending))
-            under_way.add(probe)
-            probe.add_done_callback(under_way.discard)
+            in_flight.add(probe)
+            probe.add_done_callback(in_flight.discard)
             with suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(ending.wait(), PROBE_EVERY_S)
-        await asyncio.gather(*under_way)
+        await asyncio.gather(*in_flight)
 
     async def _probe(
         self, client: httpx.AsyncClient, name: str, url: str, ending: asyncio.Event

@@ -121,17 +121,17 @@ def attack_once(attacks: Sequence[Attack], seconds: float, field: Field, plan: P
     stopped = tuple(name for attack in attacks for name in attack.stops)
     bystanders = Bystanders(target, cases, stopped)
     memory = PeakMemory(running.pids())
-    under_way = [Running(attack, target, seconds, plan.seed) for attack in attacks]
+    attacking = [Running(attack, target, seconds, plan.seed) for attack in attacks]
     try:
-        asyncio.run(_watch(under_way, bystanders))
-        complaints = [about for each in under_way for about in each.finish()]
+        asyncio.run(_watch(attacking, bystanders))
+        complaints = [about for each in attacking for about in each.finish()]
     finally:
-        for each in under_way:
+        for each in attacking:
             each.kill()
     bounds = [attack.bounds for attack in attacks]
     return Outcome(
         "+".join(attack.name for attack in attacks),
-        sum(each.tries for each in under_way),
+        sum(each.tries for each in attacking),
         running.lost(),
         bystanders.right,
         tuple(bystanders.wrong),
@@ -178,9 +178,9 @@ async def _settle(running: Deployment, bystanders: Bystanders) -> list[str]:
     return complaints
 
 
-async def _watch(under_way: Sequence[Running], bystanders: Bystanders) -> None:
+async def _watch(attacking: Sequence[Running], bystanders: Bystanders) -> None:
     async with bystanders.around():
-        while not all(each.is_over for each in under_way):  # noqa: ASYNC110  # nobody tells
+        while not all(each.is_over for each in attacking):  # noqa: ASYNC110  # no event to wait for
             await asyncio.sleep(POLL_S)
 
 

@@ -92,7 +92,7 @@ def bodies_without_key(target: Target, attempts: Attempts) -> None:
                 sock.settimeout(TIMEOUT_S * target.slack)
                 with suppress(*ENDED):
                     if b" 401 " not in (answer := sock.recv(4096))[:20] and answer:
-                        attempts.complain(f"no 401 but {answer[:80]!r}")
+                        attempts.complain(f"expected 401, got {answer[:80]!r}")
 
 
 def many_headers(target: Target, attempts: Attempts) -> None:
@@ -225,7 +225,7 @@ def wrong_keys(target: Target, attempts: Attempts) -> None:
             sock.sendall(request("/v1/completions", fields, ASK))
             answer = read_all(sock, TIMEOUT_S)
             if answer.startswith(b"HTTP/1.1 2"):
-                attempts.complain(f"served with {keys[number % len(keys)][:30]!r}")
+                attempts.complain(f"accepted the key {keys[number % len(keys)][:30]!r}")
 
 
 def scraped_pages(target: Target, attempts: Attempts) -> None:

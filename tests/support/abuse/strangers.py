@@ -103,7 +103,7 @@ def check_members_get_in(target: Target, attempts: Attempts) -> None:
         try:
             asyncio.run(enter(*where))
         except TransferError as exc:
-            attempts.complain(f"a member was not let in at {where}: {exc}")
+            attempts.complain(f"a member could not connect to {where}: {exc}")
 
 
 def silent_strangers(target: Target, attempts: Attempts) -> None:
@@ -148,7 +148,7 @@ def endless_frames(target: Target, attempts: Attempts) -> None:
             piece = start * 256 if start[:1] == b"\0" else b"x" * CHUNK_BYTES
             sent = send_forever(sock, piece, attempts, 64 * MIB)
             if sent >= 64 * MIB:
-                attempts.complain(f"{found[number % len(found)]} took {sent >> 20} MiB")
+                attempts.complain(f"{found[number % len(found)]} accepted {sent >> 20} MiB")
 
 
 def wrong_proofs(target: Target, attempts: Attempts) -> None:
@@ -163,7 +163,7 @@ def wrong_proofs(target: Target, attempts: Attempts) -> None:
         where = places[number % len(places)]
         with suppress(TransferError):
             asyncio.run(enter(*where, secrets[number % len(secrets)]))
-            attempts.complain(f"{where} let in who does not know the secret")
+            attempts.complain(f"{where} accepted a peer without the secret")
 
 
 def unknown_peers(target: Target, attempts: Attempts) -> None:
@@ -215,7 +215,7 @@ def made_up_stores(target: Target, attempts: Attempts) -> None:
     for name in INSTANCES:
         grown = num_threads(target, name) - before[name]
         if grown > MAX_NEW_THREADS:
-            attempts.complain(f"{name} has {grown} threads more, of at most {MAX_NEW_THREADS}")
+            attempts.complain(f"{name} has {grown} more threads, the limit is {MAX_NEW_THREADS}")
 
 
 def num_threads(target: Target, name: str) -> int:

@@ -96,7 +96,7 @@ def _compare(name: str, made: Any, wanted: Any) -> None:
         [_form(x) for x in tree_leaves(value) if isinstance(x, Tensor)] for value in (made, wanted)
     )
     if found != meant:
-        raise AssertionError(f"npu::{name} makes {found}, torch-npu's meta kernel says {meant}")
+        raise AssertionError(f"npu::{name} returns {found}, torch-npu's meta kernel {meant}")
     checked[name] += 1
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torch_npu.npu.graphs import put_off
+from torch_npu.npu.graphs import defer
 
 by_comm_name: dict[str, Any] = {}
 """Groups by the names that are passed to ops."""
@@ -90,15 +90,15 @@ class ProcessGroupHCCL(dist.ProcessGroup):
         return _start(lambda: self._gloo.recv(_on_host(tensors), source, tag))
 
 
-class _PutOff:
+class _Deferred:
     """The work of a captured collective: each replay waits for its own."""
 
     def wait(self) -> bool:
         return True
 
 
-def _start(call: Callable[[], dist.Work]) -> dist.Work | _PutOff:
-    return _PutOff() if put_off(lambda: call().wait()) else call()
+def _start(call: Callable[[], dist.Work]) -> dist.Work | _Deferred:
+    return _Deferred() if defer(lambda: call().wait()) else call()
 
 
 dist.Backend.register_backend("hccl", ProcessGroupHCCL, devices=["npu"])

@@ -186,7 +186,7 @@ class graph:  # torch_npu's name
         self._graph._ops = self._recorder.ops
 
 
-def put_off(call: Callable[[], object]) -> bool:
+def defer(call: Callable[[], object]) -> bool:
     """If a capture is in progress, defer a call to the replays; returns whether one is."""
     if _capturing:
         _capturing[-1].ops.append(_Called(call))
