@@ -141,7 +141,7 @@ class Worker:
         if not sequence.num_unverified_drafts:
             return sequence.start
         start = len(self._tokens[sequence.request_id]) - sequence.count
-        assert 0 <= start - sequence.start <= sequence.num_unverified_drafts, "not behind its drafts"
+        assert 0 <= start - sequence.start <= sequence.num_unverified_drafts, "starts elsewhere"
         return start
 
     def _draft(self, sequence: ScheduledSequence, num_right: int) -> tuple[SampledToken, ...]:
