@@ -124,10 +124,10 @@ def pooled(
 
 
 def wait_for_saved(instance: VllmInstance, wanted: int) -> None:
-    """The store has so many chunks of it: it takes them after vLLM has its blocks back.
+    """Wait until the store has saved this many chunks, which it does after vLLM freed the blocks.
 
     Raises:
-        AssertionError: it never does.
+        AssertionError: The store has another number of chunks after ``SAVED_S``.
     """
     deadline = time.monotonic() + SAVED_S
     while (saved := instance.figures()["pool_num_saved_chunks"]) != wanted:

@@ -1,4 +1,4 @@
-"""What a KV transfer adds to the time to the first and to the second token, over HTTP."""
+"""The time that a KV transfer adds to the first and to the second token, over HTTP."""
 
 from __future__ import annotations
 

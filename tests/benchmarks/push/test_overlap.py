@@ -1,9 +1,9 @@
-"""Sending while computing: over a link on which the transfer takes as long as the prefill.
+"""Overlap of transfer and prefill, over a link on which the transfer takes as long as the prefill.
 
-What is measured is the time to the first token that the decode instance computes: from then on a
-client sees a stream. Pulling shows the prefill instance's own token earlier, but the one after it
-waits for all the KV; pushing has moved nearly all of it by the time that the prefill is over, an
-early pull all but the last chunk's.
+The metric is the time to the first token that the decode instance computes, from which on the
+client receives a stream. A pull delivers the prefill instance's own token earlier, but the next one
+waits for all the KV. When the prefill completes, a push has moved nearly all of it, and an early
+pull all but the last chunk's.
 """
 
 from __future__ import annotations

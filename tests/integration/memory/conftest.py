@@ -1,4 +1,4 @@
-"""What these tests share: a thread to compute in."""
+"""Fixtures of the memory tests: a compute thread."""
 
 from __future__ import annotations
 

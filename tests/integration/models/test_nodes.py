@@ -103,7 +103,7 @@ def _await_failure(executor: Executor) -> None:
 
 
 def _await_end(pid: int) -> None:
-    """Raises ProcessLookupError once there is no such process."""
+    """Wait until the process has exited: raises ProcessLookupError."""
     for _ in range(END_S * 10):
         os.kill(pid, 0)
         time.sleep(0.1)

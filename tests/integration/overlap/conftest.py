@@ -1,4 +1,4 @@
-"""What the tests of overlapping steps share: a small model."""
+"""Fixtures of the async scheduling tests: a small model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of two instances share: a small model, and a transport with a gate."""
+"""Fixtures of the tests with two instances: a small model, and a transport with a gate."""
 
 from __future__ import annotations
 

@@ -246,7 +246,7 @@ def test_prefill_instance_lost_while_requests_are_queued_for_its_kv(
     asyncio.run(main())
 
 
-# --- what does not fit -------------------------------------------------------------------------
+# --- incompatible peers ------------------------------------------------------------------------
 
 
 def test_other_model_is_rejected_naming_both(model: Path, gate: Gate, tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""When the conductor plans a fetch, the prefill instance is told which store holds the prefix."""
+"""When the conductor plans a fetch, the proxy names the store that holds the prefix to the prefill
+instance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of pushing share: a small model, and a transport with a gate."""
+"""Fixtures of the push tests: a small model, and a transport with a gate."""
 
 from __future__ import annotations
 

@@ -35,9 +35,9 @@ class EngineCaches:
     """A rank's KV pool of our own engine.
 
     Args:
-        memory: all of it.
-        view: as the connector takes it.
-        layers: names, which vLLM's steps would call hooks with.
+        memory: the whole pool.
+        view: the pool as passed to the connector.
+        layers: the layer names with which vLLM's steps would call hooks.
     """
 
     memory: Any

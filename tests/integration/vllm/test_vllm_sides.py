@@ -233,7 +233,7 @@ def test_choices_of_one_request_load_once(stack: ExitStack, tmp_path: Path) -> N
         decode.scheduler.on_new_request(child)
     assert [decode.admit(child, D_BLOCKS) for child in children] == [len(PROMPT), None, None]
     decode.step_until(decode.reports.received, "0_d")
-    assert decode.admit(children[1], D_BLOCKS) is None  # vLLM has not run the first one yet
+    assert decode.admit(children[1], D_BLOCKS) is None  # vLLM has not run the first choice yet
     assert [decode.admit(child, D_BLOCKS) for child in children] == [0, 0, 0]
     assert list(decode.reports.received) == ["0_d"]
     assert not decode.reports.failed

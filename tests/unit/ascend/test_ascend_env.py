@@ -15,7 +15,7 @@ def test_group_buffer_size(monkeypatch: pytest.MonkeyPatch, value: str, mib: int
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "2.5", "many"])
-def test_invalid_group_buffer_size_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+def test_invalid_group_buffer_size_is_rejected(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("HCCL_BUFFSIZE", value)
     with pytest.raises(HalError, match=f"HCCL_BUFFSIZE='{value}' must be a whole number of MiB"):
         ascend_env.group_buffer_bytes()

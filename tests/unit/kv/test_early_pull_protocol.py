@@ -73,7 +73,7 @@ class Peers:
         """Do nothing: this table never evicts."""
 
     def release(self, remote: RemoteKV) -> None:
-        """Kept anyway."""
+        """Do nothing: this table never evicts."""
 
 
 @dataclass

@@ -213,7 +213,7 @@ def test_await_sent_blocks_until_few_batches_are_queued(monkeypatch) -> None:
         assert publisher.await_sent(0, timeout=20)
 
 
-def test_an_address_in_use_is_refused_with_advice() -> None:
+def test_address_in_use_is_rejected_with_advice() -> None:
     with published() as (publisher, _):
         taken = publisher.endpoints.endpoint.replace("tcp://", "tcp://*:").rsplit(":", 1)[1]
         with pytest.raises(KVConfigError, match="give free addresses"):

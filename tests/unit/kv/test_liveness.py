@@ -201,7 +201,7 @@ def test_a_refused_connection_means_the_writer_is_gone(
 
 
 @pytest.mark.parametrize(("is_local", "error"), [(True, PeerGone), (False, PeerAbsent)])
-def test_another_instance_at_the_address_means_the_writer_is_gone(
+def test_other_instance_at_address_means_writer_is_gone(
     is_local: bool, error: type[KVTransferError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(StatusInquiry, "_connect", _accepts_connections)

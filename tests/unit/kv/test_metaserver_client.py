@@ -78,7 +78,7 @@ def test_allowed_hosts_are_posted_to(allowed: str) -> None:
 
 
 @pytest.mark.parametrize("allowed", ["10.0.0.0/8", "proxy.example", "::1"])
-def test_with_an_allow_list_other_hosts_are_refused(allowed: str) -> None:
+def test_hosts_outside_allow_list_are_rejected(allowed: str) -> None:
     with pytest.raises(KVTransferError, match="is not allowed"):
         post_to(OK, MetaserverRule([allowed]), requester=LOOPBACK)
 

@@ -65,12 +65,12 @@ def test_wire_format_is_stable() -> None:
     assert PROTOCOL_VERSION == 5
 
 
-def test_an_empty_frame_is_refused() -> None:
+def test_empty_frame_is_rejected() -> None:
     with pytest.raises(BadFrame, match="a frame of 0 bytes"):
         decode(b"")
 
 
-def test_an_oversized_frame_is_refused_unread() -> None:
+def test_oversized_frame_is_rejected_unread() -> None:
     with pytest.raises(BadFrame, match="a frame of"):
         decode(bytes(MAX_MESSAGE_BYTES + 1))
 

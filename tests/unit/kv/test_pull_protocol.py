@@ -190,7 +190,7 @@ class Pair:
         """Do nothing: this table never evicts."""
 
     def release(self, remote: RemoteKV) -> None:
-        """Kept anyway."""
+        """Do nothing: this table never evicts."""
 
     def forget_predecessors(self, remote: RemoteKV) -> None:
         for name in set(self._peers) - {remote.engine_id}:

@@ -136,7 +136,7 @@ class RenewingPeers:
         """Do nothing: this table never evicts."""
 
     def release(self, remote: RemoteKV) -> None:
-        """Kept anyway."""
+        """Do nothing: this table never evicts."""
 
     def get(self, remote: RemoteKV) -> RenewingPeers:
         return self

@@ -287,7 +287,7 @@ def test_messages_about_unknown_requests_are_answered_and_harmless(receiver: Dec
     assert not receiver.events
 
 
-def test_a_writer_that_has_not_sent_hello_is_refused(receiver: DecodeSide) -> None:
+def test_writer_without_hello_is_rejected(receiver: DecodeSide) -> None:
     receiver.load()
     with pytest.raises(HandshakeRefused, match="send Hello"):
         receiver.open(TWO)
@@ -337,14 +337,14 @@ def test_a_cancelled_load_is_drained_when_its_writer_reports_it(receiver: Decode
     assert ended.error is not None
 
 
-def test_another_model_or_protocol_is_refused(receiver: DecodeSide) -> None:
+def test_other_model_or_protocol_is_rejected(receiver: DecodeSide) -> None:
     with pytest.raises(HandshakeRefused, match="protocol 99"):
         receiver.side.handle(Hello(1, 99, facts("p-3")))
     answer = receiver.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-3")))
     assert isinstance(answer, Welcome)
 
 
-def test_failures_of_refused_instances_are_counted(
+def test_failures_of_rejected_instances_are_counted(
     receiver: DecodeSide, caplog: pytest.LogCaptureFixture
 ) -> None:
     stranger = msgspec.structs.replace(facts("p-3"), model_fingerprint="other")

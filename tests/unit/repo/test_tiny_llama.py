@@ -49,7 +49,7 @@ def test_folder_size_is_bounded() -> None:
 @settings(max_examples=50)
 @given(st.text().filter(lambda text: "<|" not in text))
 def test_tokens_are_bytes(text: str) -> None:
-    """One token per byte, id = byte, and every text comes back exactly."""
+    """One token per byte, with the byte as its id; every text round-trips exactly."""
     ids = TOKENIZER.encode(text)
     assert ids == list(text.encode())
     assert TOKENIZER.decode(ids) == text

@@ -34,12 +34,12 @@ WHATEVER = pytest.mark.parametrize(
 
 @dataclass
 class Pair:
-    """Both ends, and the deaths that were reported.
+    """Both ends of a link, and the reported deaths.
 
     Args:
-        worker: listens.
-        path: where.
-        obey: takes the worker's orders.
+        worker: the listening end.
+        path: the path of its socket.
+        obey: processes the worker's orders.
     """
 
     worker: WorkerLink

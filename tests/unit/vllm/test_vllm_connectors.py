@@ -131,7 +131,7 @@ def test_only_a_dead_connector_ends_the_engine(connectors: ModuleType) -> None:
 
 
 class Worker:
-    """Records what it is sent."""
+    """Records the calls of the connector."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -183,7 +183,7 @@ def step_maker(**others: Any) -> SimpleNamespace:
     ],
     ids=["idle", "nothing to wait for", "others run", "others would wait"],
 )
-def test_an_idle_step_waits_briefly_for_reports(
+def test_idle_step_waits_briefly_for_reports(
     connectors: ModuleType,
     scheduled: dict[str, int],
     is_waiting: bool,

@@ -168,7 +168,7 @@ def test_completed_saves_do_not_block_pending_ones(instance):
     assert instance.client.stats.num_saved_chunks == num_saves
 
 
-def test_a_refused_chunk_is_counted_once(instance, monkeypatch):
+def test_rejected_chunk_is_counted_once(instance, monkeypatch):
     monkeypatch.setattr(pool_client, "MAX_SAVES", 1)
     keys = tuple(b"%16d" % number for number in range(4))
     instance.save()
@@ -190,7 +190,7 @@ def test_nothing_is_written_to_a_store_that_restarted_after_its_grant(instance):
     assert not instance.is_writing.is_set()
 
 
-def test_stores_are_told_which_processes_write_to_them(instance):
+def test_stores_learn_which_processes_write_to_them(instance):
     assert instance.writers == [this_process()]
 
 

@@ -97,7 +97,7 @@ def test_a_missing_mooncake_client_or_master_is_reported():
         ("connect=a:1,port=7", "ssd and port apply to a store in this instance"),
     ],
 )
-def test_invalid_settings_are_refused(text, words):
+def test_invalid_settings_are_rejected(text, words):
     with pytest.raises(KVConfigError) as caught:
         read_kv_pool(text)
     assert words in str(caught.value)

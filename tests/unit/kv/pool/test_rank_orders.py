@@ -1,4 +1,4 @@
-"""Orders to the ranks of an instance, and the stores that the ranks have been told about."""
+"""Orders to the ranks of an instance, and the stores described to the ranks."""
 
 import asyncio
 

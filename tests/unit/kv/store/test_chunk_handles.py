@@ -31,7 +31,7 @@ def test_handles_of_one_grant_end_one_by_one_and_only_for_their_user():
     assert list(handles.all()) == []
 
 
-def test_a_write_that_is_late_keeps_its_handle():
+def test_late_write_keeps_its_handle():
     handles = ChunkHandles()
     written = entry("w", ChunkState.STAGING)
     (handle,) = handles.grant([written], ANNA, 1.0, is_write=True)

@@ -96,7 +96,7 @@ def test_the_last_token_of_a_prompt_is_never_loaded():
     assert [num_loadable_chunks(n, 4) for n in (0, 1, 4, 5, 8, 9)] == [0, 0, 0, 1, 1, 2]
 
 
-def test_an_identity_without_fingerprint_or_tokens_is_refused():
+def test_identity_without_fingerprint_or_tokens_is_rejected():
     with pytest.raises(KVConfigError, match="without a fingerprint"):
         KVIdentity("", "bfloat16")
     with pytest.raises(KVConfigError, match="1 token or more"):

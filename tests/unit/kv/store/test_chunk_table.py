@@ -304,9 +304,9 @@ class Write:
 class World:
     """Users over one arena, with one-sided reads and writes that are late, frozen or killed.
 
-    ``memory`` has, for each granule, the name of what was last written there. ``frozen`` has what
-    users without a session were writing: any of it may land at any time, until the user is back and
-    says which of it has ended, or its processes have ended, and what they had sent has landed.
+    ``memory`` has, for each granule, the name of the last chunk written there. ``frozen`` has the
+    writes of disconnected users: each may land at any time, until the user reconnects and reports
+    which of them have ended, or its processes have exited and their bytes in flight have landed.
     """
 
     seed: int

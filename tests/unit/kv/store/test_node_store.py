@@ -122,7 +122,7 @@ def test_chunk_too_large_for_a_record_is_rejected(changes, words):
         Chunk(**facts)
 
 
-def test_an_observer_is_notified_of_what_memory_holds():
+def test_observer_is_notified_of_chunks_in_memory():
     seen = []
 
     class Observer:

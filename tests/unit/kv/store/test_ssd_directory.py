@@ -212,7 +212,7 @@ def test_a_directory_serves_one_store(tmp_path):
     opened(config(tmp_path)).close()
 
 
-def test_a_directory_that_can_not_be_used_is_refused(tmp_path):
+def test_unusable_directory_is_rejected(tmp_path):
     with pytest.raises(KVConfigError, match="there is no such directory"):
         opened(config(tmp_path / "absent"))
     with pytest.raises(KVConfigError, match="needs 3 or more"):

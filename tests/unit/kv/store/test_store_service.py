@@ -326,7 +326,7 @@ def test_client_closed_during_handshake_leaves_no_connection(served, monkeypatch
 
 
 @pytest.mark.parametrize("timeout_s", [float("nan"), 0.0, 4000.0])
-def test_a_user_with_an_invalid_transfer_timeout_is_refused(served, caplog, timeout_s):
+def test_user_with_invalid_transfer_timeout_is_rejected(served, caplog, timeout_s):
     client = StoreClient(served.address, transfer_timeout_s=timeout_s)
     assert not client.await_store(1.0)
     client.close()
@@ -462,9 +462,7 @@ def test_calls_beyond_the_sessions_limit_wait_for_a_slot(served, client, caplog)
     assert not caplog.messages
 
 
-def test_a_store_that_replies_to_none_of_many_calls_is_disconnected(
-    served, client, monkeypatch, caplog
-):
+def test_store_without_replies_to_many_calls_is_disconnected(served, client, monkeypatch, caplog):
     monkeypatch.setattr(store_client, "REQUEST_TIMEOUT_S", 0.2)
     frozen = threading.Event()
     monkeypatch.setattr(served.store, "touch", lambda keys: frozen.wait(WAIT_S))
