@@ -1,7 +1,7 @@
-// AVX-512 for processors that have AVX2: what the CPU kernels call of it, element by element.
+// AVX-512 for processors with AVX2: the intrinsics that the CPU kernels call, element by element.
 //
-// Put before the kernels' source, it lets a machine try the code of those that it isn't. GCC has the
-// types on every x86; only its functions ask for the instructions.
+// Included before the kernels' source, it lets a machine without AVX-512 test that code. GCC has the
+// types on every x86; only its intrinsics require the instructions.
 #include <immintrin.h>
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 /* libibverbs without a kernel: devices emu0 and emu1, whose queue pairs connect within this process.
  *
- * Structs are those of the public ABI. Requests are done when they are posted: bytes are copied,
- * after the keys and bounds of both ends were checked as a NIC does. */
+ * Structs are those of the public ABI. Requests complete when they are posted: the keys and bounds
+ * of both ends are checked as by a NIC, then the bytes are copied. */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
@@ -68,7 +68,7 @@ static struct device devices[DEVICES] = {{"emu0", 0}, {"emu1", 0}};
 static struct qp *qps[MAX_QPS];
 static struct mr *mrs[MAX_MRS];
 static uint32_t next_key;
-static int objects; /* that were made and not destroyed */
+static int objects; /* created and not destroyed */
 static char failing[64];
 static int failure;
 
@@ -78,7 +78,7 @@ void emulated_fail(const char *function, int error) {
   failure = error;
 }
 
-/* Requests that are posted from now on are never done. */
+/* Requests posted while this is set never complete. */
 static int stuck;
 void emulated_set_stuck(int on) { stuck = on; }
 

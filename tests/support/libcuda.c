@@ -1,11 +1,11 @@
-// The calls of NVIDIA's driver that mooncake_hal_cuda makes, on host memory: one device, whose
-// memory is files that other processes of this user can open, and whose streams never lag. Compiled
-// with NVIDIA's own header, so each call has the type that it has there. What the header says of
-// the order of calls and of their arguments is enforced, and that a device is current in the thread
-// that makes them; memory that nobody was given access to faults. EMULATED_CUDA_LACKS names what the
-// device can't do: vmm, fd, rdma, fabric; or what this process may not do, though the device's
-// attributes promise it: imex, pinning (memory for NICs), export. With peer there is a second
-// device, out of its reach; with atomics one within it, joined by PCIe.
+// The functions of NVIDIA's driver that mooncake_hal_cuda calls, on host memory. There is one device:
+// its memory is files that other processes of this user can open, its streams are synchronous.
+// Compiled with NVIDIA's own header, so each function has the type declared there. The header's rules
+// about arguments and the order of calls are enforced, and that a device is current in the calling
+// thread; memory without granted access faults. EMULATED_CUDA_LACKS lists features that the device
+// lacks (vmm, fd, rdma, fabric), or that fail in this process although the device's attributes
+// report them: imex, pinning (memory for NICs), export. With peer there is a second device without
+// peer access; with atomics one with peer access, over PCIe.
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <fcntl.h>
@@ -59,7 +59,7 @@ CUresult cuInit(unsigned flags) { return flags ? CUDA_ERROR_INVALID_VALUE : CUDA
 static int devices(void) { return lacks("peer") || lacks("atomics") ? 2 : 1; }
 CUresult cuDeviceGetCount(int *count) { return *count = devices(), CUDA_SUCCESS; }
 CUresult cuDeviceGet(CUdevice *device, int ordinal) { return ordinal < 0 || ordinal >= devices() ? CUDA_ERROR_INVALID_DEVICE : (*device = ordinal, CUDA_SUCCESS); }
-// under the name that the library exports: the header maps to it from 13.0 on, and declares both before
+// Under the exported name, which the header maps to from 13.0 on; earlier headers declare both.
 CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice device) { return memset(uuid, 7 + device, 16), CUDA_SUCCESS; }
 CUresult cuDeviceCanAccessPeer(int *can, CUdevice device, CUdevice peer) { return *can = device != peer && !lacks("peer"), CUDA_SUCCESS; }
 CUresult cuDeviceGetP2PAttribute(int *value, CUdevice_P2PAttribute attribute, CUdevice device, CUdevice peer) {
@@ -99,7 +99,7 @@ CUresult cuGetErrorString(CUresult status, const char **text) {
     return CUDA_SUCCESS;
 }
 
-// -- memory that is allocated, and named whole ----------------------------------------------------
+// -- plain allocations and their IPC handles ------------------------------------------------------
 
 static Piece *find(CUdeviceptr address) {
     for (int i = 0; i < MAX; i++)
@@ -263,7 +263,7 @@ CUresult cuMemRelease(CUmemGenericAllocationHandle handle) {
 
 CUresult cuMemAddressReserve(CUdeviceptr *address, size_t nbytes, size_t alignment, CUdeviceptr hint, unsigned long long flags) {
     if (flags || !nbytes || nbytes % getpagesize() || hint % getpagesize() || (alignment & (alignment - 1))) return CUDA_ERROR_INVALID_VALUE;
-    // aligned to a granule, as mappings must be
+    // aligned to the granularity, as required of mappings
     char *at = mmap(0, nbytes + GRANULE, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (at == MAP_FAILED) return CUDA_ERROR_OUT_OF_MEMORY;
     char *aligned = (char *)(((uintptr_t)at + GRANULE - 1) / GRANULE * GRANULE);
@@ -385,7 +385,7 @@ CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *nbytes, CUdeviceptr add
     return finish(CUDA_SUCCESS);
 }
 
-// -- what the tests look at -----------------------------------------------------------------------
+// -- functions for the tests ----------------------------------------------------------------------
 
 int emulated_leftovers(void) {
     int count = 0;

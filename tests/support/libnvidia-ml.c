@@ -1,6 +1,6 @@
-// The calls of NVML that mooncake_hal_cuda.memory.nvlink_domain makes, on one device that has joined its
-// fabric. EMULATED_NVLINK is the first byte of the cluster's UUID; 0 is a fabric of one host,
-// "none" one that was not joined.
+// The functions of NVML that mooncake_hal_cuda.memory.nvlink_domain calls, on one device that has
+// joined its fabric. EMULATED_NVLINK is the first byte of the cluster's UUID; 0 is a fabric of one
+// host, "none" a fabric that the device has not joined.
 #include <stdlib.h>
 #include <string.h>
 

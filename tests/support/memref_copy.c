@@ -1,4 +1,4 @@
-// The one function of MLIR's C runner library that lowered kernels call.
+// The only function of MLIR's C runner library that lowered kernels call.
 #include <stdint.h>
 #include <string.h>
 

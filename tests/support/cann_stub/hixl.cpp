@@ -1,8 +1,8 @@
-// HIXL (libllm_datadist), by which mooncake's engine moves bytes, over host memory: an engine's name
-// leads to a file with its process and its registered memory, and the kernel copies between
-// processes. The rules are HIXL's: memory begins at a page, 256 regions at most, a link knows what
-// was registered on both ends when it came up; and an engine holds the port that it is named by, or
-// mooncake's, which looks for a free one, would take two engines for one.
+// HIXL (libllm_datadist), with which mooncake's engine moves bytes, over host memory: an engine's
+// name leads to a file with its process and its registered memory, and the kernel copies between
+// processes. HIXL's rules hold: memory is page-aligned, there are at most 256 regions, and a link
+// knows the memory that was registered on both ends when it came up. An engine listens on the port
+// in its name; otherwise mooncake's search for a free port could give two engines the same name.
 #include <arpa/inet.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
@@ -88,7 +88,7 @@ bool holds(const Regions &regions, uintptr_t address, size_t nbytes) {
     return address + nbytes <= region->first + region->second;
 }
 
-// Listens on the port of "address:port"; -1 if that is somebody else's.
+// Listens on the port of "address:port"; -1 if the port is in use.
 int hold_port(const std::string &name) {
     size_t colon = name.rfind(':');
     if (colon == std::string::npos) return -1;
@@ -122,7 +122,7 @@ struct State {
     Regions regions;
     std::map<std::string, std::pair<Regions, Published>> links;
     bool connects_by_itself = false;
-    int port = -1;  // a socket that listens on it
+    int port = -1;  // the listening socket
     std::mutex lock;
 
     void publish() {

@@ -1,6 +1,6 @@
-// torch-npu's compute kernels would ask CANN for operators, and the stub has none: here the CPU's
-// kernels take their place, on the same bytes. What torch-npu does itself stays: making, viewing,
-// copying and freeing tensors, its allocator, streams and events.
+// torch-npu's compute kernels need CANN's operators, which the stub lacks: here the CPU's kernels
+// replace them, on the same bytes. torch-npu's own parts remain: creating, viewing, copying and
+// freeing tensors, its allocator, streams and events.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -33,7 +33,7 @@ Tensor to_npu(const Tensor& made, c10::Device device) {
   return copied;
 }
 
-// Ops that may mix devices on a real NPU, too: copies, and indices that lie on the host.
+// Ops that may mix devices on a real NPU, too: copies, and indices in host memory.
 bool may_mix(const std::string& name) {
   return name.rfind("aten::index", 0) == 0 || name.rfind("aten::_index", 0) == 0 ||
          name.find("copy") != std::string::npos;
@@ -49,7 +49,7 @@ struct Call {
   Tensor lower(const Tensor& tensor, const c10::AliasInfo* alias) {
     if (!tensor.defined()) return tensor;
     if (tensor.device().type() != NPU) {
-      if (tensor.dim() > 0) other = tensor.device();  // a number may come from the host
+      if (tensor.dim() > 0) other = tensor.device();  // a scalar may come from the host
       return tensor;
     }
     if (!device) device = tensor.device();
@@ -59,7 +59,7 @@ struct Call {
     if (tensor.numel()) return as_cpu(tensor);
     const auto options = tensor.options().device(at::kCPU);
     resized.emplace_back(tensor, at::empty_strided(tensor.sizes(), tensor.strides(), options));
-    return resized.back().second;  // the kernel makes it as large as it has to be
+    return resized.back().second;  // the kernel resizes it
   }
 
   void lower_all() {
@@ -125,7 +125,7 @@ void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   call.lift_all();
 }
 
-// Takes over every aten op but those named; returns how many.
+// Replaces every aten op except for those named; returns how many.
 int64_t take_over(at::ArrayRef<std::string> kept) {
   static auto* registrations = new std::vector<c10::RegistrationHandleRAII>;
   const std::set<std::string> keep(kept.begin(), kept.end());

@@ -1,6 +1,6 @@
-// As much of Ascend's runtime (libascendcl) as torch-npu and mooncake's engine need to start, over
-// host memory: every stream runs in order at once. What has no kernel fails; nothing pretends.
-// CANN_STUB_DEVICES says how many NPUs there are, CANN_STUB_BYTES how much memory each has.
+// The part of Ascend's runtime (libascendcl) that torch-npu and mooncake's engine need to start, over
+// host memory: streams are synchronous. Operators without a kernel fail; nothing is faked.
+// CANN_STUB_DEVICES is the number of NPUs, CANN_STUB_BYTES the memory of each.
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -91,7 +91,7 @@ Error aclrtCtxGetSysParamOpt(int option, int64_t *value) {
 }
 
 // -- memory --------------------------------------------------------------------------------------
-// An allocation is preceded by a page that says how large it is, and on which device.
+// An allocation is preceded by a page with its size and its device.
 
 typedef struct {
     size_t nbytes;
@@ -236,7 +236,7 @@ Error aclrtEventElapsedTime(float *milliseconds, void *from, void *to) {
     return OK;
 }
 
-// -- what is done already, as nothing runs behind --------------------------------------------------
+// -- waits, which have nothing to wait for: streams are synchronous --------------------------------
 
 #define DONE(name) \
     Error name(void) { return OK; }
@@ -259,7 +259,7 @@ DONE(aclrtCtxSetSysParamOpt)
 DONE(aclSetCompileopt)
 DONE(aclopSetCompileFlag)
 
-// -- operators: there are none -------------------------------------------------------------------
+// -- operators, of which there are none ----------------------------------------------------------
 
 size_t aclGetCompileoptSize(int option) { return 64; }
 Error aclGetCompileopt(int option, char *value, size_t length) {

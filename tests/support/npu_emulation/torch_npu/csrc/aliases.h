@@ -24,7 +24,7 @@ inline Tensor as_cpu(const Tensor& tensor) {
   return seen;
 }
 
-// What a CPU kernel made, as the device's: charged to it until it is dropped.
+// A CPU kernel's result as device memory: accounted to the device until it is freed.
 struct Adopted {
   Tensor kept;
   void* address;

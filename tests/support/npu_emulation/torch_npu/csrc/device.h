@@ -1,4 +1,5 @@
-// What torch asks of a device: which is current, streams, events, generators, pinned memory.
+// The device interface that torch requires: current device, streams, events, generators, pinned
+// memory.
 #pragma once
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -27,7 +28,7 @@ inline void require_device(c10::Device device) {
               ": there are ", num_devices(), " NPUs");
 }
 
-// Work is done when its call returns, so streams and events have an order and nothing to wait for.
+// Work is done when its call returns, so streams and events are ordered and never have to wait.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   static c10::Device named(c10::Device device) {
     return device.has_index() ? device : c10::Device(NPU, current_device);

@@ -42,7 +42,7 @@ TORCH_LIBRARY_IMPL(_, PrivateUse1, m) {
   m.fallback(torch::CppFunction::makeFromBoxedFunction<&emulation::run_on_cpu>());
 }
 
-// What the Python side of the emulation calls.
+// Functions for the Python side of the emulation.
 TORCH_LIBRARY(npu_emulation, m) {
   m.def("register_fallbacks() -> int", &emulation::register_fallbacks);
   m.def("device_count() -> int", [] { return int64_t{emulation::num_devices()}; });

@@ -15,7 +15,7 @@ namespace emulation {
 using c10::IValue;
 using Names = std::unordered_set<std::string>;
 
-// Ops that may mix devices on a real one, too: copies, and indices that lie on the host.
+// Ops that may mix devices on a real NPU, too: copies, and indices in host memory.
 inline bool may_mix(const std::string& name) {
   static const Names names{
       "aten::copy_", "aten::_copy_from", "aten::_copy_from_and_resize", "aten::_to_copy",
@@ -25,14 +25,14 @@ inline bool may_mix(const std::string& name) {
   return names.count(name) > 0;
 }
 
-// Ops that know what to do with a private format; every other one would read it as plain rows.
+// Ops that support a private format; any other op would read it as plain rows.
 inline bool takes_private_format(const std::string& name) {
   static const Names names{"aten::mm", "aten::addmm", "aten::bmm", "aten::mm.out",
                            "aten::addmm.out", "aten::bmm.out"};
   return names.count(name) > 0;
 }
 
-// One call on its way to the CPU's kernel.
+// One call that is forwarded to the CPU's kernel.
 class Call {
  public:
   Call(const c10::OperatorHandle& op, torch::jit::Stack* stack)
@@ -49,7 +49,7 @@ class Call {
   }
 
  private:
-  // Finds the device, and refuses what a real one would refuse.
+  // Finds the device, and rejects what a real one would reject.
   void look() {
     for (size_t i = base_; i < stack_->size(); i++) {
       const auto& value = (*stack_)[i];
@@ -74,7 +74,7 @@ class Call {
   void see(const Tensor& tensor) {
     if (!tensor.defined()) return;
     if (tensor.device().type() != NPU) {
-      // a number in a tensor may come from the host
+      // a scalar in a tensor may come from the host
       if (tensor.device().type() != c10::DeviceType::Meta && tensor.dim() > 0) other_ = tensor.device();
       return;
     }
@@ -142,7 +142,7 @@ class Call {
     }
   }
 
-  // What the kernel returned becomes the device's: the caller's own tensor where it was written to.
+  // The kernel's results become device tensors: the caller's own tensor if the kernel wrote into it.
   void lift() {
     const auto& returns = op_.schema().returns();
     const size_t base = stack_->size() - returns.size();
@@ -188,8 +188,8 @@ inline void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) 
   Call(op, stack).run();
 }
 
-// Kernels for every aten op that the CPU has one for. Without them in-place ops would be
-// decomposed, and not be in place. Returns how many.
+// Registers kernels for every aten op with a CPU kernel. Otherwise in-place ops would be decomposed,
+// and not be in place. Returns how many.
 inline int64_t register_fallbacks() {
   static auto* kept = new std::vector<c10::RegistrationHandleRAII>;
   auto& dispatcher = c10::Dispatcher::singleton();

@@ -18,7 +18,7 @@ namespace emulation {
 constexpr auto NPU = c10::DeviceType::PrivateUse1;
 constexpr int MOST_DEVICES = 16;
 constexpr int64_t FORMAT_ND = 2;
-constexpr size_t ALIGNMENT = 512;  // what torch_npu's allocator gives
+constexpr size_t ALIGNMENT = 512;  // as torch_npu's allocator
 
 inline int64_t setting(const char* name, int64_t otherwise) {
   const char* text = std::getenv(name);
@@ -38,14 +38,14 @@ inline int64_t capacity() {
 
 inline thread_local int current_device = 0;
 
-// What is known of one piece of device memory, by its address.
+// The record of one block of device memory.
 struct Block {
   int64_t nbytes;
   int device;
   int64_t format;
 };
 
-// The books: who holds how much, and where.
+// Accounts of device memory: blocks by address, bytes by device.
 class Books {
  public:
   void require_room(int64_t nbytes, int device) {
@@ -71,7 +71,7 @@ class Books {
     blocks_.erase(found);
   }
 
-  // The block that begins at an address; nullptr for memory that is not the device's.
+  // The block that begins at an address; nullptr for other memory.
   const Block* find(const void* address) {
     std::lock_guard<std::mutex> guard(mutex_);
     const auto found = blocks_.find(const_cast<void*>(address));
@@ -150,7 +150,7 @@ inline DeviceAllocator& device_allocator() {
   return *kept;
 }
 
-// Page-locked host memory: plain memory that remembers that it was asked for as such.
+// Page-locked host memory: plain memory that is recorded as pinned.
 class PinnedAllocator final : public at::Allocator {
  public:
   at::DataPtr allocate(size_t nbytes) override {

@@ -1,4 +1,4 @@
-// The ops that a device must have itself: making tensors, viewing them, moving them.
+// The ops that a device must implement itself: creating, viewing and copying tensors.
 #pragma once
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>

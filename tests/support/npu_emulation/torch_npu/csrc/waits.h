@@ -1,4 +1,4 @@
-// What a real device would be waited for: here all is done at once, so that nothing waits.
+// Records where a real device would be waited for; here everything is synchronous.
 #pragma once
 #include <string>
 #include <vector>
@@ -17,7 +17,7 @@ inline void note_wait(const std::string& what) {
   if (waits.are_watched) waits.found.push_back(what);
 }
 
-// A copy between host and device waits unless it is asked not to and the host's side is pinned.
+// A copy between host and device waits unless it is non-blocking and the host memory is pinned.
 inline void note_copy(const Tensor& target, const Tensor& source, bool is_async) {
   if (!waits.are_watched || target.is_cpu() == source.is_cpu()) return;
   const Tensor& on_host = target.is_cpu() ? target : source;
@@ -26,7 +26,7 @@ inline void note_copy(const Tensor& target, const Tensor& source, bool is_async)
                      target.is_cpu() ? " to" : " from", " the host"));
 }
 
-// From now on, or no longer; what has waited since the last call.
+// Starts or stops recording; returns the waits since the last call.
 inline std::vector<std::string> watch_waits(bool are_watched) {
   std::vector<std::string> found = std::move(waits.found);
   waits = {are_watched, {}};
