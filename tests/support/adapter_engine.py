@@ -74,13 +74,13 @@ class CopyingAgent:
         while not self._world.may_continue.wait(0.001):
             self._world.stands_still.set()
             if must_stop():
-                raise TransferError("it stood still")
+                raise TransferError("the transfer stalled and was cancelled")
         if self._world.num_failures:
             self._world.num_failures -= 1
             raise TransferError("it was told to fail")
         other = self._world.agents.get(self._target)
         if other is None:
-            raise TransferError("nobody is there")
+            raise TransferError("the peer's agent is gone")
         spans = part.spans
         shift = 1 if self._world.is_misled else 0
         for local, remote, nbytes, ours, theirs in zip(
@@ -105,7 +105,7 @@ def _require(regions: dict[int, MemoryRegion], key: int, address: int, nbytes: i
     if region is None or not (
         region.address <= address and address + nbytes <= region.address + region.nbytes
     ):
-        raise TransferError("the engine knows no such memory")
+        raise TransferError("the memory is not registered")
 
 
 def transport_in(world: World) -> AdapterTransport:

@@ -93,10 +93,10 @@ def install_example(folder: Path) -> None:
         for section in (MYCHIP / "pyproject.toml").read_text().split("\n\n")
         if section.startswith("[project.entry-points.mooncake_hal]")
     ]
-    noted = folder / "mooncake_hal_mychip-0.1.0.dist-info"
-    noted.mkdir()
-    (noted / "METADATA").write_text(
+    metadata = folder / "mooncake_hal_mychip-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
         "Metadata-Version: 2.1\nName: mooncake-hal-mychip\nVersion: 0.1.0\n"
     )
     lines = [line.replace('"', "") for line in entry_points.splitlines()[1:]]
-    (noted / "entry_points.txt").write_text("\n".join(["[mooncake_hal]", *lines, ""]))
+    (metadata / "entry_points.txt").write_text("\n".join(["[mooncake_hal]", *lines, ""]))

@@ -104,9 +104,9 @@ def pull(case: KVTransferCase, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]
 
 def main() -> None:
     """Pull every rank's part, one after the other."""
-    told = json.load(sys.stdin)
-    sides = {name: Side(**told.pop(name)) for name in ("prefill", "decode")}
-    case = KVTransferCase(**told, **sides)
+    described = json.load(sys.stdin)
+    sides = {name: Side(**described.pop(name)) for name in ("prefill", "decode")}
+    case = KVTransferCase(**described, **sides)
     for rank in range(case.decode.tp_size):
         np.save(Path(sys.argv[1]) / f"{rank}.npy", pull(case, rank))
 

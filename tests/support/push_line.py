@@ -206,12 +206,12 @@ class Pair:
         loop = asyncio.get_running_loop()
         self.rank = RankOfOne(self.numbers)
         p = ConnectorContext(
-            metadata_of("p"), self.lease_s[0], self._p_hears, self._spawn_p, loop.time
+            metadata_of("p"), self.lease_s[0], self._on_p_event, self._spawn_p, loop.time
         )
         d = ConnectorContext(
             metadata_of("d"),
             self.lease_s[1],
-            self._d_hears,
+            self._on_d_event,
             self.tasks.spawn,
             loop.time,
             drain_s=DRAIN_S,
@@ -256,7 +256,7 @@ class Pair:
 
     async def _inquire(self, writer: Writer, names: list[str], is_local: bool) -> StatusReply:
         if self.is_p_hidden:
-            raise PeerAbsent("instance p is not there any more")
+            raise PeerAbsent("no instance p at its address")
         if self.is_p_dead:
             raise PeerGone("instance p is gone")
         ask = self.line.ask(
@@ -269,12 +269,12 @@ class Pair:
     async def _post(self, metaserver: Metaserver, params: KVTransferDict) -> None:
         """Nothing to post: the test brings the prefill to ``p``, or doesn't."""
 
-    def _p_hears(self, event: Event) -> None:
+    def _on_p_event(self, event: Event) -> None:
         assert isinstance(event, LeaseEnded)
         assert event.request_id not in self.rank.writing, "freed under its own writer"
         self.freed[event.request_id] += 1
 
-    def _d_hears(self, event: Event) -> None:
+    def _on_d_event(self, event: Event) -> None:
         assert isinstance(event, LoadEnded)
         if event.is_drained:
             assert f"p-{event.request_id}" not in self.rank.writing, "freed under the writer"
