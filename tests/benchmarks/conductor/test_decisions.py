@@ -21,7 +21,7 @@ CHUNKS = 64
 @pytest.mark.parametrize(
     ("num_instances", "num_chunks", "wanted_ms"), [(64, 1_000_000, 0.3), (1000, 10_000_000, 2.0)]
 )
-def test_a_decision(benchmark, num_instances: int, num_chunks: int, wanted_ms: float) -> None:
+def test_decision(benchmark, num_instances: int, num_chunks: int, wanted_ms: float) -> None:
     conductor, rng = make_conductor(num_instances // 2, num_instances // 2), random.Random(1)
     keys = [rng.getrandbits(63) for _ in range(num_chunks)]
     for start in range(0, num_chunks, CHUNKS):
@@ -61,7 +61,7 @@ def filled(held: Iterable[list[int]]) -> ChunkIndex:
 # Dynamo's RadixTree: 78 µs per lookup of 64 blocks, 400,000 blocks/s, 73 B per block and worker.
 
 
-def test_a_lookup(benchmark) -> None:
+def test_lookup(benchmark) -> None:
     index, rng = filled(prompts(1_000_000)), random.Random(2)
     probe = [rng.getrandbits(63) for _ in range(CHUNKS)]
     index.stored(5, Tier.HOST, probe)

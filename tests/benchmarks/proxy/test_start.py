@@ -8,7 +8,7 @@ from support.figures import Figure, record
 from support.running import running
 
 
-def test_the_proxy_starts_within_a_second(benchmark, tmp_path: Path) -> None:
+def test_proxy_starts_within_a_second(benchmark, tmp_path: Path) -> None:
     pools = ["--prefill", "http://127.0.0.1:9", "--decode", "http://127.0.0.1:10"]
 
     def start() -> None:

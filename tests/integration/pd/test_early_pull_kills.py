@@ -83,7 +83,7 @@ async def begin(decode: Instance, server: Metaserver) -> asyncio.Task[list[int]]
     return asking
 
 
-def test_a_killed_prefill_instance(model: Path, expected: list[int]) -> None:
+def test_killed_prefill_instance(model: Path, expected: list[int]) -> None:
     """D computes the prompt; P restarts at the same port with a new epoch, and D reads from it
     again."""
     port = ("--kv-port", str(free_port()))
@@ -108,7 +108,7 @@ def test_a_killed_prefill_instance(model: Path, expected: list[int]) -> None:
     asyncio.run(main())
 
 
-def test_a_frozen_prefill_instance(model: Path, expected: list[int]) -> None:
+def test_frozen_prefill_instance(model: Path, expected: list[int]) -> None:
     """D abandons P after one lease time; when P continues, it holds nothing for D."""
 
     async def main() -> None:
@@ -151,7 +151,7 @@ async def is_read_from(prefill: Instance, victim: Served) -> None:
     assert prefill.engine.stats().num_running == 1
 
 
-def test_a_killed_decode_instance(model: Path, expected: list[int]) -> None:
+def test_killed_decode_instance(model: Path, expected: list[int]) -> None:
     """P frees its blocks and serves the next decode instance."""
 
     async def main() -> None:
@@ -174,7 +174,7 @@ def test_a_killed_decode_instance(model: Path, expected: list[int]) -> None:
     asyncio.run(main())
 
 
-def test_a_frozen_decode_instance(model: Path, expected: list[int]) -> None:
+def test_frozen_decode_instance(model: Path, expected: list[int]) -> None:
     """P frees its blocks; when D continues, it computes the prompt itself, with the right
     tokens."""
 

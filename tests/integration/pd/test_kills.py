@@ -69,7 +69,7 @@ def check(answer: Answer, expected: list[int], policy: LoadFailurePolicy) -> Non
     [LoadFailurePolicy.RECOMPUTE, LoadFailurePolicy.FAIL],
     ids=lambda policy: policy.value,
 )
-def test_a_killed_prefill_instance(model: Path, gate: Gate, policy: LoadFailurePolicy) -> None:
+def test_killed_prefill_instance(model: Path, gate: Gate, policy: LoadFailurePolicy) -> None:
     """Two of P's prompts are being read, one waits for blocks, one was never requested, and one is
     being prefilled. P restarts at the same ports with a new epoch."""
 
@@ -116,7 +116,7 @@ async def serve_on(model: Path, kv_port: int, decode: Instance, expected: list[i
     await decode.check_clean()
 
 
-def test_a_frozen_prefill_instance(model: Path, gate: Gate) -> None:
+def test_frozen_prefill_instance(model: Path, gate: Gate) -> None:
     """P is silent but alive; when it continues, its leases have expired."""
 
     async def main() -> None:
@@ -143,7 +143,7 @@ def test_a_frozen_prefill_instance(model: Path, gate: Gate) -> None:
     asyncio.run(main())
 
 
-def test_a_killed_decode_instance(model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_killed_decode_instance(model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """D was reading some prompts and had others queued; P frees all their blocks."""
     monkeypatch.setenv("MOONCAKE_TEST_GATE", "closed")
 

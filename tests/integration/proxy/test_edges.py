@@ -253,7 +253,7 @@ def test_invalid_url_error_names_expected_form(url: str) -> None:
         Origin.parse(url)
 
 
-def test_the_openai_client() -> None:
+def test_openai_client() -> None:
     import openai
 
     async def main() -> None:

@@ -217,7 +217,7 @@ def test_min_tokens_counts_over_all_passes() -> None:
 
 
 @pytest.mark.parametrize("flow", ["pull", "push"])
-def test_the_conductor_places_the_rest_and_keeps_nothing_reserved(flow: str) -> None:
+def test_conductor_places_remaining_tokens_and_releases_reservations(flow: str) -> None:
     async def main() -> None:
         async with stand(emits_first_token=True, **settings(flow=flow), **MIGRATES) as s:
             let_fail(s, die_after=3)

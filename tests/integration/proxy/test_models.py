@@ -122,7 +122,7 @@ def test_model_without_instances_is_unknown_others_are_served() -> None:
     uvloop.run(main())
 
 
-def test_an_instance_cannot_change_its_model_in_place() -> None:
+def test_instance_cannot_change_its_model_in_place() -> None:
     async def main() -> None:
         async with stand(2, 2, admin_keys=frozenset({"admin"})) as s:
             name_the_models(s)
@@ -139,7 +139,7 @@ def test_an_instance_cannot_change_its_model_in_place() -> None:
     asyncio.run(main())
 
 
-def test_a_pool_file_names_models() -> None:
+def test_pool_file_names_models() -> None:
     text = """
     models:
       Qwen/Qwen3-8B:

@@ -18,7 +18,7 @@ BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium on PATH")
-def test_the_page_shows_instances_and_figures(tmp_path: Path) -> None:
+def test_page_shows_instances_and_figures(tmp_path: Path) -> None:
     assert BROWSER is not None
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
     flags += ["--virtual-time-budget=4000", "--dump-dom"]
@@ -147,7 +147,7 @@ def test_rejections_are_counted_by_reason() -> None:
     uvloop.run(main())
 
 
-def test_the_page_is_self_contained() -> None:
+def test_page_is_self_contained() -> None:
     async def main() -> None:
         async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
             page = await client.get("/")

@@ -44,7 +44,7 @@ def test_changes_need_an_admin_key() -> None:
     uvloop.run(main())
 
 
-def test_an_instance_is_added_and_removed_at_run_time() -> None:
+def test_instance_is_added_and_removed_at_run_time() -> None:
     async def main() -> None:
         extra = FakeInstance("extra")
         await extra.start()

@@ -185,7 +185,7 @@ async def _metrics_say(url: str, line: str) -> None:
     raise AssertionError([text for text in samples if "requests_total" in text])
 
 
-def test_a_dead_worker_is_replaced() -> None:
+def test_dead_worker_is_replaced() -> None:
     async def main() -> None:
         async with pair() as (p, d):
             flags = ("--workers", "2", "--prefill", p.url, "--decode", d.url)

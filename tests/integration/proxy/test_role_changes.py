@@ -48,7 +48,7 @@ async def gauges(s: Stand) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
-def test_an_idle_decode_instance_becomes_a_prefill_instance() -> None:
+def test_idle_decode_instance_becomes_prefill_instance() -> None:
     async def main() -> None:
         async with stand(1, 3, **configured("allow")) as s:
             watch_roles_often(s, "allow")

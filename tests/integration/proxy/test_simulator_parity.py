@@ -152,9 +152,7 @@ def _served(asked: list[PlannedRequest], policy: str) -> list[PlacedRequest]:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("policy", CONDUCTOR_POLICIES)
-def test_the_proxy_places_as_the_simulator_does(
-    policy: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_proxy_places_as_the_simulator_does(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(conductor_fleet, "RunningQuantile", lambda *args: RequestedLength())
     # The simulator's steps take the time that the model predicts.
     monkeypatch.setattr(ConductorFleet, "_measure_step", lambda *args: None)

@@ -89,7 +89,7 @@ def test_quarantined_body_never_reaches_restarted_instance() -> None:
     uvloop.run(main())
 
 
-def test_an_instance_killed_over_a_reused_connection_counts_as_lost() -> None:
+def test_instance_killed_over_a_reused_connection_counts_as_lost() -> None:
     async def main() -> None:
         async with stand() as s:
             assert (await post(s, BODY)).status_code == 200

@@ -101,7 +101,7 @@ def test_openai_client_retries_after_rate_limit() -> None:
     uvloop.run(main())
 
 
-def test_a_key_sees_only_its_models() -> None:
+def test_key_sees_only_its_models() -> None:
     async def main() -> None:
         async with stand(**keys(ApiKey("k", "team", models=frozenset({"qwen"})))) as s:
             assert (await ask(s, "k", model="qwen")).status_code == 200
@@ -112,7 +112,7 @@ def test_a_key_sees_only_its_models() -> None:
     uvloop.run(main())
 
 
-def test_a_key_has_its_class() -> None:
+def test_key_has_its_class() -> None:
     classes = (RequestClass("strict", "500", "50"), RequestClass("spare", "inf", "inf"))
     given = ApiKey("k", "team", classes=("strict",)), ApiKey("l", "other", ("spare", "strict"))
     conductor = settings("cost", admission="predictive", classes=classes)

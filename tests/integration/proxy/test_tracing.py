@@ -22,7 +22,7 @@ TRACEPARENT = f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"
 
 
 @pytest.mark.parametrize("flow", ["pull", "push"])
-def test_a_request_is_one_trace_from_the_client_to_both_instances(flow: str) -> None:
+def test_request_is_one_trace_from_the_client_to_both_instances(flow: str) -> None:
     async def main() -> None:
         with collector() as collected:
             async with stand(flow=flow, otlp_endpoint=collected.url) as s:

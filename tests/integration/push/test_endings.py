@@ -128,7 +128,7 @@ async def drop(key: str, params: KVTransferDict) -> None:
 
 
 @pytest.mark.parametrize("num_failures", [1, 3])
-def test_a_failed_write_is_recomputed(model: Path, gate: Gate, num_failures: int) -> None:
+def test_failed_write_is_recomputed(model: Path, gate: Gate, num_failures: int) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         gate.num_failures = num_failures
         assert (await ask_pushed(both, PROMPT)).tokens == expected

@@ -64,9 +64,7 @@ async def begin(decode: Instance, server: Metaserver) -> asyncio.Task[list[int]]
     return asking
 
 
-def test_a_killed_prefill_instance(
-    model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_prefill_instance(model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
     """P hangs in a write; D receives nothing more from it, considers it dead, and frees the
     blocks."""
     monkeypatch.setenv("MOONCAKE_TEST_GATE", "closed")
@@ -146,7 +144,7 @@ def test_restarted_decode_instance_receives_no_writes_of_old_epoch(model: Path, 
     asyncio.run(main())
 
 
-def test_a_frozen_prefill_instance_may_still_write(
+def test_frozen_prefill_instance_may_still_write(
     model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The request continues in other blocks; the old blocks are freed when P wakes up, not
@@ -172,7 +170,7 @@ def test_a_frozen_prefill_instance_may_still_write(
     asyncio.run(main())
 
 
-def test_a_killed_decode_instance(model: Path, gate: Gate) -> None:
+def test_killed_decode_instance(model: Path, gate: Gate) -> None:
     """P was writing to D: it stops, frees its blocks, and serves the next one."""
 
     async def main() -> None:

@@ -82,7 +82,7 @@ def test_completion_streamed_and_not(deployment: Deployment) -> None:
     deployment.wait_until_idle()
 
 
-def test_a_chat(deployment: Deployment) -> None:
+def test_chat(deployment: Deployment) -> None:
     answer = deployment.client.chat.completions.create(
         messages=[{"role": "user", "content": "What is prefill?"}], max_tokens=100, **CASE
     )

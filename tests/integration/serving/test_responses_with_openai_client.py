@@ -50,7 +50,7 @@ def _plain(found: Any) -> Any:
     return found.model_dump(by_alias=True, warnings=False)
 
 
-def test_a_response(client: OpenAI) -> None:
+def test_response(client: OpenAI) -> None:
     response = validated(client.responses.create(model=MODEL, input=QUESTION, temperature=0))
     assert response.output_text == ANSWER
     assert response.status == "completed"
@@ -60,7 +60,7 @@ def test_a_response(client: OpenAI) -> None:
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
 
 
-def test_a_streamed_response(client: OpenAI) -> None:
+def test_streamed_response(client: OpenAI) -> None:
     wanted: Any = {"model": MODEL, "input": QUESTION, "temperature": 0}
     events = list(client.responses.create(stream=True, **wanted))
     for event in events:

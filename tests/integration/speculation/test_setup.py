@@ -89,7 +89,7 @@ def test_draft_model_with_other_token_ids_is_rejected(tmp_path: Path) -> None:
         build_engine(config)
 
 
-def test_the_draft_models_kv_is_part_of_every_block(model: Path) -> None:
+def test_draft_models_kv_is_part_of_every_block(model: Path) -> None:
     backend = Registry.discover().select_backend("cpu")
     config = EngineConfig(model, kv_cache_bytes=6 << 20)
     alone = make_plan(config, backend)

@@ -318,7 +318,7 @@ def test_kv_read_before_preemption_is_discarded() -> None:
     run_on_fleet(scenario)
 
 
-def test_a_cached_prefix_is_not_read() -> None:
+def test_cached_prefix_is_not_read() -> None:
     async def scenario(fleet: Fleet) -> None:
         p = fleet.prefill_instance()
         fleet.load("r", start=NUM_TOKENS)
@@ -332,7 +332,7 @@ def test_a_cached_prefix_is_not_read() -> None:
     run_on_fleet(scenario)
 
 
-def test_an_aborted_prefill_is_reported_immediately() -> None:
+def test_aborted_prefill_is_reported_immediately() -> None:
     async def scenario(fleet: Fleet) -> None:
         p = fleet.prefill_instance()
         fleet.load("r")
@@ -360,7 +360,7 @@ def test_dead_prefill_instance_is_detected_within_two_leases() -> None:
 
 
 @pytest.mark.parametrize("has_read", [False, True])
-def test_a_second_prefill_replaces_a_dead_one(*, has_read: bool) -> None:
+def test_second_prefill_replaces_a_dead_one(*, has_read: bool) -> None:
     """The proxy sees the first instance's connection close, and sends the prefill to another
     one."""
 
@@ -382,7 +382,7 @@ def test_a_second_prefill_replaces_a_dead_one(*, has_read: bool) -> None:
     run_on_fleet(scenario)
 
 
-def test_the_late_end_of_a_replaced_prefill_does_not_affect_its_successor() -> None:
+def test_late_end_of_a_replaced_prefill_does_not_affect_its_successor() -> None:
     """The first prefill's messages were delayed; only the newest state is sent, so the first one is
     an error."""
 
@@ -434,7 +434,7 @@ def test_request_without_prefill_fails_after_lease_time() -> None:
     run_on_fleet(scenario)
 
 
-def test_a_prefill_that_never_completes_times_out() -> None:
+def test_prefill_that_never_completes_times_out() -> None:
     """Even if P is alive and has just reported progress."""
 
     async def scenario(fleet: Fleet) -> None:

@@ -85,9 +85,7 @@ async def fail_later() -> None:
     fail()
 
 
-def test_a_call_that_fails_fails_its_request(
-    owner: Owner, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_failed_call_fails_its_request(owner: Owner, caplog: pytest.LogCaptureFixture) -> None:
     owner.loop.call("r", fail)
     owner.wait()
     [(request_id, exc)] = owner.errors
@@ -96,14 +94,14 @@ def test_a_call_that_fails_fails_its_request(
     assert "Bug: a bug" in caplog.text, "with its traceback"
 
 
-def test_a_task_that_fails_fails_its_request(owner: Owner) -> None:
+def test_failed_task_fails_its_request(owner: Owner) -> None:
     owner.call(lambda: owner.loop.spawn(fail_later(), "r"))
     owner.wait()
     assert [request_id for request_id, _ in owner.errors] == ["r"]
     assert owner.failures == []
 
 
-def test_a_failed_task_without_a_request_is_only_logged(
+def test_failed_task_without_a_request_is_only_logged(
     owner: Owner, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner.call(lambda: owner.loop.spawn(fail_later()))
@@ -127,7 +125,7 @@ def test_failure_that_cannot_be_reported_ends_the_engine(owner: Owner) -> None:
     assert [dead.fatal for dead in owner.failures] == [Fatal.HOUSEKEEPING_ENDED]
 
 
-def test_a_request_that_finds_the_connector_dead_ends_the_engine(owner: Owner) -> None:
+def test_request_that_finds_the_connector_dead_ends_the_engine(owner: Owner) -> None:
     async def find() -> None:
         raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE)
 
@@ -252,7 +250,7 @@ class BrokenEvent:
         raise Bug("the device is odd")
 
 
-def test_a_push_that_fails_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_push_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     line = Line(monkeypatch)
     first, second = line.session("a"), line.session("b")
     line.thread.put(SendTask(first, None, BrokenEvent()))  # type: ignore[arg-type]
@@ -375,7 +373,7 @@ def pulling(send: Callable[[int, bytes], None], events: list[Any], loop: IoLoop)
     )
 
 
-def test_a_load_that_may_have_reached_a_rank_keeps_its_blocks_and_ends_the_engine(
+def test_load_that_may_have_reached_a_rank_keeps_its_blocks_and_ends_the_engine(
     owner: Owner,
 ) -> None:
     events: list[Any] = []
@@ -399,7 +397,7 @@ def test_a_load_that_may_have_reached_a_rank_keeps_its_blocks_and_ends_the_engin
     assert owner.errors == [], "the blocks are not reported as free"
 
 
-def test_an_abort_is_reported_to_the_scheduler_once(owner: Owner) -> None:
+def test_abort_is_reported_to_the_scheduler_once(owner: Owner) -> None:
     """Of a known request, of an unknown one, and twice."""
     events: list[Any] = []
 

@@ -91,7 +91,7 @@ def test_step_is_one_batch_that_conductor_parses() -> None:
     assert (batch.data_parallel_rank, cleared.events) == (0, (AllCleared(),))
 
 
-def test_a_lost_batch_is_replayed() -> None:
+def test_lost_batch_is_replayed() -> None:
     with published() as (publisher, subscriber):
         index = ChunkIndex(1)
         stream = EventStream(index, 0)
@@ -111,7 +111,7 @@ def test_a_lost_batch_is_replayed() -> None:
     assert index.match(KEYS, now=0.0).local[0] == 5
 
 
-def test_the_replay_buffer_is_bounded_in_bytes() -> None:
+def test_replay_buffer_is_bounded_in_bytes() -> None:
     """Prompts' token ids are kilobytes; the oldest batches are dropped first."""
     with published(buffer_bytes=64_000) as (publisher, subscriber):
         log = KVEventLog(publisher.publish, 1000)
@@ -125,7 +125,7 @@ def test_the_replay_buffer_is_bounded_in_bytes() -> None:
     assert [sequence for sequence, _ in dropped] == kept, "from the first one available"
 
 
-def test_the_bound_is_on_the_memory_of_batches() -> None:
+def test_bound_is_on_the_memory_of_batches() -> None:
     buffer = ReplayBuffer(max_batches=100_000, max_bytes=1 << 20)
     tracemalloc.start()
     try:
@@ -144,7 +144,7 @@ def ask_for_snapshot(publisher: KVEventPublisher) -> list:
     return ask_events(publisher.endpoints.replay_endpoint, SNAPSHOT_REQUEST)
 
 
-def test_a_late_subscriber_gets_a_snapshot_when_no_replay_reaches_back() -> None:
+def test_late_subscriber_gets_a_snapshot_when_no_replay_reaches_back() -> None:
     with published(buffer_steps=1) as (publisher, subscriber):
         index = ChunkIndex(1)
         stream = EventStream(index, 0, supports_snapshots=True)
@@ -168,7 +168,7 @@ def test_a_late_subscriber_gets_a_snapshot_when_no_replay_reaches_back() -> None
     assert index.match(KEYS, now=0.0).local[0] == 5
 
 
-def test_a_full_queue_drops_and_leaves_a_gap(monkeypatch) -> None:
+def test_full_queue_drops_and_leaves_a_gap(monkeypatch) -> None:
     with published(max_queue_size=1) as (publisher, subscriber):
 
         class Full(queue.Queue):  # which the publisher's thread may read meanwhile

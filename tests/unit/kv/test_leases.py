@@ -11,7 +11,7 @@ from mooncake_kv.protocol import LeaseStatus
 DURATION_S = 10.0
 
 
-def test_a_lease_ends_at_its_deadline_and_not_before() -> None:
+def test_lease_ends_at_its_deadline_and_not_before() -> None:
     leases = LeaseTable(DURATION_S)
     leases.grant("a", now=0.0)
     assert leases.expire(now=9.9) == []
@@ -20,7 +20,7 @@ def test_a_lease_ends_at_its_deadline_and_not_before() -> None:
     assert leases.end("a", LeaseStatus.RELEASED) is LeaseStatus.EXPIRED
 
 
-def test_a_renewal_extends_the_deadline_and_returns_lost_leases() -> None:
+def test_renewal_extends_the_deadline_and_returns_lost_leases() -> None:
     leases = LeaseTable(DURATION_S)
     leases.grant("a", now=0.0)
     leases.grant("b", now=1.0)
@@ -38,7 +38,7 @@ def test_end_of_lease_is_remembered_for_repeated_requests() -> None:
     assert leases.end("b", LeaseStatus.RELEASED) is LeaseStatus.UNKNOWN
 
 
-def test_a_released_lease_is_void_for_a_second_reader() -> None:
+def test_released_lease_is_void_for_a_second_reader() -> None:
     leases = LeaseTable(DURATION_S)
     leases.grant("a", now=0.0)
     assert leases.end("a", LeaseStatus.RELEASED, "first") is LeaseStatus.RELEASED

@@ -137,7 +137,7 @@ def test_new_peers_do_not_postpone_keepalives() -> None:
     run_virtually(main())
 
 
-def test_a_silent_peer_delays_no_other() -> None:
+def test_silent_peer_delays_no_other() -> None:
     """The silent peer's lease is long: its reply is awaited for longer than the other peer's whole
     lease."""
 
@@ -191,7 +191,7 @@ def ask(book: SinglePeerTable, host: str, port: int, *, is_local: bool) -> Statu
 
 
 @pytest.mark.parametrize(("is_local", "error"), [(True, PeerGone), (False, PeerAbsent)])
-def test_a_refused_connection_means_the_writer_is_gone(
+def test_refused_connection_means_the_writer_is_gone(
     is_local: bool, error: type[KVTransferError]
 ) -> None:
     book = SinglePeerTable()
@@ -209,7 +209,7 @@ def test_other_instance_at_address_means_writer_is_gone(
         ask(SinglePeerTable("p-2"), "127.0.0.1", 1, is_local=is_local)
 
 
-def test_a_live_writer_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_live_writer_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StatusInquiry, "_connect", _accepts_connections)
     assert ask(SinglePeerTable(), "127.0.0.1", 1, is_local=False).running == ("a",)
 
@@ -242,7 +242,7 @@ class SilentPeer(SinglePeerTable):
         (errno.EMFILE, False, KVTransferError),
     ],
 )
-def test_a_host_that_does_not_answer_is_unreachable(
+def test_host_that_does_not_answer_is_unreachable(
     number: int, is_local: bool, error: type[KVTransferError], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Our own host does answer: a connection error there means a full queue or too few
@@ -275,7 +275,7 @@ def test_closed_connections_are_not_retained() -> None:
     asyncio.run(asyncio.wait_for(main(), 10))
 
 
-def test_the_connection_to_a_stopped_process_is_kept() -> None:
+def test_connection_to_a_stopped_process_is_kept() -> None:
     """Repeated probes fill no accept queue; when the process exits, it is detected."""
 
     async def main() -> None:

@@ -73,7 +73,7 @@ def test_one_changed_element_changes_fingerprint(name: str, offset: int, tmp_pat
 
 
 @pytest.mark.parametrize("num_bytes", [ELEMENT, SAMPLE_BYTES, 3 * SAMPLE_BYTES])
-def test_a_small_tensor_is_read_whole(num_bytes: int, tmp_path: Path) -> None:
+def test_small_tensor_is_read_completely(num_bytes: int, tmp_path: Path) -> None:
     tensors = some_tensors(num_bytes)
     first = fingerprint(tmp_path / "a", tensors)
     for offset in {0, 1, num_bytes // 3, num_bytes - 1}:
@@ -94,7 +94,7 @@ def test_samples_span_a_tensor_from_its_first_byte_to_its_last(num_bytes: int) -
         assert middle <= num_bytes // 2 < middle + SAMPLE_BYTES
 
 
-def test_an_empty_tensor_has_a_fingerprint(tmp_path: Path) -> None:
+def test_empty_tensor_has_a_fingerprint(tmp_path: Path) -> None:
     assert sample_offsets(0) == []
     fingerprint(tmp_path / "a", {"empty": b""})
 
@@ -157,7 +157,7 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("name", "change"), SETTINGS, ids=str)
-def test_a_setting_that_differs_is_named(name: str, change: dict[str, Any], tmp_path: Path) -> None:
+def test_differing_setting_is_named(name: str, change: dict[str, Any], tmp_path: Path) -> None:
     first = fingerprint(tmp_path / "a", some_tensors())
     other = fingerprint(tmp_path / "b", some_tensors(), config={**CONFIG, **change})
     assert other.weights == first.weights
@@ -203,14 +203,14 @@ def damage_config(directory: Path) -> None:
         (damage_config, "must hold a JSON object"),
     ],
 )
-def test_a_damaged_checkpoint_is_named(damage: Any, words: str, tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_named(damage: Any, words: str, tmp_path: Path) -> None:
     directory = write_model(tmp_path / "model", some_tensors())
     damage(directory)
     with pytest.raises(KVConfigError, match=words):
         model_fingerprint(directory, "bfloat16")
 
 
-def test_a_directory_without_weights_is_named(tmp_path: Path) -> None:
+def test_directory_without_weights_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(KVConfigError, match="has no"):
         model_fingerprint(tmp_path, "bfloat16")
@@ -225,7 +225,7 @@ def test_fingerprint_reads_megabytes_of_large_model(tmp_path: Path) -> None:
     assert read < 64e6
 
 
-def test_a_gguf_model_is_identified_by_the_tensors_of_its_index(tmp_path: Path) -> None:
+def test_gguf_model_is_identified_by_the_tensors_of_its_index(tmp_path: Path) -> None:
     data = bytes(range(256)) * 64
     index = {
         name: {"file": "m.gguf", "kind": "Q4_1", "shape": [64, 64], "start": start, "stop": stop}

@@ -119,7 +119,7 @@ def test_equal_rounding_and_rejected_peers_are_not_logged() -> None:
     assert rounding.num_peers == 0
 
 
-def test_the_number_of_remembered_peers_is_bounded() -> None:
+def test_number_of_remembered_peers_is_bounded() -> None:
     rounding = RoundingDifferences()
     own = instance("d", HALVES, CPU)
     for number in range(MAX_RECORDED + 10):

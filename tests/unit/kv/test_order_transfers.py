@@ -41,7 +41,7 @@ def test_order_is_executed_or_reported_exactly_once() -> None:
     assert [order.claim() for _ in range(3)] == [True, False, False]
 
 
-def test_a_cancelled_order_cancels_running_and_later_transfers() -> None:
+def test_cancelled_order_cancels_running_and_later_transfers() -> None:
     order = OrderTransfers(FOR_EVER)
     early, late = EndlessTransfer(), EndlessTransfer()
     order.add(early, 10)

@@ -177,7 +177,7 @@ def test_params_without_prefill_instance_have_none(params: dict[str, Any]) -> No
     assert parse_remote_address(params) is None
 
 
-def test_the_cache_salt_must_match_the_peers() -> None:
+def test_cache_salt_must_match_the_peers() -> None:
     params = golden(prompt_digest=prompt_digest(PROMPT, "tenant"))
     assert parse_kv_transfer_params(params, PROMPT, "tenant").remote is not None
     for other in ("", "another"):
@@ -224,7 +224,7 @@ def test_malformed_hint_is_reported(sources: object, problem: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["10.0.0.1", "fe80::1%eth0", "a_b.example.", "bücher.example"])
-def test_a_hint_may_name_any_host(host: str) -> None:
+def test_hint_may_name_any_host(host: str) -> None:
     found = parse_kv_transfer_params({"prefix_sources": [SOURCE | {"host": host}]}, range(600))
     assert found.prefix_sources[0].host == host
 

@@ -224,7 +224,7 @@ def run_on_pair(
     run_virtually(main())
 
 
-def test_a_pull_ends_once_on_both_sides() -> None:
+def test_pull_ends_once_on_both_sides() -> None:
     async def scenario(pair: Pair) -> None:
         pair.expect("r", pair.prefill("r"))
         await asyncio.sleep(3 * LEASE_S)
@@ -252,7 +252,7 @@ def test_kv_read_from_dead_instance_is_not_used() -> None:
     run_on_pair(scenario)
 
 
-def test_an_incompatible_instance_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_incompatible_instance_is_asked_once(caplog: pytest.LogCaptureFixture) -> None:
     """Later requests fail at once, without a message; the successor is asked again."""
     decode_side = "mooncake_kv.kv_reader"
 

@@ -101,7 +101,7 @@ def test_load_ordered_before_lost_lease_is_processed_is_not_started() -> None:
     run(scenario)
 
 
-def test_an_interrupted_load_is_never_reported_as_complete() -> None:
+def test_interrupted_load_is_never_reported_as_complete() -> None:
     async def scenario(around: Environment) -> None:
         around.side.expect("mine", REMOTE)
         around.side.load("mine", (0,), 0)
@@ -114,7 +114,7 @@ def test_an_interrupted_load_is_never_reported_as_complete() -> None:
     run(scenario)
 
 
-def test_a_cancelled_request_is_forgotten_once() -> None:
+def test_cancelled_request_is_forgotten_once() -> None:
     async def scenario(around: Environment) -> None:
         around.side.expect("mine", REMOTE)
         around.side.cancel("mine")

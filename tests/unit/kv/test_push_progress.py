@@ -67,7 +67,7 @@ def test_recomputed_request_sends_everything_again() -> None:
     assert progress.layer_done(2) == Portion(2, (0, 20), (2, 3), (5, 6))
 
 
-def test_a_step_without_callbacks_is_due_at_its_end() -> None:
+def test_step_without_callbacks_is_due_at_its_end() -> None:
     progress = PromptProgress(LAYERS)
     left = progress.end_pass(30, [4, 5])
     assert left == [Portion(0, (0, 30), LAYERS, (4, 5))]

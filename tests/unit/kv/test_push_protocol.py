@@ -42,7 +42,7 @@ async def push(pair: Pair, name: str = "r") -> None:
     pair.complete(name)
 
 
-def test_a_push_ends_once_on_both_sides() -> None:
+def test_push_ends_once_on_both_sides() -> None:
     async def scenario(pair: Pair) -> None:
         await push(pair)
         await asyncio.sleep(2.0)
@@ -68,7 +68,7 @@ def test_completion_lost_on_all_retries_is_requested(lost: tuple[str, ...]) -> N
     run_on_pair(scenario)
 
 
-def test_a_forgotten_writer_sends_hello_again() -> None:
+def test_forgotten_writer_sends_hello_again() -> None:
     """The reader has evicted the writer, which still knows the reader."""
 
     async def scenario(pair: Pair) -> None:

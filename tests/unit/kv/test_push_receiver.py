@@ -87,7 +87,7 @@ async def post_nowhere(metaserver: Metaserver, params: KVTransferDict) -> None:
     """Post nothing."""
 
 
-class DecodeSide:
+class ReceiverHarness:
     """A decode side whose tasks run on demand, and whose events are recorded."""
 
     def __init__(
@@ -173,11 +173,11 @@ class DecodeSide:
 
 
 @pytest.fixture
-def receiver() -> DecodeSide:
-    return DecodeSide()
+def receiver() -> ReceiverHarness:
+    return ReceiverHarness()
 
 
-def test_complete_push_completes_load_with_first_token(receiver: DecodeSide) -> None:
+def test_complete_push_completes_load_with_first_token(receiver: ReceiverHarness) -> None:
     receiver.load()
     assert receiver.open() is LeaseStatus.HELD
     assert receiver.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
@@ -187,7 +187,7 @@ def test_complete_push_completes_load_with_first_token(receiver: DecodeSide) -> 
 
 
 def test_latents_of_another_order_are_converted_before_the_load_ends() -> None:
-    receiver = DecodeSide(rope_order=PAIRS)
+    receiver = ReceiverHarness(rope_order=PAIRS)
     receiver.load()
     receiver.open()
     assert receiver.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
@@ -199,7 +199,7 @@ def test_latents_of_another_order_are_converted_before_the_load_ends() -> None:
 
 
 def test_rank_that_cannot_reorder_latents_fails_the_load() -> None:
-    receiver = DecodeSide(rope_order=PAIRS)
+    receiver = ReceiverHarness(rope_order=PAIRS)
     receiver.load()
     receiver.open()
     receiver.pushed((0, 0, 10 * TOKEN_BYTES))
@@ -219,7 +219,7 @@ def test_bytes_are_counted_for_most_recent_senders() -> None:
     assert "p-1" not in found
 
 
-def test_repeated_completion_gets_same_reply_and_changes_nothing(receiver: DecodeSide) -> None:
+def test_repeated_completion_gets_same_reply_and_changes_nothing(receiver: ReceiverHarness) -> None:
     receiver.load()
     receiver.open()
     answers = [receiver.pushed((0, 0, 10 * TOKEN_BYTES)) for _ in range(3)]
@@ -229,7 +229,7 @@ def test_repeated_completion_gets_same_reply_and_changes_nothing(receiver: Decod
 
 
 def test_each_rank_accounts_for_its_own_bytes() -> None:
-    receiver = DecodeSide(tp_size=2)
+    receiver = ReceiverHarness(tp_size=2)
     receiver.load()
     receiver.open()
     half = 10 * TOKEN_BYTES // 2
@@ -242,7 +242,7 @@ def test_each_rank_accounts_for_its_own_bytes() -> None:
     ids=["nothing", "too little", "too much", "another rank"],
 )
 def test_wrong_byte_count_fails_the_load(
-    receiver: DecodeSide, written: tuple[tuple[int, int, int], ...]
+    receiver: ReceiverHarness, written: tuple[tuple[int, int, int], ...]
 ) -> None:
     receiver.load()
     receiver.open()
@@ -253,7 +253,7 @@ def test_wrong_byte_count_fails_the_load(
     assert ended.is_drained
 
 
-def test_failure_message_fails_load_with_its_reason(receiver: DecodeSide) -> None:
+def test_failure_message_fails_load_with_its_reason(receiver: ReceiverHarness) -> None:
     receiver.load()
     receiver.open()
     assert receiver.failed() is LeaseStatus.EXPIRED
@@ -262,13 +262,13 @@ def test_failure_message_fails_load_with_its_reason(receiver: DecodeSide) -> Non
     assert receiver.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.EXPIRED
 
 
-def test_a_writer_that_fails_before_its_grant_ends_the_wait(receiver: DecodeSide) -> None:
+def test_writer_that_fails_before_its_grant_ends_the_wait(receiver: ReceiverHarness) -> None:
     receiver.load()
     receiver.failed()
     assert receiver.events == [LoadEnded("r", "the prefill instance gave up: broken")]
 
 
-def test_unadmitted_writers_cannot_complete_or_fail_a_load(receiver: DecodeSide) -> None:
+def test_unadmitted_writers_cannot_complete_or_fail_a_load(receiver: ReceiverHarness) -> None:
     receiver.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-2")))
     receiver.load()
     receiver.open()
@@ -279,7 +279,9 @@ def test_unadmitted_writers_cannot_complete_or_fail_a_load(receiver: DecodeSide)
     assert receiver.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
 
 
-def test_messages_about_unknown_requests_are_answered_and_harmless(receiver: DecodeSide) -> None:
+def test_messages_about_unknown_requests_are_answered_and_harmless(
+    receiver: ReceiverHarness,
+) -> None:
     assert receiver.open() is LeaseStatus.UNKNOWN
     assert receiver.pushed() is LeaseStatus.UNKNOWN
     assert receiver.failed() is LeaseStatus.UNKNOWN
@@ -287,14 +289,16 @@ def test_messages_about_unknown_requests_are_answered_and_harmless(receiver: Dec
     assert not receiver.events
 
 
-def test_writer_without_hello_is_rejected(receiver: DecodeSide) -> None:
+def test_writer_without_hello_is_rejected(receiver: ReceiverHarness) -> None:
     receiver.load()
     with pytest.raises(HandshakeRefused, match="send Hello"):
         receiver.open(TWO)
 
 
 @pytest.mark.parametrize("sign", ["Hello", "PushOpen"])
-def test_writers_are_evicted_least_recently_used_first(receiver: DecodeSide, sign: str) -> None:
+def test_writers_are_evicted_least_recently_used_first(
+    receiver: ReceiverHarness, sign: str
+) -> None:
     others = count()
 
     def meet(how_many: int) -> None:
@@ -316,7 +320,7 @@ def test_writers_are_evicted_least_recently_used_first(receiver: DecodeSide, sig
         receiver.open()
 
 
-def test_a_cancelled_load_without_a_writer_is_free_immediately(receiver: DecodeSide) -> None:
+def test_cancelled_load_without_a_writer_is_free_immediately(receiver: ReceiverHarness) -> None:
     receiver.load()
     receiver.side.cancel("r")
     receiver.side.cancel("r")
@@ -324,7 +328,7 @@ def test_a_cancelled_load_without_a_writer_is_free_immediately(receiver: DecodeS
     assert receiver.open() is LeaseStatus.EXPIRED
 
 
-def test_a_cancelled_load_is_drained_when_its_writer_reports_it(receiver: DecodeSide) -> None:
+def test_cancelled_load_is_drained_when_its_writer_reports_it(receiver: ReceiverHarness) -> None:
     receiver.load()
     receiver.open()
     receiver.side.cancel("r")
@@ -337,7 +341,7 @@ def test_a_cancelled_load_is_drained_when_its_writer_reports_it(receiver: Decode
     assert ended.error is not None
 
 
-def test_other_model_or_protocol_is_rejected(receiver: DecodeSide) -> None:
+def test_other_model_or_protocol_is_rejected(receiver: ReceiverHarness) -> None:
     with pytest.raises(HandshakeRefused, match="protocol 99"):
         receiver.side.handle(Hello(1, 99, facts("p-3")))
     answer = receiver.side.handle(Hello(1, PROTOCOL_VERSION, facts("p-3")))
@@ -345,7 +349,7 @@ def test_other_model_or_protocol_is_rejected(receiver: DecodeSide) -> None:
 
 
 def test_failures_of_rejected_instances_are_counted(
-    receiver: DecodeSide, caplog: pytest.LogCaptureFixture
+    receiver: ReceiverHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
     stranger = msgspec.structs.replace(facts("p-3"), model_fingerprint="other")
     for _ in range(2):
@@ -360,20 +364,20 @@ def test_failures_of_rejected_instances_are_counted(
     assert levels == ["ERROR", "WARNING"], "the rejected peer once, and the other one's failure"
 
 
-def test_messages_of_the_pull_connector_are_rejected(receiver: DecodeSide) -> None:
+def test_messages_of_the_pull_connector_are_rejected(receiver: ReceiverHarness) -> None:
     answer = receiver.side.handle(Done(9, "r", "reader"))
     assert isinstance(answer, Reject)
     assert answer.ticket == 9
 
 
-def test_a_reservation_without_a_writer_ends_after_a_lease(receiver: DecodeSide) -> None:
+def test_reservation_without_a_writer_ends_after_a_lease(receiver: ReceiverHarness) -> None:
     receiver.load()
     assert receiver.reap(5.9) == []
     assert receiver.reap(6.0) == ["no prefill instance opened its push within 6 s"]
     assert receiver.open() is LeaseStatus.EXPIRED
 
 
-def test_a_dead_writer_frees_its_blocks(receiver: DecodeSide) -> None:
+def test_dead_writer_frees_its_blocks(receiver: ReceiverHarness) -> None:
     receiver.load()
     receiver.open()
     receiver.is_writer_dead = True
@@ -382,12 +386,12 @@ def test_a_dead_writer_frees_its_blocks(receiver: DecodeSide) -> None:
     assert all(event.is_drained for event in receiver.events if isinstance(event, LoadEnded))
 
 
-def drains(receiver: DecodeSide) -> list[bool]:
+def drains(receiver: ReceiverHarness) -> list[bool]:
     return [event.is_drained for event in receiver.events if isinstance(event, LoadEnded)]
 
 
 def test_in_flight_data_of_failed_writer_is_drained_unless_writes_end_with_it() -> None:
-    receiver = DecodeSide(stops_writes_on_failure=False)
+    receiver = ReceiverHarness(stops_writes_on_failure=False)
     receiver.load()
     receiver.open()
     assert receiver.failed(may_land=True) is LeaseStatus.EXPIRED
@@ -405,15 +409,15 @@ def test_in_flight_data_of_failed_writer_is_drained_unless_writes_end_with_it() 
 def test_blocks_are_free_immediately_if_nothing_can_arrive(
     stops_writes_on_failure: bool, may_land: bool
 ) -> None:
-    receiver = DecodeSide(stops_writes_on_failure=stops_writes_on_failure)
+    receiver = ReceiverHarness(stops_writes_on_failure=stops_writes_on_failure)
     receiver.load()
     receiver.open()
     receiver.failed(may_land=may_land)
     assert drains(receiver) == [True]
 
 
-def test_a_cancelled_load_keeps_its_blocks_while_something_may_arrive() -> None:
-    receiver = DecodeSide(stops_writes_on_failure=False)
+def test_cancelled_load_keeps_its_blocks_while_something_may_arrive() -> None:
+    receiver = ReceiverHarness(stops_writes_on_failure=False)
     receiver.load()
     receiver.open()
     receiver.side.cancel("r")
@@ -428,7 +432,7 @@ def test_in_flight_writes_of_dead_writer_are_drained(
     tp_size: int, stops_writes_on_failure: bool
 ) -> None:
     """If nothing stops them, and if its ranks are processes that may still be alive."""
-    receiver = DecodeSide(tp_size, stops_writes_on_failure=stops_writes_on_failure)
+    receiver = ReceiverHarness(tp_size, stops_writes_on_failure=stops_writes_on_failure)
     receiver.load()
     receiver.open()
     receiver.is_writer_dead = True
@@ -445,7 +449,7 @@ def test_refused_connection_by_other_host_does_not_prove_writer_dead(
 ) -> None:
     """A load balancer may refuse connections for a live writer, which stops when its lease
     expires."""
-    receiver = DecodeSide(hosts=hosts)
+    receiver = ReceiverHarness(hosts=hosts)
     receiver.is_writer_near = False
     receiver.load()
     receiver.open()
@@ -461,8 +465,8 @@ def test_refused_connection_by_other_host_does_not_prove_writer_dead(
     assert receiver.side.num_reserved == 0
 
 
-def test_a_complete_push_needs_no_drain() -> None:
-    receiver = DecodeSide(stops_writes_on_failure=False)
+def test_complete_push_needs_no_drain() -> None:
+    receiver = ReceiverHarness(stops_writes_on_failure=False)
     receiver.load()
     receiver.open()
     receiver.side.cancel("r")
@@ -470,7 +474,7 @@ def test_a_complete_push_needs_no_drain() -> None:
     assert drains(receiver) == [True]
 
 
-def test_a_silent_writer_frees_the_request_and_not_the_blocks(receiver: DecodeSide) -> None:
+def test_silent_writer_frees_the_request_and_not_the_blocks(receiver: ReceiverHarness) -> None:
     receiver.load()
     receiver.open()
     assert receiver.reap(4.0) == []
@@ -484,9 +488,9 @@ def test_a_silent_writer_frees_the_request_and_not_the_blocks(receiver: DecodeSi
     assert receiver.side.counts.failures == 1
 
 
-def test_a_writer_whose_host_is_unreachable_for_long_is_considered_dead() -> None:
+def test_writer_whose_host_is_unreachable_for_long_is_considered_dead() -> None:
     """The host neither answers nor refuses: a live writer would have stopped long ago."""
-    receiver = DecodeSide(stops_writes_on_failure=False)
+    receiver = ReceiverHarness(stops_writes_on_failure=False)
     receiver.load()
     receiver.open()
     receiver.is_host_gone = True
@@ -504,7 +508,7 @@ def test_a_writer_whose_host_is_unreachable_for_long_is_considered_dead() -> Non
 
 def test_stopped_writer_counts_as_unreachable_once_its_host_is_down() -> None:
     """While its kernel answers, a stopped process may continue and write."""
-    receiver = DecodeSide()
+    receiver = ReceiverHarness()
     receiver.load()
     receiver.open()
     for second in (7.0, 500.0, 1000.0):
@@ -517,7 +521,7 @@ def test_stopped_writer_counts_as_unreachable_once_its_host_is_down() -> None:
     assert drains(receiver) == [False, True]
 
 
-def test_writer_that_reports_progress_is_awaited(receiver: DecodeSide) -> None:
+def test_writer_that_reports_progress_is_awaited(receiver: ReceiverHarness) -> None:
     receiver.load()
     receiver.open()
     receiver.reply = StatusReply(1, "p-1", ("a",), ())
@@ -528,7 +532,7 @@ def test_writer_that_reports_progress_is_awaited(receiver: DecodeSide) -> None:
     assert receiver.reap(18.1) == ["prefill instance p-1 has been silent for longer than a lease"]
 
 
-def test_requested_completion_counts_as_completion(receiver: DecodeSide) -> None:
+def test_requested_completion_counts_as_completion(receiver: ReceiverHarness) -> None:
     receiver.load()
     receiver.open()
     pushed = Pushed(1, "r", ONE, ((0, 0, 10 * TOKEN_BYTES),), TOKEN)
@@ -538,7 +542,7 @@ def test_requested_completion_counts_as_completion(receiver: DecodeSide) -> None
     assert receiver.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
 
 
-def test_completion_of_other_attempt_fails_the_load(receiver: DecodeSide) -> None:
+def test_completion_of_other_attempt_fails_the_load(receiver: ReceiverHarness) -> None:
     receiver.load()
     receiver.open()
     foreign = Pushed(1, "r", TWO, ((0, 0, 10 * TOKEN_BYTES),), TOKEN)
@@ -546,7 +550,7 @@ def test_completion_of_other_attempt_fails_the_load(receiver: DecodeSide) -> Non
     assert receiver.reap(3.0) == ["prefill instance p-1 has no record of it any more"]
 
 
-def test_live_writer_without_progress_is_not_awaited(receiver: DecodeSide) -> None:
+def test_live_writer_without_progress_is_not_awaited(receiver: ReceiverHarness) -> None:
     receiver.load()
     for second in range(0, int(MAX_LOAD_S) + 1, 2):
         receiver.now = float(second)
@@ -557,7 +561,7 @@ def test_live_writer_without_progress_is_not_awaited(receiver: DecodeSide) -> No
 
 
 def test_writer_with_other_prompt_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
-    receiver = DecodeSide()
+    receiver = ReceiverHarness()
     params = {"num_prompt_tokens": 26, "remote_cached_tokens": 16, "prompt_digest": "ours"}
     receiver.side.load("r", (3, 7), Metaserver("http://nowhere"), params)
     receiver.tasks.pop().close()

@@ -43,7 +43,7 @@ def test_load_completes_when_last_rank_has_reported() -> None:
     run_virtually(main())
 
 
-def test_a_rank_that_does_not_report_ends_the_instance() -> None:
+def test_rank_that_does_not_report_ends_the_instance() -> None:
     """The rank may still write, so the load must not fail: its blocks must not be freed."""
 
     async def main() -> None:

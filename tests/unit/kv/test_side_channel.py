@@ -144,7 +144,7 @@ def test_ipv6() -> None:
     asyncio.run(main())
 
 
-def test_a_refusal_reaches_its_requester() -> None:
+def test_rejection_reaches_its_requester() -> None:
     async def main() -> None:
         async with serving(refusing) as port, asking(port) as client:
             with pytest.raises(HandshakeRefused, match="refused: model differs: m1, m2"):
@@ -180,7 +180,7 @@ def test_malformed_reply_is_an_error() -> None:
     asyncio.run(main())
 
 
-def test_a_handler_that_fails_ends_only_the_requesters_session(
+def test_handler_that_fails_ends_only_the_requesters_session(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     is_broken = True
@@ -263,7 +263,7 @@ def test_missing_reply_times_out() -> None:
     asyncio.run(main())
 
 
-def test_a_refused_connection_to_a_new_peer_fails_immediately() -> None:
+def test_refused_connection_to_a_new_peer_fails_immediately() -> None:
     async def main() -> None:
         async with serving() as absent:
             pass
@@ -321,7 +321,7 @@ MALFORMED = [
 
 
 @pytest.mark.parametrize("payload", MALFORMED, ids=range(len(MALFORMED)))
-def test_a_malformed_message_gets_a_typed_reject(payload: bytes) -> None:
+def test_malformed_message_gets_a_typed_reject(payload: bytes) -> None:
     async def main() -> None:
         async with serving() as port, asking(port) as client:
             member = await connect(HOST, port, credentials_of(SECRET), timeout=5.0)
@@ -347,7 +347,7 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("sent", STRANGE, ids=range(len(STRANGE)))
-def test_a_stranger_affects_no_session(sent: bytes) -> None:
+def test_stranger_affects_no_session(sent: bytes) -> None:
     async def main() -> None:
         async with serving() as port, asking(port) as client:
             _, stranger = await asyncio.open_connection(HOST, port)

@@ -69,7 +69,7 @@ def test_prefix_of_page_is_continued_exactly(model: Any, start: int, end: int) -
     assert complete(model, ids, max_new_tokens=len(wanted.encode())) == wanted
 
 
-def test_the_page_ends_by_itself(model: Any) -> None:
+def test_page_ends_by_itself(model: Any) -> None:
     """After the last character, which takes four tokens, the model stops."""
     assert complete(model, TOKENIZER.encode(PAGE[-400:-60]), 100) == PAGE[-60:] + "<|eos|>"
 

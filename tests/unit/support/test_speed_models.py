@@ -35,7 +35,7 @@ def test_step_time_equals_reading_weights_and_kv() -> None:
     assert seconds == pytest.approx((15_009_316_864 + 32 * 1024 * 131072) / 4e12)
 
 
-def test_a_checkpoint_is_written_once(tmp_path: Path) -> None:
+def test_checkpoint_is_written_once(tmp_path: Path) -> None:
     directory = written_checkpoint(TINY, "cpu", tmp_path)
     assert list(tmp_path.iterdir()) == [directory]
     written = (directory / "config.json").stat().st_mtime_ns

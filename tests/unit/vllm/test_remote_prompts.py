@@ -58,7 +58,7 @@ def test_siblings_do_not_wait_for_aborted_or_failed_choice() -> None:
         assert prompts.num_to_load("b", 0) == 0
 
 
-def test_a_last_token_alone_is_not_loaded() -> None:
+def test_last_token_alone_is_not_loaded() -> None:
     prompts = RemotePrompts()
     prompts.expect("a", LEASE, 100)
     assert [prompts.num_to_load("a", have) for have in (0, 98, 99, 100)] == [100, 2, 0, 0]
@@ -67,7 +67,7 @@ def test_a_last_token_alone_is_not_loaded() -> None:
     assert prompts.num_to_load("a", 0) == 0
 
 
-def test_an_unknown_request_loads_nothing() -> None:
+def test_unknown_request_loads_nothing() -> None:
     prompts = RemotePrompts()
     assert (prompts.num_to_load("x", 0), prompts.begin("x"), prompts.skip("x")) == (0, None, None)
     assert (prompts.end("x"), prompts.leave("x")) == (None, None)
@@ -89,7 +89,7 @@ def test_last_sibling_cancels_prompt_that_was_not_loaded() -> None:
     assert len(prompts) == 0
 
 
-def test_a_request_that_ends_while_it_loads_is_still_reported_once() -> None:
+def test_request_that_ends_while_it_loads_is_still_reported_once() -> None:
     prompts = RemotePrompts()
     for name in "ab":
         prompts.expect(name, LEASE, 100)
@@ -101,7 +101,7 @@ def test_a_request_that_ends_while_it_loads_is_still_reported_once() -> None:
     assert len(prompts) == 0
 
 
-def test_a_name_can_be_reused_after_all_siblings_have_left() -> None:
+def test_name_can_be_reused_after_all_siblings_have_left() -> None:
     prompts = RemotePrompts()
     prompts.expect("a", LEASE, 100)
     prompts.begin("a")

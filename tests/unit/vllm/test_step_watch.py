@@ -31,7 +31,7 @@ def watch(clock: Clock) -> StepWatch:
     return StepWatch(LIMIT_S, clock)
 
 
-def test_a_step_that_does_not_return_stalls_after_the_limit_until_it_does(
+def test_step_that_does_not_return_stalls_after_the_limit_until_it_does(
     watch: StepWatch, clock: Clock
 ) -> None:
     watch.begin()

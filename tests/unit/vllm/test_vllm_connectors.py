@@ -102,7 +102,7 @@ def test_which_connectors_support_kv_cache_groups(
 
 
 @pytest.mark.parametrize(("hook", "arguments", "instead"), CALLS, ids=[call[0] for call in CALLS])
-def test_an_error_in_a_hook_is_logged_and_counted(
+def test_error_in_a_hook_is_logged_and_counted(
     connectors: ModuleType,
     caplog: pytest.LogCaptureFixture,
     hook: str,
@@ -117,7 +117,7 @@ def test_an_error_in_a_hook_is_logged_and_counted(
     assert "RuntimeError: a defect" in caplog.text
 
 
-def test_a_step_always_has_metadata_and_results(connectors: ModuleType) -> None:
+def test_step_always_has_metadata_and_results(connectors: ModuleType) -> None:
     broken = Broken(ValueError("a defect"))
     made = connector(connectors, scheduler=broken, worker=broken)
     assert made.build_connector_meta(None) == connectors.HalStepMetadata()

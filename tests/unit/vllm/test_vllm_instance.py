@@ -175,7 +175,7 @@ def test_step_timeout_is_that_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert describe_instance(config()).step_timeout_s == 7200.0
 
 
-def test_the_fingerprint_equals_the_engines() -> None:
+def test_fingerprint_equals_the_engines() -> None:
     assert fingerprint(model()) == model_fingerprint(EXAMPLE, "float32")
     settings = fingerprint(model(quantization="fp8")).settings
     assert settings["quantization by vLLM"] == "fp8"
@@ -230,7 +230,7 @@ def test_another_configuration_is_compared_as_a_whole(changes: dict[str, Any]) -
     assert here != settings_of(rope_theta=1e6, _name_or_path="/here", transformers_version="5.0")
 
 
-def test_a_model_without_readable_weights_is_identified_by_its_name(
+def test_model_without_readable_weights_is_identified_by_its_name(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = fingerprint(model(model=str(tmp_path)))
@@ -265,11 +265,11 @@ def test_weights_are_read_from_vllm_download_dir(
 
 
 @pytest.mark.parametrize("name", ["org/repo:Q4_K_M", "s3://bucket/model", "org/none"])
-def test_a_model_outside_the_hubs_cache_is_identified_by_its_name(name: str) -> None:
+def test_model_outside_the_hubs_cache_is_identified_by_its_name(name: str) -> None:
     assert fingerprint(model(model=name)).settings["told by"] == "its name"
 
 
-def test_the_kv_per_token() -> None:
+def test_kv_per_token() -> None:
     plain = model_kv(model(), groups(spec()))
     assert (plain.kind, plain.kv_heads, plain.plane_dims) == (AttentionKind.GQA, 8, (64, 64))
     assert (plain.layers, plain.dtype) == (32, "bfloat16")

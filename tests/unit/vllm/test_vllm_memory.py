@@ -149,6 +149,6 @@ def test_layer_number_is_parsed_from_name(name: str, index: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.attn", "model.layers.3.experts.2.attn"])
-def test_a_name_with_no_or_two_numbers_is_ambiguous(name: str) -> None:
+def test_name_with_no_or_two_numbers_is_ambiguous(name: str) -> None:
     with pytest.raises(UnsupportedByVllmConnector, match="is ambiguous"):
         layer_index(name)

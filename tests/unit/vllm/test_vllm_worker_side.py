@@ -38,7 +38,7 @@ def test_reports_are_taken_immediately_and_once() -> None:
     assert reports.take() == NOTHING
 
 
-def test_a_waiting_step_reports_a_load_when_it_ends() -> None:
+def test_waiting_step_reports_a_load_when_it_ends() -> None:
     reports, taken = Reports(), []
     waiting = threading.Thread(target=lambda: taken.append(step(reports)))
     waiting.start()
@@ -65,7 +65,7 @@ def test_blocks_are_free_once_a_step_has_named_their_request() -> None:
     assert step(reports, held=["early"]) == Results({"early"}, set(), set())
 
 
-def test_a_step_does_not_delay_the_one_that_names_a_released_request() -> None:
+def test_step_does_not_delay_the_one_that_names_a_released_request() -> None:
     reports, taken = Reports(), []
     waiting = threading.Thread(target=lambda: taken.append(step(reports)))
     waiting.start()
@@ -93,7 +93,7 @@ def test_steps_scheduled_before_a_report_do_not_wait() -> None:
 
 
 @pytest.mark.parametrize("num_behind", [0, 1, 2])
-def test_a_new_request_ends_a_wait_and_those_of_the_steps_behind_it(num_behind: int) -> None:
+def test_new_request_ends_a_wait_and_those_of_the_steps_behind_it(num_behind: int) -> None:
     reports, taken = Reports(StepWait(num_behind)), []
     waiting = threading.Thread(target=lambda: taken.append(step(reports)))
     waiting.start()
@@ -129,7 +129,7 @@ def test_connectors_of_one_rank_wait_together_and_once() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1])
-def test_a_report_of_any_connector_of_a_rank_ends_the_wait(at: int) -> None:
+def test_report_of_any_connector_of_a_rank_ends_the_wait(at: int) -> None:
     wait, taken = StepWait(num_behind=1), []
     both = Reports(wait), Reports(wait)
     waiting = threading.Thread(target=lambda: taken.append(step_of_both(*both, LONG_S)))
@@ -264,7 +264,7 @@ def test_load_waits_for_device_work_on_its_blocks(
     assert taken == [b"store", b"load a", b"more a"]
 
 
-def test_a_step_without_loads_records_nothing(orders_of: Orders) -> None:
+def test_step_without_loads_records_nothing(orders_of: Orders) -> None:
     class Unused(Stream):
         def record(self) -> None:
             raise AssertionError("a step has nobody to order")

@@ -125,7 +125,7 @@ def test_written_chunks_are_read_back(store, device, sizes):
     assert np.array_equal(memory, before)
 
 
-def test_a_cancelled_or_late_move_transfers_nothing(store, device):
+def test_cancelled_or_late_move_transfers_nothing(store, device):
     memory = np.ones(1000, np.uint8)
     peer = device.peer("store", 0, store.endpoints, connection=0, timeout_s=20)
     spans = _spans(memory, store.arena, [900])

@@ -205,7 +205,7 @@ def stored(instance):
     return instance
 
 
-def test_a_loads_duration_is_learnt_for_the_bytes_requested(stored):
+def test_loads_duration_is_learnt_for_the_bytes_requested(stored):
     """Regardless of how many bytes ranks with the same data have moved for it."""
     assert stored.load(WAIT_S, error=None, nbytes=1 << 30, seconds=0.0) is None
     learnt = stored.client.load_costs._models[ChunkSource(0, Tier.DRAM)]
@@ -214,14 +214,14 @@ def test_a_loads_duration_is_learnt_for_the_bytes_requested(stored):
     assert nbytes == pytest.approx(stored.client.chunk_bytes * 3 // 4)
 
 
-def test_a_load_that_timed_out_is_learnt_with_a_lower_bound(stored):
+def test_load_that_timed_out_is_learnt_with_a_lower_bound(stored):
     """A fifth of its layers had started to move in 40 s: all would have taken 200 s, the others 160
     s."""
     assert stored.load(0.0, **FAILED, seconds=40.0, begun_share=0.2) == "late"
     assert stored.estimate() == pytest.approx(160.0, rel=0.1)
 
 
-def test_a_timed_out_load_without_transfers_is_learnt_with_its_timeout(stored):
+def test_timed_out_load_without_transfers_is_learnt_with_its_timeout(stored):
     before = stored.estimate()
     assert stored.load(0.0, **FAILED, seconds=0.0) == "late"
     assert stored.client.load_costs._models[ChunkSource(0, Tier.DRAM)].has_learnt
@@ -229,7 +229,7 @@ def test_a_timed_out_load_without_transfers_is_learnt_with_its_timeout(stored):
 
 
 @pytest.mark.parametrize("timeout_s", [WAIT_S, 1e-6])
-def test_a_cancelled_or_queued_load_is_not_learnt(stored, timeout_s):
+def test_cancelled_or_queued_load_is_not_learnt(stored, timeout_s):
     before = stored.estimate()
     assert stored.load(timeout_s, **FAILED, seconds=0.0) == "late"
     assert stored.estimate() == before

@@ -14,7 +14,7 @@ from mooncake_kv.pool.pool_config import KVPoolConfig, read_kv_pool
 from mooncake_kv.pool.pool_stores import PoolStores, own_store
 
 
-def test_a_store_in_the_instance_and_others():
+def test_store_in_the_instance_and_others():
     text = "dram=4GiB,ssd=/ssd0/kv:2GiB,ssd=/ssd1:1G,port=7701,connect=10.0.0.2:7701,chunk=128"
     allowed = "source-allow=10.0.0.0/8,source-allow=stores.example"
     assert read_kv_pool(f"{text},load=always,{allowed}") == KVPoolConfig(
@@ -58,7 +58,7 @@ def test_mooncake_store_replaces_node_stores():
     assert read_kv_pool("mooncake-store=[::1]:9").mooncake_store == "[::1]:9"
 
 
-def test_a_missing_mooncake_client_or_master_is_reported():
+def test_missing_mooncake_client_or_master_is_reported():
     config = read_kv_pool("mooncake-store=127.0.0.1:1")
     with pytest.raises(
         KVConfigError, match=r"mooncake_master|pip install 'mooncake-hal\[mooncake\]"

@@ -53,7 +53,7 @@ def test_more_cached_chunks_never_cost_more_time():
     assert totals == sorted(totals, reverse=True)
 
 
-def test_a_slower_link_never_loads_more():
+def test_slower_link_never_loads_more():
     chosen = [
         choose_load(prompt(), *measured(byte_s=byte_s), 0.0).num_chunks
         for byte_s in (1e-10, 1e-9, 1e-8, 3e-8, 1e-7, 1e-6)

@@ -26,14 +26,14 @@ def _waiter(load, layer):
     return thread
 
 
-def test_a_step_does_not_wait_for_a_layer_that_has_arrived(load):
+def test_step_does_not_wait_for_a_layer_that_has_arrived(load):
     load.arrived(6)
     load.wait_for(4)
     load.wait_for(5)
     assert load.stalled_s == 0
 
 
-def test_a_step_waits_for_its_layer_and_counts_how_long(load):
+def test_step_waits_for_its_layer_and_counts_how_long(load):
     load.arrived(5)
     thread = _waiter(load, 5)
     time.sleep(0.02)
@@ -78,7 +78,7 @@ def test_step_waits_at_most_for_load_timeout():
     assert late._awaited == {}
 
 
-def test_a_step_does_not_wait_for_a_cancelled_load(load):
+def test_step_does_not_wait_for_a_cancelled_load(load):
     thread = _waiter(load, 4)
     load.stop_waits()
     thread.join(TIMEOUT_S)

@@ -176,7 +176,7 @@ def test_load_without_a_thread_neither_releases_nor_blocks_steps(worker: Worker)
     assert set(ended.values()) == {None}
 
 
-def test_a_load_that_timed_out_before_a_thread_took_it_is_not_started(worker: Worker) -> None:
+def test_load_that_timed_out_before_a_thread_took_it_is_not_started(worker: Worker) -> None:
     worker.fill()
     worker.load("late", "b", timeout_s=0.0, release_layers=0)
     worker.end_all()
@@ -196,7 +196,7 @@ def test_load_cancelled_in_the_queue_ends_at_once(worker: Worker) -> None:
     assert len(worker.ended) == LOAD_THREADS + 1
 
 
-def test_a_step_continues_when_its_load_is_cancelled_however_long_it_drains(
+def test_step_continues_when_its_load_is_cancelled_however_long_it_drains(
     worker: Worker,
 ) -> None:
     worker.load("load", release_layers=0)
@@ -214,7 +214,7 @@ def test_a_step_continues_when_its_load_is_cancelled_however_long_it_drains(
     assert (worker.ended["load"] or "").startswith("TransferCancelled")
 
 
-def test_a_load_that_a_step_did_not_wait_for_fails_even_if_all_layers_arrive(
+def test_load_that_a_step_did_not_wait_for_fails_even_if_all_layers_arrive(
     worker: Worker,
 ) -> None:
     """The step has read the blocks' old contents: no rank's result of it may be used."""
@@ -232,7 +232,7 @@ def test_a_load_that_a_step_did_not_wait_for_fails_even_if_all_layers_arrive(
     assert worker.ended == {"load": "a step continued without a layer that had not arrived in time"}
 
 
-def test_a_load_that_times_out_in_the_queue_does_not_fail_others(worker: Worker) -> None:
+def test_load_that_times_out_in_the_queue_does_not_fail_others(worker: Worker) -> None:
     worker.fill()
     worker.load("late", timeout_s=0.0)
     worker.moves("a")[0].end()
@@ -247,7 +247,7 @@ def test_a_load_that_times_out_in_the_queue_does_not_fail_others(worker: Worker)
     assert len(worker.connections.all) == 1
 
 
-def test_a_save_whose_step_never_starts_does_not_fail_loads(worker: Worker) -> None:
+def test_save_whose_step_never_starts_does_not_fail_loads(worker: Worker) -> None:
     worker.fill()
     worker.save("save", timeout_s=0.05, step=7)
     wait_for(lambda: "save" in worker.ended)
@@ -259,7 +259,7 @@ def test_a_save_whose_step_never_starts_does_not_fail_loads(worker: Worker) -> N
 
 
 @pytest.mark.parametrize("error", [TransferTimeout("late"), PeerLost("gone")])
-def test_a_failing_order_keeps_the_connection_for_others(
+def test_failing_order_keeps_the_connection_for_others(
     worker: Worker, error: TransferError
 ) -> None:
     """The store may be dead or only slow: new orders get another connection, and the last user

@@ -29,7 +29,7 @@ def ended(name="load"):
     return RunsEnded(name, None, 1, 0.0)
 
 
-def test_an_order_ends_once_all_ranks_have_reported():
+def test_order_ends_once_all_ranks_have_reported():
     orders, sent = opened()
 
     async def run():
@@ -58,7 +58,7 @@ def test_messages_of_unknown_orders_are_ignored():
     assert sent == []
 
 
-def test_a_running_order_is_cancelled_on_all_ranks():
+def test_running_order_is_cancelled_on_all_ranks():
     orders, sent = opened()
 
     async def run():
@@ -74,7 +74,7 @@ def test_a_running_order_is_cancelled_on_all_ranks():
     assert sent[2:] == [(0, CancelRuns("load")), (1, CancelRuns("load"))]
 
 
-def test_a_store_is_described_once_per_epoch():
+def test_store_is_described_once_per_epoch():
     orders, sent = opened(num_ranks=1)
     for epoch in ("first", "first", "second"):
         assert orders.introduce(0, ArenaInfo(epoch, 4096, 8192)) == epoch
@@ -85,7 +85,7 @@ def test_a_store_is_described_once_per_epoch():
     ]
 
 
-def test_a_store_with_two_numbers_is_disconnected_with_the_last_one():
+def test_store_with_two_numbers_is_disconnected_with_the_last_one():
     orders, sent = opened(num_ranks=1)
     for number in (0, 1):
         orders.introduce(number, ArenaInfo("epoch", 4096, 8192))

@@ -81,7 +81,7 @@ def test_late_order_for_old_step_waits_for_start_of_newer_one() -> None:
     progress.await_layer(1, 0, 0.0)  # its hook was not called
 
 
-def test_a_wait_for_a_step_that_never_starts_times_out() -> None:
+def test_wait_for_a_step_that_never_starts_times_out() -> None:
     progress = StepProgress(Device().event)
     with pytest.raises(TransferCancelled, match="step 4 did not reach layer 2 within"):
         progress.await_layer(4, 2, 0.01)

@@ -15,7 +15,7 @@ def test_ranges_are_whole_granules():
     assert arena.free_bytes == 7 * GRANULE
 
 
-def test_an_arena_can_be_filled_to_the_last_byte_and_emptied_in_any_order():
+def test_arena_can_be_filled_to_the_last_byte_and_emptied_in_any_order():
     arena = ArenaAllocator(64 * GRANULE)
     offsets = [arena.allocate(4 * GRANULE) for _ in range(16)]
     assert arena.allocate(1) is None
@@ -25,7 +25,7 @@ def test_an_arena_can_be_filled_to_the_last_byte_and_emptied_in_any_order():
     assert arena.allocate(64 * GRANULE) == 0
 
 
-def test_a_batch_is_contiguous_where_possible_and_uses_all_free_ranges():
+def test_batch_is_contiguous_where_possible_and_uses_all_free_ranges():
     arena = ArenaAllocator(16 * GRANULE)
     held = arena.allocate_many(2 * GRANULE, 4)
     assert list(held) == [0, 2 * GRANULE, 4 * GRANULE, 6 * GRANULE]

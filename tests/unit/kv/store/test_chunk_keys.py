@@ -62,7 +62,7 @@ def test_every_field_of_the_identity_is_in_the_key(changes):
     assert not set(other) & set(chunk_keys(IDENTITY, TOKENS))
 
 
-def test_a_tenants_salt_and_extra_content_are_in_the_key():
+def test_tenants_salt_and_extra_content_are_in_the_key():
     plain = chunk_keys(IDENTITY, TOKENS)
     assert not set(chunk_keys(IDENTITY, TOKENS, tenant_salt="a")) & set(plain)
     image = chunk_keys(IDENTITY, TOKENS, extra=[b"", b"image"])
@@ -75,7 +75,7 @@ def test_field_boundaries_are_part_of_the_key():
     assert KVIdentity("m", "a", adapter="x").root("y") != KVIdentity("m", "a").root("xy")
 
 
-def test_a_models_identity_is_its_weights_settings_and_geometry():
+def test_models_identity_is_its_weights_settings_and_geometry():
     geometry = KVGeometry(AttentionKind.GQA, 2, 2, (16, 16), "float32", 4)
     model = ModelFingerprint("weights", {"rope": "10000", "quantization": "fp8"})
     found = KVIdentity.of_model(model, geometry, 128)
@@ -92,7 +92,7 @@ def test_a_models_identity_is_its_weights_settings_and_geometry():
     assert len({found.root(), *(other.root() for other in others)}) == 6
 
 
-def test_the_last_token_of_a_prompt_is_never_loaded():
+def test_last_token_of_a_prompt_is_never_loaded():
     assert [num_loadable_chunks(n, 4) for n in (0, 1, 4, 5, 8, 9)] == [0, 0, 0, 1, 1, 2]
 
 

@@ -44,7 +44,7 @@ def levels(table):
     return stats
 
 
-def test_a_staged_chunk_is_not_readable_and_not_staged_twice():
+def test_staged_chunk_is_not_readable_and_not_staged_twice():
     table = table_of(4)
     (handle,) = table.reserve([chunk("a")], ANNA, 10, 0)
     assert table.probe([b"a", b"b"]) == [Residence.STAGING, Residence.ABSENT]
@@ -69,7 +69,7 @@ def test_reserve_without_use_does_not_protect_chunks(policy, is_use):
     assert left == (expected if is_use else expected[::-1])
 
 
-def test_a_read_of_a_staged_chunk_is_valid_once_it_is_committed():
+def test_read_of_a_staged_chunk_is_valid_once_it_is_committed():
     table = table_of(4)
     (handle,) = table.reserve([chunk("a")], ANNA, 10, 0)
     early, late = table.pin([b"a", b"a"], BERT, 10, 0, are_arriving=True)
@@ -183,7 +183,7 @@ def test_reconnected_user_names_its_writes_in_flight():
     table.check_integrity()
 
 
-def test_an_abandoned_user_without_writes_needs_no_end():
+def test_abandoned_user_without_writes_needs_no_end():
     table = table_of(1)
     put(table, chunk("a"))
     table.pin([b"a"], ANNA, 10, 0)
@@ -191,7 +191,7 @@ def test_an_abandoned_user_without_writes_needs_no_end():
     assert levels(table).num_pins == 0
 
 
-def test_the_quarantine_of_a_late_reader_exceeds_its_transfer_timeout():
+def test_quarantine_of_a_late_reader_exceeds_its_transfer_timeout():
     table = table_of(2)
     put(table, chunk("a"), chunk("b"))
     table.set_transfer_timeout(ANNA, 60)
@@ -208,7 +208,7 @@ def test_the_quarantine_of_a_late_reader_exceeds_its_transfer_timeout():
     assert levels(table).free_bytes == 2 * GRANULE
 
 
-def test_a_read_can_be_extended():
+def test_read_can_be_extended():
     table = table_of(1)
     put(table, chunk("a"))
     (handle,) = table.pin([b"a"], ANNA, 2, 0)
@@ -216,7 +216,7 @@ def test_a_read_can_be_extended():
     assert table.release([handle.handle_id], ANNA, 5) == [True]
 
 
-def test_the_end_of_a_sequence_is_evicted_first_and_never_the_parent_of_a_write():
+def test_end_of_a_sequence_is_evicted_first_and_never_the_parent_of_a_write():
     table = table_of(4)
     for position, name in enumerate("abc"):  # committed one by one, as they are computed
         put(table, chunk(name, "abc"[position - 1] if position else None), now=position)
@@ -240,7 +240,7 @@ def test_sequence_longer_than_the_arena_keeps_its_prefix():
     assert table.probe([b"a", b"b", b"c", b"x"]) == [Residence.DRAM] * 3 + [Residence.ABSENT]
 
 
-def test_a_tenant_with_a_quota_evicts_only_its_own_chunks():
+def test_tenant_with_a_quota_evicts_only_its_own_chunks():
     table = table_of(8, quotas={"t": 2 * GRANULE, "tiny": 1})
     put(table, *(chunk(name) for name in "abcd"))
     for name in "uvwx":
@@ -254,7 +254,7 @@ def test_a_tenant_with_a_quota_evicts_only_its_own_chunks():
     table.check_integrity()
 
 
-def test_a_flood_of_a_tenant_with_a_quota_costs_other_tenants_no_hit():
+def test_flood_of_a_tenant_with_a_quota_costs_other_tenants_no_hit():
     table = table_of(16, quotas={"a": 4 * GRANULE, "b": 4 * GRANULE})
     put(table, *(chunk(f"shared{i}") for i in range(8)))
     for tenant in "ab":
@@ -271,7 +271,7 @@ def test_a_flood_of_a_tenant_with_a_quota_costs_other_tenants_no_hit():
     table.check_integrity()
 
 
-def test_a_chunk_larger_than_the_arena_evicts_nothing():
+def test_chunk_larger_than_the_arena_evicts_nothing():
     table = table_of(2)
     put(table, chunk("a"))
     assert table.reserve([chunk("b", granules=3)], ANNA, 1, 0) == [PutRefusal.TOO_LARGE]
@@ -496,7 +496,7 @@ def test_chunk_named_twice_with_two_sizes_gets_memory_of_its_handle():
     table.check_integrity()
 
 
-def test_a_chunk_that_can_not_fit_evicts_nothing():
+def test_chunk_that_cannot_fit_evicts_nothing():
     table = table_of(64)
     put(table, *[chunk(f"{n}") for n in range(64)])
     table.pin([b"30"], BERT, 10, 1)
@@ -504,7 +504,7 @@ def test_a_chunk_that_can_not_fit_evicts_nothing():
     assert table.stats.num_evicted == {}
 
 
-def test_a_chunk_larger_than_its_tenants_quota_evicts_nothing():
+def test_chunk_larger_than_its_tenants_quota_evicts_nothing():
     table = table_of(64, quotas={"anna": 4 * GRANULE})
     put(table, *[chunk(f"{n}", tenant="anna") for n in range(4)])
     large = chunk("large", granules=5, tenant="anna")

@@ -65,7 +65,7 @@ def test_copy_is_kept_while_there_is_free_space():
     assert where(table, "a") == "a"
 
 
-def test_a_copy_that_is_cheap_to_refetch_evicts_nothing_however_often_it_is_used():
+def test_copy_that_is_cheap_to_refetch_evicts_nothing_however_often_it_is_used():
     table = table_of(1)
     put(table, "a")
     for _ in range(20):
@@ -75,7 +75,7 @@ def test_a_copy_that_is_cheap_to_refetch_evicts_nothing_however_often_it_is_used
     table.check_integrity()
 
 
-def test_a_hot_copy_over_a_slow_link_is_kept_and_a_cold_one_is_not():
+def test_hot_copy_over_a_slow_link_is_kept_and_a_cold_one_is_not():
     table = table_of(1)
     put(table, "a")
     table.touch([b"a"], 0)
@@ -112,7 +112,7 @@ def test_copy_worth_more_than_the_oldest_chunk_is_kept():
     assert where(table, "axb") == ".xb"
 
 
-def test_a_tenants_copies_count_against_its_quota():
+def test_tenants_copies_count_against_its_quota():
     table = table_of(4, quotas={"t": GRANULE})
     put(table, "a", tenant="t")
     assert put(table, "b", copy=FAST, tenant="t") is PutRefusal.NOT_WORTH_IT

@@ -124,7 +124,7 @@ def trace(path, requests):
 REQUESTS = [[1, 2, 3], [4], [1, 2, 5], [4], [1, 2, 3], [6], [4], [1, 7]]
 
 
-def test_a_trace_counts_blocks_before_the_first_miss(tmp_path):
+def test_trace_counts_blocks_before_the_first_miss(tmp_path):
     requests = trace(tmp_path / "trace.jsonl", REQUESTS)
     unlimited = replay(requests, make_policy("lru"), float("inf"))
     assert (unlimited.num_blocks, unlimited.num_hits) == (15, 8)

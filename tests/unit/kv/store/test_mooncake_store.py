@@ -106,7 +106,7 @@ def test_calls_that_time_out_are_logged_in_one_line(store, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("call", ["commit", "pin"])
-def test_a_failing_client_frees_staging_memory(store, call):
+def test_failing_client_frees_staging_memory(store, call):
     store.commit(reserve(store)).result(WAIT_S)
     store._client.error = RuntimeError("the client failed")
     if call == "commit":

@@ -45,7 +45,7 @@ def store():
 
 
 @pytest.mark.parametrize("name", ["shm", "tcp"])
-def test_a_put_chunk_is_read_over_a_transport(store, name):
+def test_put_chunk_is_read_over_a_transport(store, name):
     registry = Registry.discover()
     options = EndpointOptions(secret=b"secret")
     served = Transports.open(registry, options, wanted=name)

@@ -115,7 +115,7 @@ def test_batch_is_indexed_like_its_single_chunks(index, how):
     assert view.probe(keys) == [Residence.SSD, Residence.ABSENT] * 1_000
 
 
-def test_a_foreign_file_is_not_mapped_as_an_index(index, tmp_path):
+def test_foreign_file_is_not_mapped_as_an_index(index, tmp_path):
     file = tmp_path / "file"
     file.write_bytes(bytes(1 << 17))
     descriptor = os.memfd_create("mooncake-kv-index")
@@ -128,7 +128,7 @@ def test_a_foreign_file_is_not_mapped_as_an_index(index, tmp_path):
     os.close(descriptor)
 
 
-def test_an_index_agrees_with_its_store_through_ten_thousand_changes(tmp_path):
+def test_index_agrees_with_its_store_through_ten_thousand_changes(tmp_path):
     directory = SsdDirectoryConfig(tmp_path, 8 << 20, 1 << 20, min_free_bytes=0)
     config = NodeStoreConfig(24 * GRANULE, ssd=SsdConfig((directory,)), quarantine_s=0.0)
     store = NodeStore(config)
@@ -155,7 +155,7 @@ def test_an_index_agrees_with_its_store_through_ten_thousand_changes(tmp_path):
     store.close()
 
 
-def test_a_reader_never_sees_a_torn_state(index):
+def test_reader_never_sees_a_torn_state(index):
     """While a writer changes words all the time, each is read in its old or its new state."""
     view, stop = ResidenceView.open(index.info, EPOCH), threading.Event()
     still, moving = [key(n) for n in range(200)], [key(n) for n in range(200, 400)]
@@ -193,7 +193,7 @@ def test_another_process_reads_it(index):
     assert done.stdout == "dram absent\n"
 
 
-def test_the_next_observer_receives_the_same_notifications(index):
+def test_next_observer_receives_the_same_notifications(index):
     notifications = []
 
     class Follower:

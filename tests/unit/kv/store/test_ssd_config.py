@@ -3,7 +3,7 @@
 from mooncake_kv.store.ssd_config import SsdBudget
 
 
-def test_a_budget_fills_over_the_day():
+def test_budget_fills_over_the_day():
     budget = SsdBudget(86_400, full_s=10)
     assert budget.take(10, now=0)
     assert not budget.take(1, now=0.5)

@@ -77,7 +77,7 @@ def test_records_are_recovered_with_all_fields(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["truncated", "header flipped", "segment header flipped"])
-def test_a_torn_end_is_dropped(tmp_path, damage):
+def test_torn_end_is_dropped(tmp_path, damage):
     directory = opened(config(tmp_path))
     for number in range(6):
         last = store(directory, number)
@@ -94,7 +94,7 @@ def test_a_torn_end_is_dropped(tmp_path, damage):
     assert found(tmp_path) == ([0, 1, 2, 3] if "segment" in damage else [0, 1, 2, 3, 4])
 
 
-def test_a_recycled_segments_old_records_are_not_found(tmp_path):
+def test_recycled_segments_old_records_are_not_found(tmp_path):
     directory = opened(config(tmp_path))
     first = store(directory, 0)
     for number in range(1, 12):
@@ -124,7 +124,7 @@ def test_files_of_another_version_or_no_store_are_recycled(tmp_path):
     assert len(list(tmp_path.glob("segment-*"))) == 2
 
 
-def test_a_segment_whose_header_can_not_be_read_is_not_used(tmp_path, monkeypatch, caplog):
+def test_segment_with_unreadable_header_is_not_used(tmp_path, monkeypatch, caplog):
     directory = opened(config(tmp_path))
     for number in range(8):
         store(directory, number)
@@ -169,7 +169,7 @@ def test_segments_of_an_earlier_format_are_dropped_with_one_line(tmp_path, caplo
     ]
 
 
-def test_a_smaller_capacity_removes_the_oldest_segments(tmp_path):
+def test_smaller_capacity_removes_the_oldest_segments(tmp_path):
     directory = opened(config(tmp_path, segments=5))
     for number in range(20):
         store(directory, number)
@@ -193,7 +193,7 @@ def test_smaller_segments_keep_to_the_capacity(tmp_path, caplog):
     assert "dropped 1 segments that are longer" in caplog.messages[-1]
 
 
-def test_a_larger_segment_size_keeps_existing_segments(tmp_path):
+def test_larger_segment_size_keeps_existing_segments(tmp_path):
     smaller = opened(config(tmp_path, segments=6))
     for number in range(6):
         store(smaller, number)
@@ -204,7 +204,7 @@ def test_a_larger_segment_size_keeps_existing_segments(tmp_path):
     larger.close()
 
 
-def test_a_directory_serves_one_store(tmp_path):
+def test_directory_serves_one_store(tmp_path):
     directory = opened(config(tmp_path))
     with pytest.raises(KVConfigError, match="in use by another store"):
         opened(config(tmp_path))
@@ -225,7 +225,7 @@ def test_no_segment_is_added_below_min_free_bytes(tmp_path):
     directory.close()
 
 
-def test_a_full_disk_is_an_error_of_that_write_and_leaves_no_file(tmp_path, monkeypatch):
+def test_full_disk_is_an_error_of_that_write_and_leaves_no_file(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

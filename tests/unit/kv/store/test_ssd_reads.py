@@ -115,7 +115,7 @@ def is_right(store, handle, number, nbytes):
         view.release()
 
 
-def test_the_leading_bytes_of_all_chunks_are_read_first(store, monkeypatch):
+def test_leading_bytes_of_all_chunks_are_read_first(store, monkeypatch):
     reads, user = Reads(monkeypatch), store.open_user()
     handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
     assert [handle.tier for handle in handles] == [Tier.SSD] * COUNT
@@ -142,7 +142,7 @@ def test_the_leading_bytes_of_all_chunks_are_read_first(store, monkeypatch):
     assert (stats.num_ssd_hits, stats.num_misses) == (COUNT, 0)
 
 
-def test_a_reader_in_another_process_reads_the_bytes_that_have_arrived(store, monkeypatch):
+def test_reader_in_another_process_reads_the_bytes_that_have_arrived(store, monkeypatch):
     reads = Reads(monkeypatch)
     transports = Transports.open(Registry.discover(), EndpointOptions(secret=b"s"), wanted="shm")
     service = StoreService.start(store, transports, StoreAddress("127.0.0.1", 0, b"s"))
@@ -164,7 +164,7 @@ def test_a_reader_in_another_process_reads_the_bytes_that_have_arrived(store, mo
 
 
 @pytest.mark.parametrize("section", range(5))
-def test_a_flipped_bit_in_any_section_is_found_before_the_section_is_used(store, tmp_path, section):
+def test_flipped_bit_in_any_section_is_found_before_the_section_is_used(store, tmp_path, section):
     (segment,) = tmp_path.glob("segment-*")
     with segment.open("r+b") as file:
         file.seek(PAGE + record_bytes(NBYTES) + PAGE + section * SECTION + 77)
@@ -183,7 +183,7 @@ def test_a_flipped_bit_in_any_section_is_found_before_the_section_is_used(store,
     assert user.probe(KEYS).result().count(Residence.ABSENT) == 1
 
 
-def test_a_chunk_dropped_during_its_load_is_not_found(store, monkeypatch):
+def test_chunk_dropped_during_its_load_is_not_found(store, monkeypatch):
     reads, user = Reads(monkeypatch), store.open_user()
     handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
     more = user.await_bytes(handles, NBYTES - 1)
@@ -194,7 +194,7 @@ def test_a_chunk_dropped_during_its_load_is_not_found(store, monkeypatch):
     assert user.probe(KEYS[:1]).result() == [Residence.ABSENT]
 
 
-def test_a_wait_ends_once_one_of_its_chunks_is_lost(store, tmp_path, monkeypatch):
+def test_wait_ends_once_one_of_its_chunks_is_lost(store, tmp_path, monkeypatch):
     (segment,) = tmp_path.glob("segment-*")
     with segment.open("r+b") as file:
         file.seek(2 * PAGE)  # after the segment's page and the record's
@@ -303,7 +303,7 @@ def test_late_progress_of_ended_load_does_not_count_for_the_next(store, monkeypa
     assert user.release(handles).result() == [True]
 
 
-def test_a_wait_for_a_hung_drive_is_bounded(store, monkeypatch):
+def test_wait_for_a_hung_drive_is_bounded(store, monkeypatch):
     reads, user = Reads(monkeypatch), store.open_user()
     store._moves._load_timeout_s = 0.3
     handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
@@ -332,7 +332,7 @@ def test_chunks_on_a_hung_drive_are_unavailable_until_it_recovers(store, monkeyp
     user.close()
 
 
-def test_a_pin_of_whole_chunks_does_not_wait_for_a_hung_drive(store, monkeypatch):
+def test_pin_of_whole_chunks_does_not_wait_for_a_hung_drive(store, monkeypatch):
     reads, user = Reads(monkeypatch, beginning=False, free=-1), store.open_user()
     [drive] = store._moves.tier._drives
     drive.reading.timeout_s = 0.2
@@ -391,7 +391,7 @@ def test_after_a_damaged_part_no_other_is_read_and_on_done_is_called_once():
     assert (read_ranges, ended) == ([20, 10], [(False, True)])
 
 
-def test_a_cancelled_read_does_not_count_as_failed():
+def test_cancelled_read_does_not_count_as_failed():
     read_ranges, ended, is_wanted = [], [], True
 
     def read(start, stop):

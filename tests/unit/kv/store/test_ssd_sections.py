@@ -68,7 +68,7 @@ def test_read_sections_returns_checksums(file, how):
     assert found == interpreted_checksums(memoryview(wanted), 2 * PAGE)
 
 
-def test_a_short_read_is_an_error(file, how):
+def test_short_read_is_an_error(file, how):
     payload = memoryview(bytearray(5 * PAGE))
     with pytest.raises(OSError, match=f"{3 * PAGE} of {5 * PAGE} bytes"):
         read_sections(file, 5 * PAGE, payload, PAGE)

@@ -138,7 +138,7 @@ def opened(tmp_path):
         store.close()
 
 
-def test_a_second_use_saves_a_chunk_that_then_outlives_memory(opened):
+def test_second_use_saves_a_chunk_that_then_outlives_memory(opened):
     store = opened(capacity=4)
     store.save([0, 1])
     for number in range(10, 14):
@@ -156,7 +156,7 @@ def test_a_second_use_saves_a_chunk_that_then_outlives_memory(opened):
     assert stats.num_ssd_skipped == {"first_touch": 6}
 
 
-def test_a_chunk_that_is_put_again_after_memory_lost_it_is_written(opened):
+def test_chunk_that_is_put_again_after_memory_lost_it_is_written(opened):
     store = opened(capacity=2)
     for number in (0, 10, 20):
         store.put(number)
@@ -164,7 +164,7 @@ def test_a_chunk_that_is_put_again_after_memory_lost_it_is_written(opened):
     store.await_event("stored", Tier.SSD, chunk(0).key)
 
 
-def test_a_chunk_that_is_put_while_memory_has_it_is_written(opened):
+def test_chunk_that_is_put_while_memory_has_it_is_written(opened):
     store = opened(capacity=2)
     store.put(0)
     assert store.user.reserve([chunk(0)]).result() == [PutRefusal.PRESENT]  # it was recomputed
@@ -195,7 +195,7 @@ def test_put_by_another_instance_after_eviction_does_not_write_chunk(opened):
     assert store.user.stats().result().ssd_chunks == 0
 
 
-def test_a_restarted_store_finds_the_chunks_on_its_ssds(opened, tmp_path):
+def test_restarted_store_finds_the_chunks_on_its_ssds(opened, tmp_path):
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
@@ -218,7 +218,7 @@ def flip(path, position):
         file.write(bytes([byte[0] ^ 1]))
 
 
-def test_a_flipped_bit_is_a_miss_and_the_record_is_forgotten(opened, tmp_path):
+def test_flipped_bit_is_a_miss_and_the_record_is_forgotten(opened, tmp_path):
     first = opened()
     first.save(range(3))
     first.close()
@@ -231,7 +231,7 @@ def test_a_flipped_bit_is_a_miss_and_the_record_is_forgotten(opened, tmp_path):
     assert second.user.stats().result().num_ssd_corrupt == 1
 
 
-def test_a_damaged_header_page_is_found_by_verify_and_does_not_affect_reads(opened, tmp_path):
+def test_damaged_header_page_is_found_by_verify_and_does_not_affect_reads(opened, tmp_path):
     """The page's data that a read needs is known; read data is compared with its checksums."""
     store = opened(capacity=3)
     store.save(range(0, 60, 10))
@@ -243,7 +243,7 @@ def test_a_damaged_header_page_is_found_by_verify_and_does_not_affect_reads(open
 
 
 @pytest.mark.parametrize("left", [0, PAGE, 3 * PAGE, 2 * record_bytes(NBYTES)])
-def test_a_truncated_segment_while_it_is_in_use_is_a_miss(opened, tmp_path, left):
+def test_truncated_segment_while_it_is_in_use_is_a_miss(opened, tmp_path, left):
     store = opened(capacity=3)
     store.save(range(0, 60, 10))
     (segment,) = tmp_path.glob("segment-*")
@@ -255,7 +255,7 @@ def test_a_truncated_segment_while_it_is_in_use_is_a_miss(opened, tmp_path, left
     assert stats.num_ssd_corrupt + stats.num_ssd_errors >= 1
 
 
-def test_a_full_disk_costs_only_the_copies_on_it(opened, monkeypatch):
+def test_full_disk_costs_only_the_copies_on_it(opened, monkeypatch):
     store = opened()
 
     def refuse(*_):
@@ -303,7 +303,7 @@ def test_file_system_that_refuses_segments_reuses_the_oldest_ones(opened, monkey
     assert caplog.text.count("no segment can be added") == 1
 
 
-def test_a_failing_statvfs_costs_only_copies_and_is_counted(opened, monkeypatch):
+def test_failing_statvfs_costs_only_copies_and_is_counted(opened, monkeypatch):
     def fails(path):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
@@ -396,7 +396,7 @@ def around_writes(monkeypatch, number, *, before=None, behind=None):
     monkeypatch.setattr(SsdDirectory, "write", wrapped)
 
 
-def test_a_chunk_dropped_during_its_write_is_not_found(opened, monkeypatch):
+def test_chunk_dropped_during_its_write_is_not_found(opened, monkeypatch):
     store = opened()
     around_writes(monkeypatch, 0, before=lambda: store.user.drop(keys([0])))
     store.put(0)
@@ -406,7 +406,7 @@ def test_a_chunk_dropped_during_its_write_is_not_found(opened, monkeypatch):
     assert ("stored", Tier.SSD, chunk(0).key) not in store.events
 
 
-def test_a_chunk_dropped_during_collection_is_not_found(opened, monkeypatch):
+def test_chunk_dropped_during_collection_is_not_found(opened, monkeypatch):
     store = opened(capacity=6, segments=3)
     store.save([0, 1])
     for number in range(100, 106):
@@ -423,7 +423,7 @@ def test_a_chunk_dropped_during_collection_is_not_found(opened, monkeypatch):
     assert store.user.probe(keys([0])).result() == [Residence.ABSENT]
 
 
-def test_a_segment_is_not_collected_before_its_writes_are_indexed(opened, monkeypatch):
+def test_segment_is_not_collected_before_its_writes_are_indexed(opened, monkeypatch):
     """Otherwise the index would keep an overwritten record for ever, and each load of it would
     fail."""
     recycled = []
@@ -443,7 +443,7 @@ def test_a_segment_is_not_collected_before_its_writes_are_indexed(opened, monkey
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_a_record_whose_write_ends_while_its_segment_is_collected_is_not_found(
+def test_record_whose_write_ends_while_its_segment_is_collected_is_not_found(
     opened, monkeypatch, is_late
 ):
     """Otherwise the index would keep it for ever: every load of it would fail, and it would not be
@@ -487,7 +487,7 @@ def test_a_record_whose_write_ends_while_its_segment_is_collected_is_not_found(
     assert ("removed", Tier.SSD, chunk(0).key) in store.events
 
 
-def test_a_stale_index_entry_is_removed_when_it_is_read(opened):
+def test_stale_index_entry_is_removed_when_it_is_read(opened):
     store = opened(capacity=2)
     store.save([0])
     [drive] = store.store._moves.tier._drives
@@ -504,7 +504,7 @@ def test_a_stale_index_entry_is_removed_when_it_is_read(opened):
     store.await_event("stored", Tier.SSD, chunk(0).key)
 
 
-def test_a_failed_read_of_a_record_does_not_remove_its_successor(opened, monkeypatch):
+def test_failed_read_of_a_record_does_not_remove_its_successor(opened, monkeypatch):
     """The chunk may be dropped and rewritten while the old record is still being read."""
     store = opened(capacity=2)
     store.save([0])
@@ -535,7 +535,7 @@ def hang(monkeypatch):
     return hung
 
 
-def test_a_hung_drive_delays_a_pin_for_a_bounded_time(opened, monkeypatch):
+def test_hung_drive_delays_a_pin_for_a_bounded_time(opened, monkeypatch):
     store = opened(capacity=4, load_timeout_s=0.5)
     store.save([0])
     for number in range(10, 14):
@@ -587,7 +587,7 @@ def test_user_that_disconnects_while_waiting_keeps_no_pin(opened, monkeypatch):
     assert store.user.stats().result().num_pins == 0
 
 
-def test_a_failed_record_does_not_hide_records_after_it(opened, monkeypatch):
+def test_failed_record_does_not_hide_records_after_it(opened, monkeypatch):
     store = opened()
     store.save([0])
     real = ssd_tier.record_header
@@ -651,7 +651,7 @@ class HungStart:
 
 
 @pytest.mark.parametrize("what", ["open", "scan"])
-def test_a_drive_that_hangs_at_start_affects_only_that_drive(opened, tmp_path, monkeypatch, what):
+def test_drive_that_hangs_at_start_affects_only_that_drive(opened, tmp_path, monkeypatch, what):
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
@@ -698,7 +698,7 @@ def test_during_a_scan_found_chunks_are_read_and_nothing_is_written(opened, tmp_
 
 
 @pytest.mark.parametrize("what", ["open", "scan"])
-def test_a_store_whose_drive_hangs_at_start_is_closed_in_bounded_time(
+def test_store_whose_drive_hangs_at_start_is_closed_in_bounded_time(
     opened, tmp_path, monkeypatch, caplog, what
 ):
     first = opened()
@@ -758,7 +758,7 @@ def on_drive(number, path):
     return number
 
 
-def test_a_drive_with_hung_writes_is_read_and_others_are_written(
+def test_drive_with_hung_writes_is_read_and_others_are_written(
     opened, tmp_path, monkeypatch, caplog
 ):
     paths = [tmp_path / "a", tmp_path / "b"]
@@ -796,7 +796,7 @@ def test_a_drive_with_hung_writes_is_read_and_others_are_written(
     ]
 
 
-def test_a_drive_that_hangs_during_collection_releases_queued_writes(opened, monkeypatch):
+def test_drive_that_hangs_during_collection_releases_queued_writes(opened, monkeypatch):
     first = opened(capacity=80)
     first.save(range(0, 48, 2))
     first.close()
@@ -823,7 +823,7 @@ def test_a_drive_that_hangs_during_collection_releases_queued_writes(opened, mon
     over.set()
 
 
-def test_a_hung_write_whose_memory_was_reused_is_not_found(opened, tmp_path, monkeypatch):
+def test_hung_write_whose_memory_was_reused_is_not_found(opened, tmp_path, monkeypatch):
     monkeypatch.setattr(tier_moves, "MAX_LEASE_S", 0.2)
     store = opened()
     hung = HungWrites(monkeypatch, tmp_path)
@@ -837,7 +837,7 @@ def test_a_hung_write_whose_memory_was_reused_is_not_found(opened, tmp_path, mon
 
 
 @pytest.mark.parametrize("beginning", [True, False])
-def test_a_store_whose_drive_hangs_is_closed_in_bounded_time(
+def test_store_whose_drive_hangs_is_closed_in_bounded_time(
     opened, tmp_path, monkeypatch, caplog, beginning
 ):
     monkeypatch.setattr(ssd_tier, "CLOSE_TIMEOUT_S", 0.2)

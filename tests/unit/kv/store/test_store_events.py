@@ -95,7 +95,7 @@ def config(path: Path, num_chunks: int = 8, **more) -> NodeStoreConfig:
     return NodeStoreConfig(num_chunks * CHUNK_BYTES, kv_events=events, **more)
 
 
-def test_the_index_matches_memory(tmp_path: Path) -> None:
+def test_index_matches_memory(tmp_path: Path) -> None:
     store = NodeStore(config(tmp_path, num_chunks=4))
     reader = Reader(store)
     first, second = [1] * 192, [2] * 128
@@ -119,7 +119,7 @@ def test_events_distinguish_tenants_and_models(tmp_path: Path) -> None:
     store.close()
 
 
-def test_a_restarted_store_publishes_its_ssd_chunks_in_batches(tmp_path: Path, monkeypatch) -> None:
+def test_restarted_store_publishes_its_ssd_chunks_in_batches(tmp_path: Path, monkeypatch) -> None:
     """The events of millions of chunks at once are gigabytes."""
     (tmp_path / "ssd").mkdir()
     directory = SsdDirectoryConfig(tmp_path / "ssd", 64 << 20, 16 << 20, min_free_bytes=0)
@@ -151,7 +151,7 @@ def test_a_restarted_store_publishes_its_ssd_chunks_in_batches(tmp_path: Path, m
     store.close()
 
 
-def test_a_restarted_store_publishes_its_ssd_chunks(tmp_path: Path) -> None:
+def test_restarted_store_publishes_its_ssd_chunks(tmp_path: Path) -> None:
     (tmp_path / "ssd").mkdir()
     directory = SsdDirectoryConfig(tmp_path / "ssd", 64 << 20, 16 << 20, min_free_bytes=0)
     wanted = config(tmp_path, ssd=SsdConfig((directory,)))
@@ -190,7 +190,7 @@ def test_one_event_covers_a_run_and_names_its_salt() -> None:
     assert removed == BlockRemoved([event_key(chunks[0].key)], "STORAGE")
 
 
-def test_a_dead_publisher_does_not_affect_the_store(caplog) -> None:
+def test_dead_publisher_does_not_affect_the_store(caplog) -> None:
     def publish(events: list) -> None:
         raise KVConfigError("the thread is gone")
 
@@ -250,7 +250,7 @@ def test_chunks_still_stored_are_published_again() -> None:
     assert [type(event) for event in buffer.take(NAMESPACE)] == [BlockRemoved]
 
 
-def test_a_chunk_stored_and_removed_between_two_takes_causes_no_event() -> None:
+def test_chunk_stored_and_removed_between_two_takes_causes_no_event() -> None:
     chunks, buffer = chunks_of([9] * 192), StoreEventBuffer()
     for _ in range(3):
         buffer.stored(Tier.DRAM, chunks)
@@ -258,7 +258,7 @@ def test_a_chunk_stored_and_removed_between_two_takes_causes_no_event() -> None:
     assert buffer.take(NAMESPACE) == []
 
 
-def test_an_engine_does_not_publish_another_models_chunks() -> None:
+def test_engine_does_not_publish_another_models_chunks() -> None:
     other = KVIdentity("qwen", "float32", chunk_tokens=64)
     buffer, theirs = StoreEventBuffer(), chunks_of([9] * 128, identity=other)
     buffer.stored(Tier.DRAM, theirs)

@@ -150,7 +150,7 @@ def test_chunks_are_listed_in_pages_and_dropped_by_tenant(served, client, monkey
     assert client.drop_all().result(WAIT_S) == 3
 
 
-def test_a_page_of_the_largest_chunks_fits_into_a_frame():
+def test_page_of_the_largest_chunks_fits_into_a_frame():
     names = {"key": bytes(64), "parent": bytes(64), "tenant": "t" * 512}
     largest = Chunk(position=1 << 40, nbytes=1 << 40, num_tokens=1 << 40, **names)
     page = encode_message(ChunkPage((largest,) * store_messages.PAGE_CHUNKS))
@@ -226,7 +226,7 @@ def test_memory_of_a_frozen_writer_is_not_reused_until_its_process_has_exited(
     served.await_stats(abandoned_bytes=0, free_bytes=8 * NBYTES)
 
 
-def test_a_thawed_writer_names_its_writes_in_flight(served, frozen):
+def test_thawed_writer_names_its_writes_in_flight(served, frozen):
     served.cut_off()
     served.await_stats(abandoned_bytes=8 * NBYTES)
     frozen.send_signal(signal.SIGCONT)
@@ -239,7 +239,7 @@ def test_a_thawed_writer_names_its_writes_in_flight(served, frozen):
     served.await_stats(free_bytes=8 * NBYTES)
 
 
-def test_a_user_that_has_lost_its_session_ends_its_writes_on_the_next(served, client):
+def test_user_that_has_lost_its_session_ends_its_writes_on_the_next(served, client):
     ended, writing = client.reserve([chunk(1), chunk(2)]).result(WAIT_S)
     client._writing.remove(ended.handle_id)  # as if the store's reply had been lost
     served.cut_off()
@@ -346,7 +346,7 @@ def test_client_without_secret_finds_no_store(served, caplog):
     stranger.close()
 
 
-def test_a_restarted_store_is_reconnected_and_old_handles_are_invalid(caplog):
+def test_restarted_store_is_reconnected_and_old_handles_are_invalid(caplog):
     caplog.set_level(logging.CRITICAL)
     first = Served()
     client = StoreClient(first.address)
@@ -373,7 +373,7 @@ def wait_for_epoch(client, former):
     raise AssertionError("the store was not found again")
 
 
-def test_a_store_that_does_not_reply_costs_one_timeout(served, client, monkeypatch, caplog):
+def test_store_that_does_not_reply_costs_one_timeout(served, client, monkeypatch, caplog):
     caplog.set_level(logging.CRITICAL)
     monkeypatch.setattr("mooncake_kv.store.store_client.REQUEST_TIMEOUT_S", 0.3)
     frozen = threading.Event()
@@ -428,7 +428,7 @@ def test_invalid_host_is_a_miss_and_its_client_closes(host):
     assert not client_threads()
 
 
-def test_a_failed_client_resolves_pending_calls_as_misses_and_can_be_closed(
+def test_failed_client_resolves_pending_calls_as_misses_and_can_be_closed(
     served, client, monkeypatch, caplog
 ):
     never_answered = Future()
@@ -509,7 +509,7 @@ def test_oversized_message_is_a_miss_and_keeps_the_session(served, client, caplo
     assert not caplog.messages
 
 
-def test_a_drive_with_hung_writes_does_not_block_users(tmp_path, monkeypatch):
+def test_drive_with_hung_writes_does_not_block_users(tmp_path, monkeypatch):
     """Not even a drive that hangs when a segment is started: a pin of its chunks, and every later
     call on the service's only loop, once waited for it."""
     drive = SsdDirectoryConfig(tmp_path, 12 * NBYTES, 4 * NBYTES, min_free_bytes=0)

@@ -283,7 +283,7 @@ def test_first_token_not_repeated_by_lost_decoder_is_not_expected_again() -> Non
 
 
 @pytest.mark.parametrize(("is_prompt", "ids"), [(False, [10, 11]), (True, [11])])
-def test_the_first_token_counts_once(is_prompt: bool, ids: list[int]) -> None:
+def test_first_token_counts_once(is_prompt: bool, ids: list[int]) -> None:
     answer = answer_decoder.decode(chunk("a", [10]))
     found = record()
     found.record_first_token(answer, b"data: %b\n\n" % chunk("a", []), is_prompt=is_prompt)

@@ -67,7 +67,7 @@ def test_stream_of_failing_handler_is_truncated(caplog: pytest.LogCaptureFixture
     assert "ZeroDivisionError: mine" in caplog.text
 
 
-def test_a_handler_runs_in_a_task_with_time_limits() -> None:
+def test_handler_runs_in_a_task_with_time_limits() -> None:
     async def wait(request: HttpRequest) -> None:
         assert asyncio.current_task() is not None
         with pytest.raises(asyncio.TimeoutError):

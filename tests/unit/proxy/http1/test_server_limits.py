@@ -97,7 +97,7 @@ def test_pipelined_requests_wait_while_responses_are_unread() -> None:
     talk(test, answer=LARGE)
 
 
-def test_a_client_that_never_reads_is_dropped() -> None:
+def test_client_that_never_reads_is_dropped() -> None:
     async def test(line: Line) -> None:
         await line.send(GET * 20)
         while not line.protocol.is_write_paused:  # noqa: ASYNC110
@@ -286,7 +286,7 @@ def test_request_must_have_one_host(hosts: bytes) -> None:
     talk(test)
 
 
-def test_an_offer_to_upgrade_is_ignored() -> None:
+def test_offer_to_upgrade_is_ignored() -> None:
     async def test(line: Line) -> None:
         await line.send(
             b"POST /x?q=1 HTTP/1.1\r\nhost: proxy\r\nconnection: Upgrade, HTTP2-Settings\r\n"
