@@ -104,7 +104,7 @@ class Shapes:
         table = self.new(4096, heads.dim, dtype=torch.float32)
         self.ops.rope(query, key, self.new(4, dtype=torch.int64), table)
 
-    def lone_rows(self, heads: Heads) -> None:
+    def single_rows(self, heads: Heads) -> None:
         """The linear layers of a single stream's decode, with and without a bias."""
         weight = self.new(heads.query * heads.dim, heads.hidden)
         for bias in (None, self.new(len(weight))):

@@ -80,14 +80,14 @@ def make_kv(config: ModelConfig, tp_size: int, rank: int) -> dict[int, tuple[Ten
 
 
 def run(
-    directory: Path, parallel: ParallelContext, placed_anew: Sequence[int] = ()
+    directory: Path, parallel: ParallelContext, new_placement: Sequence[int] = ()
 ) -> tuple[list[Tensor], Model]:
     """Run all steps on one rank; return its logits and its model.
 
     Args:
         directory: of a checkpoint.
         parallel: the rank's parallel context.
-        placed_anew: new placement of every layer's experts after two steps; empty: unchanged.
+        new_placement: new placement of every layer's experts after two steps; empty: unchanged.
     """
     config = read_model_config(directory)
     model = build_model(config, parallel, 64)
@@ -95,7 +95,7 @@ def run(
     kv = make_kv(config, parallel.tp_size, parallel.tp_rank)
     logits = []
     for number, (ids, positions, batch) in enumerate(batches()):
-        if number == 2 and placed_anew:
-            model.move_experts(dict.fromkeys(model.expert_counts, placed_anew))
+        if number == 2 and new_placement:
+            model.move_experts(dict.fromkeys(model.expert_counts, new_placement))
         logits.append(model.logits(model.forward(ids, positions, ForwardContext(batch, kv))))
     return logits, model

@@ -24,7 +24,7 @@ QUARANTINE_S = 6.0
 """Longer than the traffic's transfer timeout."""
 STOP_S = 20.0
 """Upper limit of a store's shutdown with a hung drive."""
-OBEDIENT = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
+WITHOUT_MODE_OVERRIDE = ("setpriv", "--bounding-set=-dac_override,-dac_read_search")
 """Runs a command as a root user that is subject to file modes, too."""
 
 
@@ -38,7 +38,7 @@ class FaultyPool:
         self.directory = directory
         self.ssd = directory / "ssd"
         self.ssd.mkdir()
-        self.prefix = () if os.geteuid() else OBEDIENT
+        self.prefix = () if os.geteuid() else WITHOUT_MODE_OVERRIDE
         self.store = self.start()
         self.traffic = start_traffic(self.store.address)
 

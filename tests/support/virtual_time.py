@@ -12,7 +12,7 @@ SETTLE_S = 0.002
 once."""
 
 
-class _ImpatientSelector(selectors.SelectSelector):
+class _VirtualSelector(selectors.SelectSelector):
     """Returns sockets' events; if there are none, advances the clock to the next timer.
 
     Args:
@@ -48,12 +48,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     """Hours pass in milliseconds, in the same order; timers fire exactly on time."""
 
     def __init__(self, *, has_sockets: bool = False) -> None:
-        self._impatient = _ImpatientSelector(has_sockets=has_sockets)
-        super().__init__(self._impatient)
-        self._impatient.next_timer = self._next_timer
+        self._virtual_selector = _VirtualSelector(has_sockets=has_sockets)
+        super().__init__(self._virtual_selector)
+        self._virtual_selector.next_timer = self._next_timer
 
     def time(self) -> float:
-        return self._impatient.now
+        return self._virtual_selector.now
 
     def _next_timer(self) -> float | None:
         timers: list[asyncio.TimerHandle] = self._scheduled  # type: ignore[attr-defined]  # asyncio's heap

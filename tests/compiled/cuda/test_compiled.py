@@ -101,7 +101,7 @@ def test_single_rows(generation: str, dtype: str, shapes: Shapes, model: str) ->
     """Our kernel runs where it was measured to be faster than cuBLAS, and accesses 16 bytes at a
     time."""
     with compiling(generation) as kernels:
-        shapes.lone_rows(GROUPED[model])
+        shapes.single_rows(GROUPED[model])
     is_ours = generation == "sm_90" and dtype != "float32"
     check(generation, kernels, {"gemv"} if is_ours else set())
     assert all(kernel.widest_access == 16 for kernel in kernels)

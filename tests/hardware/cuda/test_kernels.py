@@ -22,7 +22,7 @@ def shapes(cuda: Backend, request: pytest.FixtureRequest) -> Shapes:
 
 @pytest.mark.parametrize("model", GROUPED)
 def test_grouped(shapes: Shapes, model: str) -> None:
-    for part in (shapes.rows, shapes.lone_rows, shapes.blocks, shapes.grouped):
+    for part in (shapes.rows, shapes.single_rows, shapes.blocks, shapes.grouped):
         part(GROUPED[model])
     torch.cuda.synchronize()
 

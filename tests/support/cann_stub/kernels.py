@@ -51,7 +51,7 @@ def compile_overlay(folder: Path) -> Path:
     return target
 
 
-NOT_REFERENCES = ("__init__", "registry", "formats", "distributed_experts")
+SKIPPED_MODULES = ("__init__", "registry", "formats", "distributed_experts")
 """Modules of the emulation that have no kernels for this; the last one needs groups that only the
 emulated device has."""
 
@@ -78,5 +78,5 @@ def use_references() -> None:
     sys.modules["torch_npu.kernels"] = package
     sys.modules["torch_npu.kernels.registry"] = registry
     for path in sorted(REFERENCES.glob("*.py")):
-        if path.stem not in NOT_REFERENCES:
+        if path.stem not in SKIPPED_MODULES:
             importlib.import_module(f"torch_npu.kernels.{path.stem}")
