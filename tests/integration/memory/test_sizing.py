@@ -84,7 +84,7 @@ def test_pool_smaller_than_context_length_is_logged_once(
 def test_pool_that_fits_configured_length_logs_no_warning(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # of which a host with little free memory would have less
+    # no swap space, since a host with little free memory would reduce it
     options = {"num_kv_blocks": 1, "swap_space_bytes": 0}
     config = EngineConfig(checkpoint, max_model_len=16, threads=1, **options)
     assert info_of(config).max_model_len == 16

@@ -122,7 +122,9 @@ def test_rejections_are_counted_separately(served: Any, trace: Path) -> None:
         ("http://127.0.0.1:9", ("--num-requests", "0"), "--num-requests must be more than 0"),
     ],
 )
-def test_rejections(trace: Path, url: str, options: tuple[str, ...], words: str) -> None:
+def test_invalid_bench_options_are_rejected(
+    trace: Path, url: str, options: tuple[str, ...], words: str
+) -> None:
     with pytest.raises(EngineError, match=words):
         bench(arguments(trace, url, "--model", "fake", *options))
 

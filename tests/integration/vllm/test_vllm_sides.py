@@ -286,7 +286,7 @@ def test_rejected_transfer_prefills_locally_and_frees_peer(
     prefill.step_until(prefill.reports.sent, "p")
 
 
-def test_params_of_unknown_request_have_no_effect(stack: ExitStack, tmp_path: Path) -> None:
+def test_params_without_a_peer_have_no_effect(stack: ExitStack, tmp_path: Path) -> None:
     _, decode = start(stack, tmp_path)
     for number, params in enumerate(
         ({"do_remote_prefill": True, "remote_port": "x"}, {"do_remote_prefill": True}, {"other": 1})

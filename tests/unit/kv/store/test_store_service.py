@@ -278,7 +278,7 @@ def await_new_session(client):
 
 
 @pytest.mark.parametrize("are_seen", [True, False])
-def test_number_of_invisible_writers_is_bounded(served, client, monkeypatch, are_seen):
+def test_wait_for_invisible_writers_is_bounded(served, client, monkeypatch, are_seen):
     monkeypatch.setattr("mooncake_kv.store.store_service.UNSEEN_WRITERS_S", 0.2)
     monkeypatch.setattr("mooncake_kv.store.store_service.QUARANTINE_MARGIN_S", 0.0)
     writer = this_process()

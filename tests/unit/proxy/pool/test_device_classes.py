@@ -34,7 +34,7 @@ def test_device_of(backend: str, generation: str, device: str | None) -> None:
     assert device_of(PairTopology("e", backend=backend, generation=generation)) == device
 
 
-def test_operators_device_name_only_sets_the_class() -> None:
+def test_operators_device_name_applies_within_its_class_only() -> None:
     assert device_of(H100, "H200") == "H200"
     assert device_of(H100, "910B") == "H100"
 
