@@ -43,12 +43,12 @@ def run(model: Path, scenario: Scenario, **options: object) -> None:
 def test_reads_start_before_prefill_completes(model: Path, gate: Gate) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         gate.close()
-        asking = asyncio.create_task(ask_pushed(both, PROMPT))
+        pending = asyncio.create_task(ask_pushed(both, PROMPT))
         await wait_until(lambda: gate.num_held > 0, 20)
         assert both.prefill.engine.stats().num_running == 1, "D reads, and P computes"
         assert both.prefills == {}, "P has not responded"
         gate.open()
-        assert (await asking).tokens == expected
+        assert (await pending).tokens == expected
         assert both.decode.stat("bytes_received_early") > 0.9 * both.decode.stat("bytes_received")
         assert both.decode.stat("load_failures") == 0
 
@@ -75,10 +75,10 @@ def test_blocks_are_reserved_before_prefill_starts(model: Path) -> None:
 def test_client_disconnect_during_prefill(model: Path, gate: Gate) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         gate.close()
-        asking = asyncio.create_task(ask_pushed(both, PROMPT))
+        pending = asyncio.create_task(ask_pushed(both, PROMPT))
         await wait_until(lambda: gate.num_held > 0, 20)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
         gate.open()
         await both.check_clean(30.0)
         assert (await ask_pushed(both, PROMPT)).tokens == expected
@@ -89,10 +89,10 @@ def test_client_disconnect_during_prefill(model: Path, gate: Gate) -> None:
 def test_aborted_prefill_is_computed_by_decode_instance(model: Path) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         async def go_away(key: str, params: KVTransferDict) -> None:
-            asking = asyncio.create_task(ask(both.prefill, PROMPT, GREEDY, params))
+            pending = asyncio.create_task(ask(both.prefill, PROMPT, GREEDY, params))
             await wait_until(lambda: both.decode.stat("bytes_received") > 0, 20)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
 
         both.metaserver.dispatch = go_away
         assert (await ask_pushed(both, PROMPT)).tokens == expected
@@ -106,11 +106,11 @@ def test_prompt_of_stopped_prefill_instance_is_computed_by_decode(model: Path) -
         async with instance(model) as single:
             expected = (await ask(single, PROMPT)).tokens
         async with early_pull_pair(model, prefill=SLOW, lease_s=1.0) as both:
-            asking = asyncio.create_task(ask_pushed(both, PROMPT))
+            pending = asyncio.create_task(ask_pushed(both, PROMPT))
             await wait_until(lambda: both.decode.stat("bytes_received") > 0, 20)
             both.metaserver.is_failure_expected = True
             await asyncio.to_thread(both.prefill.engine.close)
-            assert (await asking).tokens == expected
+            assert (await pending).tokens == expected
             assert both.decode.stat("load_failures") == 1
             await both.decode.check_clean()
 
@@ -120,10 +120,10 @@ def test_prompt_of_stopped_prefill_instance_is_computed_by_decode(model: Path) -
 def test_stopped_decode_instance_frees_prefill_blocks(model: Path) -> None:
     async def main() -> None:
         async with early_pull_pair(model, prefill=SLOW, lease_s=1.0) as both:
-            asking = asyncio.create_task(ask_pushed(both, PROMPT))
+            pending = asyncio.create_task(ask_pushed(both, PROMPT))
             await wait_until(lambda: both.decode.stat("bytes_received") > 0, 20)
             await asyncio.to_thread(both.decode.engine.close)
-            await asyncio.gather(asking, return_exceptions=True)
+            await asyncio.gather(pending, return_exceptions=True)
             await both.prefill.check_clean(30.0)
 
     asyncio.run(main())
@@ -165,7 +165,7 @@ def test_metaserver_rejection_ends_the_wait(model: Path, status: int) -> None:
     run(model, scenario, status=status, decode={"load_failure": LoadFailurePolicy.FAIL})
 
 
-def test_push_instance_is_not_asked_for_early_pull(model: Path) -> None:
+def test_params_of_other_flow_are_rejected(model: Path) -> None:
     async def main() -> None:
         async with pair(model, connector="MooncakeLayerwiseConnector") as both:
             params = {"do_remote_prefill": True, "metaserver": "http://127.0.0.1:1/"}

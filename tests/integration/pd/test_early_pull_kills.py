@@ -77,10 +77,10 @@ async def begin(decode: Instance, server: Metaserver) -> asyncio.Task[list[int]]
         return (await ask(decode, PROMPT, GREEDY, params_of(server))).tokens
 
     before = decode.stat("bytes_received")
-    asking = asyncio.create_task(tokens())
+    pending = asyncio.create_task(tokens())
     await wait_until(lambda: decode.stat("bytes_received") > before, TIMEOUT_S, decode.describe)
-    assert not asking.done()
-    return asking
+    assert not pending.done()
+    return pending
 
 
 def test_killed_prefill_instance(model: Path, expected: list[int]) -> None:
@@ -92,9 +92,9 @@ def test_killed_prefill_instance(model: Path, expected: list[int]) -> None:
         async with instance(model, Role.DECODE, prefix_caching=False, **IN_PROCESS) as decode:
             with serving(model, "prefill", *OPTIONS, *SLOW, *port) as victim:
                 async with sent_to(victim) as server:
-                    asking = await begin(decode, server)
+                    pending = await begin(decode, server)
                     victim.kill()
-                    assert await asyncio.wait_for(asking, TIMEOUT_S) == expected
+                    assert await asyncio.wait_for(pending, TIMEOUT_S) == expected
             assert decode.stat("load_failures") == 1
             await decode.check_clean(TIMEOUT_S)
             with serving(model, "prefill", *OPTIONS, *port) as successor:
@@ -115,9 +115,9 @@ def test_frozen_prefill_instance(model: Path, expected: list[int]) -> None:
         async with instance(model, Role.DECODE, **IN_PROCESS) as decode:
             with serving(model, "prefill", *OPTIONS, *SLOW) as frozen:
                 async with sent_to(frozen) as server:
-                    asking = await begin(decode, server)
+                    pending = await begin(decode, server)
                     frozen.program.process.send_signal(signal.SIGSTOP)
-                    assert await asyncio.wait_for(asking, TIMEOUT_S) == expected
+                    assert await asyncio.wait_for(pending, TIMEOUT_S) == expected
                     assert decode.stat("load_failures") == 1
                     await decode.check_clean(TIMEOUT_S)
                     frozen.program.process.send_signal(signal.SIGCONT)
@@ -159,10 +159,10 @@ def test_killed_decode_instance(model: Path, expected: list[int]) -> None:
         async with instance(model, Role.PREFILL, **slow, **IN_PROCESS) as prefill:
             async with computed_by(prefill) as server:
                 with serving(model, "decode", *OPTIONS) as victim:
-                    asking = begin_far(victim, server)
+                    pending = begin_far(victim, server)
                     await is_read_from(prefill, victim)
                     victim.kill()
-                    [ended] = await asyncio.gather(asking, return_exceptions=True)
+                    [ended] = await asyncio.gather(pending, return_exceptions=True)
                     assert isinstance(ended, httpx.HTTPError)
                 await prefill.check_clean(TIMEOUT_S)
                 async with instance(model, Role.DECODE, **IN_PROCESS) as decode:
@@ -185,12 +185,12 @@ def test_frozen_decode_instance(model: Path, expected: list[int]) -> None:
             computed_by(prefill) as server,
         ):
             with serving(model, "decode", *OPTIONS) as frozen:
-                asking = begin_far(frozen, server)
+                pending = begin_far(frozen, server)
                 await is_read_from(prefill, frozen)
                 frozen.program.process.send_signal(signal.SIGSTOP)
                 await prefill.check_clean(TIMEOUT_S)
                 frozen.program.process.send_signal(signal.SIGCONT)
-                answer = await asyncio.wait_for(asking, TIMEOUT_S)
+                answer = await asyncio.wait_for(pending, TIMEOUT_S)
                 assert answer["choices"][0]["token_ids"] == expected
                 await frozen.wait_until_idle(TIMEOUT_S)
 

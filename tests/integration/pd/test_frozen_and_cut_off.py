@@ -36,13 +36,13 @@ def test_frozen_decode_instance_holds_no_blocks_of_peer(model: Path) -> None:
             with serving(model, "decode", *OPTIONS, "--num-kv-blocks", "20") as frozen:
                 params = [await prefill(first, prompt) for prompt in PROMPTS]
                 frozen.program.process.send_signal(signal.SIGSTOP)
-                asking = asyncio.create_task(
+                pending = asyncio.create_task(
                     frozen.complete(body_of(PROMPTS[0], GREEDY, params[0]))
                 )
                 await first.check_clean(TIMEOUT_S)
                 assert first.stat("leases_expired") == len(PROMPTS)
                 frozen.program.process.send_signal(signal.SIGCONT)
-                answer = await asyncio.wait_for(asking, TIMEOUT_S)
+                answer = await asyncio.wait_for(pending, TIMEOUT_S)
                 assert answer["choices"][0]["token_ids"] == expected
                 await frozen.wait_until_idle(TIMEOUT_S)
 
@@ -148,11 +148,11 @@ def test_one_way_network_failure_gives_right_tokens(model: Path) -> None:
                     assert answer.tokens == expected[0]
                     assert decode.stat("load_failures") == 0
                     between.is_cut.set()
-                    asking = [
+                    pending = [
                         ask(decode, prompt, GREEDY, wanted)
                         for prompt, wanted in zip(PROMPTS[1:], detour[1:], strict=True)
                     ]
-                    answers = await asyncio.wait_for(asyncio.gather(*asking), TIMEOUT_S)
+                    answers = await asyncio.wait_for(asyncio.gather(*pending), TIMEOUT_S)
                     assert [found.tokens for found in answers] == expected[1:]
                     assert decode.stat("load_failures") == len(answers)
                     await wait_until(lambda: decode.is_idle, TIMEOUT_S, decode.describe)

@@ -126,11 +126,11 @@ def test_frozen_prefill_instance(model: Path, gate: Gate) -> None:
             with serving(model, "prefill", *OPTIONS) as first:
                 params = [await first.prefill(prompt) for prompt in PROMPTS[:3]]
                 first.program.process.send_signal(signal.SIGSTOP)
-                asking = [
+                pending = [
                     ask(decode, prompt, GREEDY, wanted)
                     for prompt, wanted in zip(PROMPTS[:2], params, strict=False)
                 ]
-                answers = await asyncio.wait_for(asyncio.gather(*asking), 20.0)
+                answers = await asyncio.wait_for(asyncio.gather(*pending), 20.0)
                 assert [answer.tokens for answer in answers] == expected[:2]
                 first.program.process.send_signal(signal.SIGCONT)
                 await first.wait_until_idle(LEASE_S + 2.0)

@@ -124,11 +124,11 @@ def test_prefiller_removed_while_decoder_waits_for_blocks_counts_as_failed(
     async def main() -> None:
         async with stand(flow="push", local_prefill=local_prefill) as s:
             s.decode.behaviour.has_room = has_room = asyncio.Event()
-            asking = asyncio.ensure_future(post(s, BODY))
+            pending = asyncio.ensure_future(post(s, BODY))
             await s.decode.wait_for(lambda: bool(s.decode.generated))
             s.app.router.pool.remove(s.prefill.url)
             has_room.set()
-            answer = await asking
+            answer = await pending
             if local_prefill:
                 assert answer.json()["choices"][0]["text"] == text_of(5)
                 assert "kv_transfer_params" not in s.decode.generated[-1].body
@@ -144,13 +144,13 @@ def test_prefiller_failing_while_draining_falls_back_to_decoder() -> None:
     async def main() -> None:
         async with stand(flow="push") as s:
             s.prefill.behaviour.hangs = True
-            asking = asyncio.ensure_future(post(s, BODY))
+            pending = asyncio.ensure_future(post(s, BODY))
             await s.prefill.wait_for(lambda: bool(s.prefill.generated))
             s.app.router.pool.remove(s.prefill.url)
             for connection in tuple(s.app.client.connections):
                 if connection.name == s.prefill.url and connection.is_busy:
                     connection.fail(MalformedResponse(s.prefill.url, "torn"))
-            assert (await asking).json()["choices"][0]["text"] == text_of(5)
+            assert (await pending).json()["choices"][0]["text"] == text_of(5)
 
     uvloop.run(main())
 

@@ -47,11 +47,11 @@ def run(model: Path, scenario: Scenario, **options: Any) -> None:
     asyncio.run(main())
 
 
-async def leave(asking: asyncio.Task[Answer]) -> None:
+async def leave(pending: asyncio.Task[Answer]) -> None:
     """Disconnect, as a client does."""
-    asking.cancel()
+    pending.cancel()
     with suppress(asyncio.CancelledError):
-        await asking
+        await pending
 
 
 def test_abort_while_waiting_for_blocks(model: Path, gate: Gate) -> None:
@@ -86,9 +86,9 @@ def test_abort_before_prefill_instance_connects(model: Path, gate: Gate) -> None
             is_over.set()
 
         both.metaserver.dispatch = come_late
-        asking = asyncio.create_task(ask_pushed(both, PROMPT))
+        pending = asyncio.create_task(ask_pushed(both, PROMPT))
         await wait_until(lambda: bool(both.metaserver.posts), SOON_S)
-        await leave(asking)
+        await leave(pending)
         await both.check_clean(SOON_S)
         has_left.set()
         await is_over.wait()
@@ -101,11 +101,11 @@ def test_abort_while_decoding(model: Path, gate: Gate) -> None:
     async def scenario(both: PushPair) -> None:
         seen: list[int] = []
         endless = replace(GREEDY, max_tokens=300)
-        asking = asyncio.create_task(
+        pending = asyncio.create_task(
             ask_pushed(both, PROMPT, endless, lambda update: seen.extend(update.token_ids))
         )
         await wait_until(lambda: len(seen) > 3, SOON_S)
-        await leave(asking)
+        await leave(pending)
 
     run(model, scenario)
 
@@ -163,9 +163,9 @@ def test_abort_on_both_sides_at_once(model: Path, gate: Gate) -> None:
             prefills.append(asyncio.create_task(ask(both.prefill, PROMPT, GREEDY, params)))
 
         both.metaserver.dispatch = begin
-        asking = asyncio.create_task(ask_pushed(both, PROMPT))
+        pending = asyncio.create_task(ask_pushed(both, PROMPT))
         await wait_until(lambda: gate.num_held > 0, SOON_S)
-        await asyncio.gather(leave(asking), leave(prefills[0]))
+        await asyncio.gather(leave(pending), leave(prefills[0]))
         both.decode.core.check_integrity()
         gate.open()
 

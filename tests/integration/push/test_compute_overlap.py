@@ -59,12 +59,12 @@ def test_no_step_waits_for_the_event_of_a_layer(
         monkeypatch.setattr("mooncake_engine.kv_connector.RankContext", late_context)
         async with push_pair(model, lease_s=60.0, transfer_timeout_s=60.0) as both:
             try:
-                asking = asyncio.create_task(ask_pushed(both, PROMPT))
+                pending = asyncio.create_task(ask_pushed(both, PROMPT))
                 await wait_until(lambda: bool(both.prefills and device.waiting), 60.0)
-                assert not asking.done()
+                assert not pending.done()
             finally:
                 device.may_continue.set()
-            assert (await asking).tokens == expected
+            assert (await pending).tokens == expected
             await both.check_clean()
 
     asyncio.run(main())

@@ -61,8 +61,8 @@ def params_of(metaserver: str) -> KVTransferDict:
     return {"do_remote_prefill": True, "do_remote_decode": False, "metaserver": metaserver}
 
 
-async def expect_failure(both: PushPair, reason: str, asking: Coroutine[Any, Any, Answer]) -> None:
-    answer = await asking
+async def expect_failure(both: PushPair, reason: str, pending: Coroutine[Any, Any, Answer]) -> None:
+    answer = await pending
     assert answer.finish is FinishReason.ERROR
     assert answer.error is not None
     assert reason in answer.error
@@ -160,10 +160,10 @@ def test_hung_write_times_out(model: Path, gate: Gate) -> None:
 def test_aborted_request_keeps_blocks_until_writes_end(model: Path, gate: Gate) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         gate.close()
-        asking = asyncio.create_task(ask_pushed(both, PROMPT))
+        pending = asyncio.create_task(ask_pushed(both, PROMPT))
         await wait_until(lambda: gate.num_held > 0, 10)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+        pending.cancel()
+        await asyncio.gather(pending, return_exceptions=True)
         await asyncio.sleep(1.0)  # keepalives continue: the peer knows of the abort by now
         assert both.decode.engine.stats().kv_cache_usage > 0
         both.decode.core.check_integrity()
@@ -180,10 +180,10 @@ def test_aborted_prefill_notifies_decode_instance(model: Path, gate: Gate) -> No
 
         async def go_away(key: str, params: KVTransferDict) -> None:
             """A proxy that requests the prefill and disconnects before it completes."""
-            asking = asyncio.create_task(ask(both.prefill, LONG, GREEDY, params))
+            pending = asyncio.create_task(ask(both.prefill, LONG, GREEDY, params))
             await wait_until(lambda: gate.num_held > 0, 10)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
             gate.open()
 
         both.metaserver.dispatch = go_away
@@ -206,10 +206,10 @@ def test_late_bytes_of_stalled_write_reach_no_reused_block(model: Path, gate: Ga
         long_timeout, short_timeout = {"transfer_timeout_s": 600.0}, {"transfer_timeout_s": 0.5}
         async with push_pair(model, prefill=short_timeout, decode=long_timeout, **GATED) as both:
             gate.close()
-            asking = asyncio.create_task(ask_pushed(both, PROMPT))
+            pending = asyncio.create_task(ask_pushed(both, PROMPT))
             await wait_until(lambda: gate.num_held > 0, 10)
-            asking.cancel()
-            await asyncio.gather(asking, return_exceptions=True)
+            pending.cancel()
+            await asyncio.gather(pending, return_exceptions=True)
             await both.prefill.check_clean()
             assert both.decode.stat("reservations") == 1
             assert both.decode.engine.stats().kv_cache_usage > 0
@@ -229,13 +229,13 @@ def test_prefill_shutdown_leaves_nothing_behind(model: Path, gate: Gate) -> None
             expected = (await ask(single, PROMPT)).tokens
         async with push_pair(model, **GATED) as both:
             gate.close()
-            asking = asyncio.create_task(ask_pushed(both, PROMPT))
+            pending = asyncio.create_task(ask_pushed(both, PROMPT))
             await wait_until(lambda: gate.num_held > 0, 10)
             both.metaserver.is_failure_expected = True
             closing = asyncio.create_task(asyncio.to_thread(both.prefill.engine.close))
             await asyncio.sleep(0.2)
             gate.open()
-            assert (await asking).tokens == expected
+            assert (await pending).tokens == expected
             assert both.decode.stat("load_failures") == 1
             await closing
             await both.decode.check_clean()
@@ -272,12 +272,12 @@ def test_prefill_with_unstoppable_write_is_not_considered_dead(
             assert topology is not None
             gate.is_deaf = True
             gate.close()
-            asking = asyncio.create_task(ask_pushed(both, PROMPT))
+            pending = asyncio.create_task(ask_pushed(both, PROMPT))
             await wait_until(lambda: gate.num_held > 0, 10)
             both.metaserver.is_failure_expected = True
             await asyncio.to_thread(both.prefill.engine.close)
             socket.create_connection((topology.host, topology.port), 5).close()
-            assert (await asking).finish is FinishReason.LENGTH, "prefilled locally by D"
+            assert (await pending).finish is FinishReason.LENGTH, "prefilled locally by D"
             assert both.decode.stat("reservations") == 1
             gate.open()
             await wait_until(lambda: "kv-push-0" not in {t.name for t in enumerate_threads()}, 10)
@@ -291,11 +291,11 @@ def test_lost_decode_instance_frees_prefill_blocks(model: Path, gate: Gate) -> N
     async def main() -> None:
         async with push_pair(model, lease_s=1.0, **GATED) as both:
             gate.close()
-            asking = asyncio.create_task(ask_pushed(both, PROMPT))
+            pending = asyncio.create_task(ask_pushed(both, PROMPT))
             await wait_until(lambda: gate.num_held > 0, 10)
             closing = asyncio.create_task(asyncio.to_thread(both.decode.engine.close))
             with pytest.raises(EngineDead):
-                await asking
+                await pending
             gate.open()
             await closing
             await both.prefill.check_clean(20)
@@ -357,11 +357,11 @@ def test_push_outlives_shorter_lease(
 ) -> None:
     async def scenario(expected: list[int], both: PushPair) -> None:
         gate.close()
-        asking = asyncio.create_task(ask_pushed(both, PROMPT))
+        pending = asyncio.create_task(ask_pushed(both, PROMPT))
         await wait_until(lambda: gate.num_held > 0, 10)
         await asyncio.sleep(3.0)
         gate.open()
-        assert (await asking).tokens == expected
+        assert (await pending).tokens == expected
         assert both.decode.stat("load_failures") == 0
 
     first, second = ({"lease_s": lease_s} for lease_s in leases_s)

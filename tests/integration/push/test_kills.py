@@ -56,12 +56,12 @@ async def begin(decode: Instance, server: Metaserver) -> asyncio.Task[list[int]]
     async def tokens() -> list[int]:
         return (await ask(decode, PROMPT, GREEDY, params_of(server.url("k")))).tokens
 
-    asking = asyncio.create_task(tokens())
+    pending = asyncio.create_task(tokens())
     await wait_until(lambda: bool(server.posts), 5.0)
     await asyncio.sleep(LEASE_S)  # longer than D waits for a prefill instance to connect
     assert decode.stat("reservations") == 1
-    assert not asking.done()
-    return asking
+    assert not pending.done()
+    return pending
 
 
 def test_killed_prefill_instance(model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,9 +73,9 @@ def test_killed_prefill_instance(model: Path, gate: Gate, monkeypatch: pytest.Mo
         async with instance(model, Role.DECODE, **IN_PROCESS) as decode:
             with serving(model, "prefill", *OPTIONS) as victim:
                 async with sent_to(victim) as server:
-                    asking = await begin(decode, server)
+                    pending = await begin(decode, server)
                     victim.kill()
-                    found = await asyncio.wait_for(asking, TIMEOUT_S)
+                    found = await asyncio.wait_for(pending, TIMEOUT_S)
             await decode.check_clean(TIMEOUT_S)
             assert decode.stat("reservations") == 0
         async with instance(model) as single:
@@ -95,11 +95,11 @@ def test_restarted_prefill_instance_is_another_epoch(
             monkeypatch.setenv("MOONCAKE_TEST_GATE", "closed")
             with serving(model, "prefill", *OPTIONS, *port) as victim:
                 async with sent_to(victim) as server:
-                    asking = await begin(decode, server)
+                    pending = await begin(decode, server)
                     victim.kill()
             monkeypatch.delenv("MOONCAKE_TEST_GATE")
             with serving(model, "prefill", *OPTIONS, *port) as successor:
-                found = await asyncio.wait_for(asking, TIMEOUT_S)
+                found = await asyncio.wait_for(pending, TIMEOUT_S)
                 await decode.check_clean(10.0)
                 failures = decode.stat("load_failures")
                 async with sent_to(successor) as server:
@@ -126,10 +126,10 @@ def test_restarted_decode_instance_receives_no_writes_of_old_epoch(model: Path, 
                 body = body_of(PROMPT, GREEDY, params_of(server.url("k")))
                 gate.close()
                 with serving(model, "decode", *OPTIONS, *port) as victim:
-                    asking = asyncio.create_task(victim.complete(body))
+                    pending = asyncio.create_task(victim.complete(body))
                     await wait_until(lambda: gate.num_held > 0, 10.0)
                     victim.kill()
-                    await asyncio.gather(asking, return_exceptions=True)
+                    await asyncio.gather(pending, return_exceptions=True)
                 with serving(model, "decode", *OPTIONS, *port) as successor:
                     gate.open()
                     await prefill.check_clean(10 * LEASE_S)
@@ -155,9 +155,9 @@ def test_frozen_prefill_instance_may_still_write(
         async with instance(model, Role.DECODE, **IN_PROCESS) as decode:
             with serving(model, "prefill", *OPTIONS, "--transfer-timeout-seconds", "4") as frozen:
                 async with sent_to(frozen) as server:
-                    asking = await begin(decode, server)
+                    pending = await begin(decode, server)
                     frozen.program.process.send_signal(signal.SIGSTOP)
-                    found = await asyncio.wait_for(asking, TIMEOUT_S)
+                    found = await asyncio.wait_for(pending, TIMEOUT_S)
                     assert decode.stat("reservations") == 1
                     assert decode.engine.stats().kv_cache_usage > 0
                     decode.core.check_integrity()
@@ -183,10 +183,10 @@ def test_killed_decode_instance(model: Path, gate: Gate) -> None:
                 gate.close()
                 with serving(model, "decode", *OPTIONS) as victim:
                     body = body_of(PROMPT, GREEDY, params_of(server.url("k")))
-                    asking = asyncio.create_task(victim.complete(body))
+                    pending = asyncio.create_task(victim.complete(body))
                     await wait_until(lambda: gate.num_held > 0, 10.0)
                     victim.kill()
-                    [ended] = await asyncio.gather(asking, return_exceptions=True)
+                    [ended] = await asyncio.gather(pending, return_exceptions=True)
                     assert isinstance(ended, httpx.HTTPError)
                 gate.open()
                 await prefill.check_clean(10 * LEASE_S)

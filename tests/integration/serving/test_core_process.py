@@ -80,15 +80,15 @@ def test_same_answers_and_metrics_and_graceful_shutdown() -> None:
 def test_dead_core_ends_instance_with_reason() -> None:
     with serving("--core-process", "--tp-size", "2") as (url, program):
         processes = descendants(program.process.pid)
-        asking: list[httpx.Response] = []
+        pending: list[httpx.Response] = []
         body = {"prompt": "x", "max_tokens": 2000, "ignore_eos": True}
-        thread = threading.Thread(target=lambda: asking.append(ask(url, body)))
+        thread = threading.Thread(target=lambda: pending.append(ask(url, body)))
         thread.start()
         time.sleep(0.3)
         os.kill(core_of(program), signal.SIGKILL)
         thread.join(TIMEOUT_S)
-        assert asking[0].status_code == 503
-        assert "the core's process killed by SIGKILL" in asking[0].text
+        assert pending[0].status_code == 503
+        assert "the core's process killed by SIGKILL" in pending[0].text
         assert program.wait() == 1
         wait_for_exit(processes)
 

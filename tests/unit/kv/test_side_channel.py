@@ -65,7 +65,7 @@ async def serving(
 
 
 @asynccontextmanager
-async def asking(
+async def connected_client(
     port: int, secret: bytes = SECRET, host: str = HOST
 ) -> AsyncIterator[SideChannelClient]:
     client = SideChannelClient(host, port, secret)
@@ -79,7 +79,7 @@ async def asking(
 @asynccontextmanager
 async def relayed(port: int) -> AsyncIterator[tuple[Relay, SideChannelClient]]:
     """A client that reaches the side channel through a relay, which may lose messages."""
-    async with relay(HOST, port, SECRET) as between, asking(between.port) as client:
+    async with relay(HOST, port, SECRET) as between, connected_client(between.port) as client:
         yield between, client
 
 
@@ -107,7 +107,7 @@ async def ask(client: SideChannelClient, try_timeout_s: float = 2.0) -> LeaseSta
 
 def test_request_gets_its_reply() -> None:
     async def main() -> None:
-        async with serving() as port, asking(port) as client:
+        async with serving() as port, connected_client(port) as client:
             answers = await asyncio.gather(*(ask(client) for _ in range(20)))
             assert set(answers) == {LeaseStatus.HELD}
 
@@ -119,7 +119,7 @@ def test_concurrent_first_requests_share_one_connection() -> None:
         server = await SideChannelServer.listen(HOST, [0], SECRET, held)
         listener = server._listener
         assert isinstance(listener, AsyncListener)
-        async with asking(server.port) as client:
+        async with connected_client(server.port) as client:
             first = asyncio.create_task(ask(client))
             others = [asyncio.create_task(ask(client)) for _ in range(4)]
             await asyncio.sleep(0)
@@ -135,7 +135,7 @@ def test_concurrent_first_requests_share_one_connection() -> None:
 def test_ipv6() -> None:
     async def main() -> None:
         server = await SideChannelServer.listen("::1", [0], SECRET, held)
-        async with asking(server.port, host="::1") as client:
+        async with connected_client(server.port, host="::1") as client:
             assert client.url == f"tcp://[::1]:{server.port}"
             assert await ask(client) is LeaseStatus.HELD
         server.close()
@@ -146,7 +146,7 @@ def test_ipv6() -> None:
 
 def test_rejection_reaches_its_requester() -> None:
     async def main() -> None:
-        async with serving(refusing) as port, asking(port) as client:
+        async with serving(refusing) as port, connected_client(port) as client:
             with pytest.raises(HandshakeRefused, match="refused: model differs: m1, m2"):
                 await ask(client)
 
@@ -158,7 +158,7 @@ def test_reply_of_other_type_is_an_error() -> None:
         def odd(message: AnyMessage) -> AnyMessage:
             return Renewed(message.ticket, ())
 
-        async with serving(odd) as port, asking(port) as client:
+        async with serving(odd) as port, connected_client(port) as client:
             with pytest.raises(KVTransferError, match="answered Renewed, not LeaseReply"):
                 await ask(client)
 
@@ -171,7 +171,7 @@ def test_malformed_reply_is_an_error() -> None:
 
     async def main() -> None:
         listener = await listen(HOST, [0], credentials_of(SECRET), nonsense)
-        async with asking(listener.port) as client:
+        async with connected_client(listener.port) as client:
             with pytest.raises(KVTransferError, match=f"answered with {NO_MESSAGE}"):
                 await ask(client)
         listener.close()
@@ -193,7 +193,7 @@ def test_handler_that_fails_ends_only_the_requesters_session(
     async def main() -> None:
         nonlocal is_broken
         server = await SideChannelServer.listen(HOST, [0], SECRET, failing)
-        async with asking(server.port) as client, asking(server.port) as other:
+        async with connected_client(server.port) as client, connected_client(server.port) as other:
             with pytest.raises(KVTransferError, match="did not answer"):
                 await ask(client, try_timeout_s=0.2)
             is_broken = False
@@ -208,7 +208,7 @@ def test_handler_that_fails_ends_only_the_requesters_session(
 
 def test_another_secret_fails_immediately_with_advice() -> None:
     async def main() -> None:
-        async with serving() as port, asking(port, b"other") as client:
+        async with serving() as port, connected_client(port, b"other") as client:
             began = time.monotonic()
             with pytest.raises(KVTransferError, match="has another secret; give every instance"):
                 await ask(client, try_timeout_s=30.0)
@@ -221,7 +221,7 @@ def test_another_version_fails_immediately_with_advice() -> None:
     async def main() -> None:
         older = replace(credentials_of(SECRET), version=2)
         listener = await listen(HOST, [0], older, lambda session, payload: payload)
-        async with asking(listener.port) as client:
+        async with connected_client(listener.port) as client:
             pattern = f"we speak version {PROTOCOL_VERSION}, the peer 2; run one release"
             with pytest.raises(HandshakeRefused, match=pattern):
                 await ask(client, try_timeout_s=30.0)
@@ -256,7 +256,7 @@ def test_late_reply_is_accepted() -> None:
 
 def test_missing_reply_times_out() -> None:
     async def main() -> None:
-        async with silent_server() as (silent, _), asking(silent) as client:
+        async with silent_server() as (silent, _), connected_client(silent) as client:
             with pytest.raises(KVTransferError, match=r"did not answer within 0\.4 s"):
                 await asyncio.wait_for(ask(client, try_timeout_s=0.2), 5.0)
 
@@ -267,7 +267,7 @@ def test_refused_connection_to_a_new_peer_fails_immediately() -> None:
     async def main() -> None:
         async with serving() as absent:
             pass
-        async with asking(absent) as client:
+        async with connected_client(absent) as client:
             with pytest.raises(KVTransferError, match="nothing listens at peer"):
                 await asyncio.wait_for(ask(client, try_timeout_s=30.0), 5.0)
 
@@ -323,7 +323,7 @@ MALFORMED = [
 @pytest.mark.parametrize("payload", MALFORMED, ids=range(len(MALFORMED)))
 def test_malformed_message_gets_a_typed_reject(payload: bytes) -> None:
     async def main() -> None:
-        async with serving() as port, asking(port) as client:
+        async with serving() as port, connected_client(port) as client:
             member = await connect(HOST, port, credentials_of(SECRET), timeout=5.0)
             for _ in range(2):
                 answer = decode(await member.request(payload, timeout=5.0))
@@ -349,7 +349,7 @@ STRANGE = [
 @pytest.mark.parametrize("sent", STRANGE, ids=range(len(STRANGE)))
 def test_stranger_affects_no_session(sent: bytes) -> None:
     async def main() -> None:
-        async with serving() as port, asking(port) as client:
+        async with serving() as port, connected_client(port) as client:
             _, stranger = await asyncio.open_connection(HOST, port)
             stranger.write(sent)
             assert await ask(client) is LeaseStatus.HELD
@@ -368,7 +368,7 @@ def test_flood_of_strangers_does_not_block_peers() -> None:
             for _ in range(200):
                 crowd.append(await asyncio.open_connection(HOST, port))
                 crowd[-1][1].write(frame(b"x" * 4096)[:100])
-            async with asking(port) as client:
+            async with connected_client(port) as client:
                 assert await ask(client) is LeaseStatus.HELD
             for _, writer in crowd:
                 writer.transport.abort()
@@ -378,7 +378,7 @@ def test_flood_of_strangers_does_not_block_peers() -> None:
 
 def test_oversized_message_raises_its_own_error() -> None:
     async def main() -> None:
-        async with serving() as port, asking(port) as client:
+        async with serving() as port, connected_client(port) as client:
             long = "x" * (17 << 20)
             with pytest.raises(KVTransferError, match="is too long"):
                 await client.ask(lambda ticket: Done(ticket, long, "me"), LeaseReply)
@@ -434,7 +434,7 @@ def test_close_fails_requests_in_flight() -> None:
 
 def test_close_fails_requests_that_wait_for_a_connection() -> None:
     async def main() -> None:
-        async with silent_server() as (port, accepted), asking(port) as client:
+        async with silent_server() as (port, accepted), connected_client(port) as client:
             await check_closing(client, lambda: bool(accepted))
 
     asyncio.run(main())
