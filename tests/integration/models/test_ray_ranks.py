@@ -127,7 +127,7 @@ def test_ranks_of_one_data_parallel_rank_share_a_node(
     larger = [nodes.add_node(num_cpus=2)]
     try:
         launcher = RayLauncher(config)
-        with pytest.raises(ConfigError, match=r"no room for 4 ranks .* 2 of them on one host"):
+        with pytest.raises(ConfigError, match=r"lacks resources for 4 ranks .* 2 of them on one host"):
             launcher.start()
         larger.append(nodes.add_node(num_cpus=2))
         assert launcher._placement_group.wait(60)
@@ -145,5 +145,5 @@ def test_cluster_without_free_resources_reports_error(
 ) -> None:
     monkeypatch.setattr("mooncake_engine.execution.ray_launcher._PLACE_TIMEOUT_S", 0.5)
     config = EngineConfig(checkpoint, num_kv_blocks=32, tp_size=3, ray_address=cluster, threads=1)
-    with pytest.raises(ConfigError, match="no room for 3 ranks"):
+    with pytest.raises(ConfigError, match="lacks resources for 3 ranks"):
         ProcessExecutor(make_plan(config, backend), launcher=RayLauncher(config))
