@@ -1,5 +1,4 @@
-"""The conformance suite over every installed backend; an unavailable one is skipped with its
-reason."""
+"""The conformance suite over every installed backend; a skip names why a backend is unavailable."""
 
 from __future__ import annotations
 

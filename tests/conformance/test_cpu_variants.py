@@ -1,5 +1,4 @@
-"""Variants of the CPU backend that run on other machines: plain torch, and kernels for other
-CPUs."""
+"""Variants of the CPU backend for other machines: plain torch, and kernels for other CPUs."""
 
 from __future__ import annotations
 

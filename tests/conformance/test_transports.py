@@ -58,8 +58,7 @@ class TestTcpTls(TransportConformance):
 
 
 class TestStaged(TransportConformance, TransportProcessConformance):
-    """Over a device in host memory; the backends' own tests run the suite over real device
-    memory."""
+    """Over a device in host memory; the backends' own tests use real device memory."""
 
     loader = "support.host_device:load_staged_over_tcp"
     allocator = "support.host_device:allocate"
@@ -69,7 +68,6 @@ class TestStaged(TransportConformance, TransportProcessConformance):
 
 
 class TestAdapter(TransportConformance):
-    """The common part of the mooncake and nixl transports, over a test engine; ci/test-adapters
-    runs theirs."""
+    """The common part of mooncake and nixl, over a test engine; ci/test-adapters runs theirs."""
 
     loader = "support.adapter_engine:load"

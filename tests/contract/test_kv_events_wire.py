@@ -1,5 +1,4 @@
-"""KV events on the wire: we publish the same values as vLLM 0.33, and understand the events of vLLM
-and SGLang.
+"""KV events on the wire: we publish what vLLM 0.33 does, and decode vLLM's and SGLang's.
 
 In kv_events.json, vLLM's bytes were made by the classes of vLLM 0.33. SGLang's were not made by
 SGLang: they follow the fields and the order that its ``disaggregation/kv_events.py`` declares, in

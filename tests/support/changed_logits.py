@@ -1,5 +1,4 @@
-"""Requests that change or report their logits, and the outputs that every model and device must
-give."""
+"""Requests that change or report their logits, and the outputs that any device must give."""
 
 from __future__ import annotations
 

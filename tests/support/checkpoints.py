@@ -1,5 +1,4 @@
-"""Small random checkpoints, written by transformers, the reference that models are tested
-against."""
+"""Small random checkpoints, written by transformers, the models' reference."""
 
 from __future__ import annotations
 

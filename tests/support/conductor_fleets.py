@@ -64,8 +64,7 @@ class Member:
         self.exchange = ReservationExchange(self.conductor.book, owner, fleet.names, self.slots.get)
 
     def loads(self, now: float) -> dict[str, tuple[float, float]]:
-        """The queue in seconds (prefill) or the number of sequences (decode) of each instance, by
-        name."""
+        """Seconds of queue (prefill) or number of sequences (decode) by instance."""
         fleet, ledger = self.conductor.fleet, self.conductor.ledger
         seconds = dict(
             zip(

@@ -8,8 +8,7 @@ from pathlib import Path
 
 
 def write_trace(path: Path, num_requests: int, per_second: float, seed: int = 4) -> Path:
-    """Write a trace in Mooncake's format; 60 % of the requests continue an earlier request's
-    prompt."""
+    """Write a Mooncake trace; 60 % of the requests continue an earlier request's prompt."""
     rng, now, fresh = random.Random(seed), 0.0, 1
     sessions: list[list[int]] = []
     with path.open("w") as file:

@@ -1,5 +1,4 @@
-"""Compiles the kernels that the CUDA backend's ops launch, at the launch's specialisation, without
-a GPU.
+"""Compiles the kernels of the CUDA backend's ops at the launch's specialisation, without a GPU.
 
 An op that is called with ``meta`` tensors under ``compiling`` launches nothing: each kernel is
 compiled to a cubin for the given generation, as Triton would at launch, and measured.

@@ -14,8 +14,7 @@ from mooncake_hal.transport import MemoryRegion
 
 
 def require_cuda() -> Backend:
-    """The CUDA backend, bound to its first device; skips with the probe's reason if it is
-    unavailable."""
+    """The CUDA backend, bound to its first device; skips if it is unavailable, with the reason."""
     try:
         backend = load_backend("cuda")
     except BackendUnavailable as exc:

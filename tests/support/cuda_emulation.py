@@ -45,8 +45,7 @@ DEVICE = DeviceInfo(0, "emulated", "sm_90", 4 << 30)
 INTERPRETED_PIECES = 256
 INTERPRETED_BYTES = 1 << 20
 INTERPRETED_COLUMNS = 256
-"""Columns of a single-row linear layer per program: the interpreter takes a millisecond for each
-program."""
+"""Columns of a single-row linear layer per program: each takes the interpreter 1 ms."""
 
 
 class EmulatedRuntime(CpuRuntime):
@@ -57,8 +56,7 @@ class EmulatedRuntime(CpuRuntime):
 
 
 class EmulatedCommunicator(OneShotCommunicator, GlooCommunicator):
-    """The GPUs' communicator, with gloo for NCCL; ranks are processes that share the device's
-    memory."""
+    """The GPUs' communicator, with gloo for NCCL; ranks are processes that share device memory."""
 
     def __init__(self, group: GroupSpec, generation: int, timeout_s: float | None = None) -> None:
         super().__init__(group, generation)
@@ -123,8 +121,7 @@ def emulated_driver() -> CudaDriver:
 
 
 def emulated_sharing() -> DeviceSharing:
-    """The emulated device in an NVLink domain; EMULATED_IMEX_CHANNELS is the folder of its
-    channels."""
+    """The emulated device in an NVLink domain; EMULATED_IMEX_CHANNELS is its channels' folder."""
     source = Path(__file__).with_name("libnvidia-ml.c").read_text()
     nvml = compile_c("emulated_nvml", source, ("-O2",))._name
     channels = Path(os.environ.get("EMULATED_IMEX_CHANNELS", "/nonexistent"))

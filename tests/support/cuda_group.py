@@ -28,8 +28,7 @@ def require_gpus(cuda: Backend, count: int) -> None:
 
 
 def on_gpus(ranks: int, run: OnRank, way: str = "auto") -> list[Any]:
-    """Run a function on each rank, with small all-reduces by that implementation; return the
-    results."""
+    """Run a function on each rank, with that kind of small all-reduces; return the results."""
     meeting = f"tcp://127.0.0.1:{free_port()}"
     groups = (GroupSpec(rank, ranks, meeting) for rank in range(ranks))
     return at_once([partial(_one, run, group, way) for group in groups], 300.0)

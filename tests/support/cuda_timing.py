@@ -10,8 +10,7 @@ from mooncake_hal.backend import Backend
 
 WARM_UPS, ROUNDS = 5, 31
 FLUSHED_BYTES = 256 << 20
-"""More than the L2 cache of any GPU; writing this much takes longer than enqueueing the timed
-work."""
+"""More than any GPU's L2 cache; writing it takes longer than enqueueing the timed work."""
 MOST_COPIED_BYTES = 8 << 30
 MATMUL_SIZE = 8192
 

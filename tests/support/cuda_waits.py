@@ -13,8 +13,7 @@ _WAIT = "called a synchronizing CUDA operation"
 
 @contextmanager
 def watched() -> Iterator[list[str]]:
-    """Yield a list that gets, at the end of the block, the waits for the device that torch has
-    detected.
+    """Yield a list that gets, at the end of the block, the waits that torch has detected.
 
     Torch detects blocking copies, reads of results and stream synchronisation, but not events.
     """

@@ -1,5 +1,4 @@
-"""Devices that instances in other processes can run on: each kind is an environment and ``serve``
-options.
+"""Devices for instances in other processes: a kind is an environment and ``serve`` options.
 
 An emulated GPU and an emulated NPU can't both be in one process: each replaces what torch itself
 would load.
@@ -86,8 +85,7 @@ def mychip(folder: Path) -> DeviceKind:
 
 
 def install_example(folder: Path) -> None:
-    """Write the example's metadata as pip would, for processes that have the folder on
-    PYTHONPATH."""
+    """Write the example's metadata as pip would, for processes with the folder on PYTHONPATH."""
     [entry_points] = [
         section
         for section in (MYCHIP / "pyproject.toml").read_text().split("\n\n")

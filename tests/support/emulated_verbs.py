@@ -1,5 +1,4 @@
-"""RDMA without a device: the transport over an emulated libibverbs that copies within this
-process."""
+"""RDMA without a device: the transport over a libibverbs that copies within this process."""
 
 from __future__ import annotations
 
@@ -18,8 +17,7 @@ PORTS = ["emu0:1", "emu1:1"]
 
 
 def install(monkeypatch: pytest.MonkeyPatch) -> ctypes.CDLL:
-    """Replace libibverbs and pyverbs with the emulation; return the library, which has fault
-    switches.
+    """Replace libibverbs and pyverbs; return the emulated library, which has fault switches.
 
     Switches: ``emulated_fail(function, errno)`` makes a call fail once, ``emulated_set_down(device,
     flag)`` disconnects a device, ``emulated_set_stuck(flag)`` stops the completion of requests,

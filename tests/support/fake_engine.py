@@ -41,8 +41,7 @@ def upper_case(request: EngineRequest) -> list[int]:
 
 
 def saying(*texts: str | bytes) -> Script:
-    """Generates these texts (bytes), then ends; with several texts, the request ``-i`` gets text
-    i."""
+    """Generates these texts (bytes), then ends; of several texts, request ``-i`` gets text i."""
     encoded = [text.encode() if isinstance(text, str) else text for text in texts]
 
     def script(request: EngineRequest) -> list[int]:

@@ -46,8 +46,7 @@ _ports = itertools.count(15000)
 
 
 class HostRuntime:
-    """The part of a runtime that the transport uses: one A2 NPU, current in threads that bound
-    it."""
+    """The part of a runtime that hccs uses: one A2 NPU, current in threads that bound it."""
 
     def __init__(self, generation: str = "A2") -> None:
         self._generation = generation
@@ -134,8 +133,7 @@ class Codes:
 
 
 class FakeEngine:
-    """The common part of both engines: a port, and a limited number of page-aligned, disjoint
-    regions."""
+    """The common part of both engines: a port, and a limited number of page-aligned regions."""
 
     codes: ClassVar[Codes]
 

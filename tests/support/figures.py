@@ -58,8 +58,7 @@ class Figure:
 
 
 def record(benchmark: Any, figure: Figure) -> None:
-    """Attach a figure to a benchmark's report and append it to FIGURES_FILE. A benchmark may record
-    several."""
+    """Attach one of possibly several figures to a benchmark's report; append it to FIGURES_FILE."""
     benchmark.extra_info.setdefault("figures", []).append(asdict(figure))
     if path := os.environ.get(FIGURES_FILE):
         with Path(path).open("a") as lines:

@@ -39,8 +39,7 @@ ORDER = ((0, 1), (1, 0), (1, 0), (1,))
 
 
 def batches() -> Iterator[tuple[Tensor, Tensor, AttentionBatch]]:
-    """Token ids, positions and attention batch of each step; sequence i has the blocks 4i to 4i +
-    3."""
+    """Token ids, positions and attention batch of each step; sequence i has blocks 4i to 4i + 3."""
     for step, order in zip(STEPS, ORDER, strict=True):
         counts = [len(tokens) for tokens in step.tokens]
         places = [

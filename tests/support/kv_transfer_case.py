@@ -1,5 +1,4 @@
-"""Transfers of a prompt's KV from the ranks of a prefill instance to a rank of a decode
-instance."""
+"""Transfers of a prompt's KV from a prefill instance's ranks to a decode instance's rank."""
 
 from __future__ import annotations
 

@@ -69,8 +69,7 @@ def fleet(model: Path, how: str, kinds: dict[str, DeviceKind] = KINDS) -> Iterat
 async def check_deployment(
     model: Path, how: str = "pull", kinds: dict[str, DeviceKind] = KINDS
 ) -> list[str]:
-    """Check that every pair serves requests with the CPU's tokens, that nothing fails and nothing
-    leaks.
+    """Check that every pair serves requests with the CPU's tokens, without failures or leaks.
 
     Returns:
         Lines of a table: the number of requests from each kind to each kind.

@@ -166,8 +166,7 @@ async def check_cell(
     *,
     salt: str,
 ) -> None:
-    """Check a pair: the CPU's tokens, KV received whole and once, and everything released
-    afterwards.
+    """Check a pair: the CPU's tokens, KV received whole and once, and everything released.
 
     Raises:
         AssertionError: a check failed.

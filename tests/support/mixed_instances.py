@@ -49,8 +49,7 @@ def in_sharing_order(pairs: Sequence[Sides]) -> list[Sides]:
 
 
 class InstancePool:
-    """Starts the instances of a cell and the next one, and stops those that are needed last or not
-    at all.
+    """Starts a cell's and the next cell's instances, and stops those that are needed last or never.
 
     Args:
         start: starts one instance.

@@ -97,8 +97,7 @@ async def _reader(of: Pair) -> Served:
 
 @asynccontextmanager
 async def _loaded(decode: Served) -> AsyncIterator[None]:
-    """Leave the block once D has loaded the KV for the request that was made in it, and is
-    decoding."""
+    """Leave the block once D has loaded the KV for the block's request and is decoding."""
     before = await decode.figure(_LOADS)
     yield
     deadline = time.monotonic() + SURVIVOR_S
@@ -186,15 +185,13 @@ KILLS: dict[tuple[str, str], Callable[[Pair], Awaitable[Served]]] = {
     ("push", "D, written to"): _written_to,
     ("push", "D, decoding"): _pushed_decoder,
 }
-"""By the direction of the transfer and the state in which a side is killed; each returns the
-survivor."""
+"""By transfer direction, and the state in which a side is killed; each returns the survivor."""
 
 
 async def check_kills(
     model: Path, how: str, sides: tuple[Side, Side], cases: Sequence[Case]
 ) -> AsyncIterator[tuple[str, str | None]]:
-    """Every kill of a pair, one after another; each time the survivor has to serve with a new
-    partner.
+    """Every kill of a pair in turn; each time the survivor has to serve with a new partner.
 
     Yields:
         Each state's name, and its error or None.

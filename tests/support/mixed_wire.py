@@ -42,8 +42,7 @@ def enter_own_network() -> None:
 
 @contextmanager
 def other_network() -> Iterator[tuple[str, ...]]:
-    """A second network namespace, connected by a cable; yields the command that runs programs in
-    it."""
+    """A second network namespace, connected by a cable; yields the command that enters it."""
     ours = Path("/proc/self/ns/net").readlink()
     holder = subprocess.Popen(["unshare", "--net", "sleep", "86400"])
     try:
@@ -78,8 +77,7 @@ def start_apart(model: Path, how: str, role: str, side: Side, through: tuple[str
 
 
 def write_wide_model(folder: Path) -> Path:
-    """A model with 24 KiB of KV per token: 12 MB per prompt, so that requests are small in
-    comparison."""
+    """A model with 24 KiB of KV per token, 12 MB per prompt; requests are small in comparison."""
     return write_model(folder / "wide", "llama", dtype="bfloat16", num_hidden_layers=4, **_SHAPE)
 
 

@@ -1,5 +1,4 @@
-"""A Hugging Face hub on loopback: one repository per directory, with byte counts and injected
-faults."""
+"""A Hugging Face hub on loopback: a repository per directory, byte counts, injected faults."""
 
 from __future__ import annotations
 

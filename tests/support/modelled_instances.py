@@ -1,5 +1,4 @@
-"""Fake instances that take as long as a latency model predicts: prefills one by one, decodes
-batched."""
+"""Fake instances with a latency model's times: prefills one by one, decodes batched."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Helpers of the tests on the emulated NPU: instances on it, and prompts with unambiguous
-answers."""
+"""Helpers of the emulated NPU's tests: instances on it, prompts with unambiguous answers."""
 
 from __future__ import annotations
 

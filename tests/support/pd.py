@@ -72,8 +72,7 @@ class Instance:
         return not (stats.num_running or stats.num_waiting or stats.kv_cache_usage or held)
 
     async def check_clean(self, within_s: float = 10.0) -> None:
-        """Check that everything is released within that time and that the block accounting is
-        consistent."""
+        """Check that all is released within that time and the block accounting is consistent."""
         await wait_until(lambda: self.is_idle, within_s, lambda: f"still busy: {self.describe()}")
         self.core.check_integrity()
         self.engine.check_health()
@@ -134,8 +133,7 @@ async def pair(
     decode: dict[str, Any] | None = None,
     **options: Any,
 ) -> AsyncIterator[Pair]:
-    """Two instances for the duration of a block; ``prefill`` and ``decode`` override the
-    options."""
+    """Two instances for the duration of a block; ``prefill`` and ``decode`` override options."""
     async with (
         instance(model, Role.PREFILL, **{**options, **(prefill or {})}) as first,
         instance(model, Role.DECODE, **{**options, **(decode or {})}) as second,

@@ -43,8 +43,7 @@ class Side(Protocol):
     async def answer(
         self, case: Case, params: KVTransferDict, seen: list[int], *, max_tokens: int
     ) -> Answer:
-        """Send a request; ``seen`` gets the tokens as they arrive, where the instance streams
-        them."""
+        """Send a request; ``seen`` gets the tokens as they arrive, if the instance streams."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -54,8 +53,7 @@ class Side(Protocol):
 
 @dataclass
 class Near:
-    """An instance in this process. Peers reach its side channel through the relay, if it has
-    one."""
+    """An instance in this process; peers reach its side channel through its relay, if any."""
 
     instance: Instance
     relay: Relay | None = None

@@ -91,8 +91,7 @@ def write_grid_model(directory: Path, name: str) -> Path:
 
 
 async def make_questions(single: Instance, seed: int) -> list[Question]:
-    """Prompts of all LENGTHS; prompts of different seeds differ, so that no instance has their KV
-    cached."""
+    """Prompts of all LENGTHS, different for each seed, so that no instance has their KV cached."""
     prompts = [prompt_of(length, seed=seed) for length in LENGTHS]
     answers = await asyncio.gather(*(ask(single, prompt, SAMPLING) for prompt in prompts))
     return [Question(p, tuple(a.tokens)) for p, a in zip(prompts, answers, strict=True)]
@@ -112,8 +111,7 @@ async def side(
 
 
 async def check_pair(both: Pair, questions: Sequence[Question]) -> None:
-    """Check that answers equal the single instance's, with transferred KV, and that all is
-    released.
+    """Check that answers equal the single instance's, that KV was transferred and all released.
 
     The prefill instance may be serving others: the caller checks that it is clean.
 

@@ -78,8 +78,7 @@ def body_of(
     params: KVTransferDict | None = None,
     salt: str | None = None,
 ) -> dict[str, Any]:
-    """The body of a completion request; with a salt of its own it finds no cached KV of earlier
-    requests."""
+    """The body of a completion request; a salt of its own finds no KV of earlier requests."""
     salted = {} if salt is None else {"cache_salt": salt}
     return {
         **salted,

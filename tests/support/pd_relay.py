@@ -35,8 +35,7 @@ def deliver(kind: str) -> list[float]:
 
 
 def unreliable(seed: int) -> Fate:
-    """Lose a third of the messages, duplicate a third, and deliver all of them late and out of
-    order."""
+    """Lose a third of the messages, duplicate a third; deliver all late and out of order."""
     numbers = random.Random(seed)
 
     def fate(kind: str) -> list[float]:

@@ -83,8 +83,7 @@ class Tally:
     hangs: list[str] = field(default_factory=list)
     leaked: list[str] = field(default_factory=list)
     early_bytes: int = 0
-    """Bytes that the decode instance of this process has read while prompts were still being
-    computed."""
+    """Bytes that this process' decode instance has read while prompts were being computed."""
 
     @property
     def is_good(self) -> bool:
@@ -114,8 +113,7 @@ class Soak:
         self._metaserver.is_failure_expected = True
 
     async def run(self, num_requests: int) -> Tally:
-        """Send that many requests, WORKERS at a time; then wait until everything is released, and
-        check."""
+        """Send that many requests, WORKERS at a time; then check that everything is released."""
         GATE.chaos = random.Random(self._numbers.random())
         self._over.relay.fate = unreliable(self._numbers.randrange(1 << 30))
         todo = iter(range(num_requests))
@@ -158,8 +156,7 @@ class Soak:
             self.tally.wrong.append(f"{fate}: {seen}, expected {case.expected}")
 
     def _choose(self, sides: tuple[Near, Far]) -> Near | Far:
-        """Choose a side at random; one that is known to be down only sometimes, as a proxy
-        would."""
+        """Choose a side at random; one that is known to be down only sometimes, like a proxy."""
         near, far = sides
         chosen = self._numbers.choice(sides)
         if chosen is far and far.served is None and self._numbers.random() < 0.9:

@@ -1,5 +1,4 @@
-"""A third-party transport for tests: shared memory behind a gate that holds, corrupts or fails
-reads.
+"""A third-party transport for tests: shared memory whose reads a gate holds, corrupts or fails.
 
 Installed like any plugin, by an entry point; ``GATE`` belongs to the process that imports it. In a
 process' environment, ``MOONCAKE_TEST_GATE=closed`` closes its gate from the start, and ``chaos``
@@ -39,8 +38,7 @@ METADATA = "Metadata-Version: 2.1\nName: gated-transport\nVersion: 1\n"
 
 
 def install(directory: Path) -> Path:
-    """Write the metadata that installs the plugin for processes with ``directory`` on their
-    path."""
+    """Write metadata that installs the plugin for processes with ``directory`` on their path."""
     info = directory / "gated_transport-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(METADATA)

@@ -48,8 +48,7 @@ def engine(
 
 
 def ask(core: EngineCore, prompts: Sequence[Tokens], sampling: SamplingParams = GREEDY, n: int = 1):
-    """Serve prompts concurrently, each ``n`` times; their answers, and the number of prompt tokens
-    found."""
+    """Serve prompts at once, each ``n`` times; their answers, and the prompt tokens found."""
     requests = [
         EngineRequest(f"p{i}-{j}", prompt, sampling, group=f"p{i}" if n > 1 else None)
         for i, prompt in enumerate(prompts)

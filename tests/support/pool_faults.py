@@ -53,8 +53,7 @@ class FaultyPool:
         self.store = self.start(port)
 
     def try_another(self):
-        """Run a second store on the same directory, which has to refuse to start; returns its
-        result."""
+        """Run a second store on the same directory, which must not start; returns its result."""
         command = [*self.prefix, sys.executable, "-m", "mooncake_kv", "store", "--port", "0"]
         command += ["--dram", str(DRAM), "--ssd", f"{self.ssd}:{SSD}", "--ssd-segment-bytes", "4M"]
         return subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=False)

@@ -29,8 +29,7 @@ _firsts = itertools.count(3)
 
 @dataclass(frozen=True)
 class PoolSide:
-    """One instance; as text, ``cuda/16:2x1``: its kind, tokens per block, stages and ranks per
-    stage.
+    """One instance; as text, ``cuda/16:2x1``: kind, tokens per block, stages, ranks per stage.
 
     Args:
         kind: of KINDS.
@@ -89,8 +88,7 @@ async def make_case(on_cpu: Instance, pair: Sequence[Served]) -> Case:
 
 
 async def check_pair(writer: Served, reader: Served, case: Case) -> None:
-    """Check that one instance loads the KV that another one computed and saved, and answers as the
-    CPU does.
+    """Check that an instance loads the KV that another one saved, and answers as the CPU does.
 
     Raises:
         AssertionError: a check failed.

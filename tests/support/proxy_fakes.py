@@ -122,16 +122,14 @@ class Behaviour:
     has_room: asyncio.Event | None = None
 
     def take_recomputation(self) -> int | None:
-        """After how many events this request is recomputed; the next request may have another
-        value."""
+        """After how many events this request is recomputed; the next one may have another value."""
         found = self.recompute_after
         self.recompute_after, self.recompute_again_after = self.recompute_again_after, None
         return found
 
 
 class FakeInstance:
-    """One P or D on loopback. `seen` records its requests, `cut_off` those whose client
-    disconnected."""
+    """One P or D on loopback. `seen` has its requests, `cut_off` those of gone clients."""
 
     def __init__(self, name: str = "fake", behaviour: Behaviour | None = None) -> None:
         self.name = name

@@ -47,8 +47,7 @@ async def post(s: Stand, body: Json, path: str = "/v1/completions") -> httpx.Res
 
 
 async def send_raw(s: Stand, body: Json) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """Send a completion request on a connection of its own, which the test may cut at any
-    moment."""
+    """Send a completion request on a connection of its own, which the test may cut any time."""
     reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
     data = json.dumps(body).encode()
     head = (

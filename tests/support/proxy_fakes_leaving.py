@@ -19,8 +19,7 @@ STAGES = [
 
 
 async def leave(flow: str, stage: str, counted_as: str) -> float:
-    """Seconds from the disconnect until every instance that works on the request has been
-    notified."""
+    """Seconds from the disconnect until every instance that works on the request is notified."""
     async with stand(flow=flow) as s:
         waiting_at = s.prefill if stage in {"prefill", "meeting"} else s.decode
         if stage == "decode":

@@ -87,8 +87,7 @@ def losing(*kinds: str) -> Fate:
 
 
 def unreliable(seed: int) -> Fate:
-    """Lose two of three messages and delay the rest, except for handshakes, without which nothing
-    would start."""
+    """Lose two of three messages and delay the rest, but no handshake: nothing would start."""
     numbers = random.Random(seed)
 
     def fate(kind: str) -> float | None:
@@ -112,8 +111,7 @@ class Line:
         tries: int = TRIES,
         try_timeout_s: float | None = None,
     ) -> AnyMessage:
-        """As ``SideChannelClient.ask``: repeats the question until it is answered; late answers
-        count."""
+        """As ``SideChannelClient.ask``: repeats the question until an answer, even a late one."""
         answer: asyncio.Future[AnyMessage] = asyncio.get_running_loop().create_future()
         for _ in range(tries):
             self._send(make(1), lambda question: self._answer(handle, question, answer))

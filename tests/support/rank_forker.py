@@ -93,8 +93,7 @@ def main(descriptor: int) -> int:
 
 
 def _be_where(place: dict[str, Any], streams: Sequence[int]) -> None:
-    """Take on the requesting process' environment, working directory, import path and output
-    streams."""
+    """Take on the requesting process' environment, folder, import path and output streams."""
     os.environ.clear()
     os.environ.update(place["env"])
     os.chdir(place["cwd"])

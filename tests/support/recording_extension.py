@@ -16,8 +16,7 @@ class RecordingExtension:
         self._layers: list[int] = []
 
     def receive(self, message: bytes) -> None:
-        """``report`` replies with facts, ``die`` raises in a helper thread, ``raise`` raises
-        here."""
+        """``report`` replies with facts; ``die`` raises in a helper thread, ``raise`` here."""
         if message == b"report":
             context = self._context
             facts = (context.rank, context.num_ranks, context.pool.num_blocks, self._layers)

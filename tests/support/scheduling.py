@@ -1,5 +1,4 @@
-"""A scheduler under test: requests, a peer, and workers whose KV records what it was computed
-from."""
+"""A scheduler under test: requests, a peer, and workers whose KV records its tokens."""
 
 from __future__ import annotations
 
@@ -316,8 +315,7 @@ class Bench:
         raise AssertionError(f"not done after {max_steps} steps: {answers}")
 
     def _begin_load(self, table: list[int], prompt: tuple[int, ...], start: int) -> None:
-        """Write half of the load at once: a peer may write before steps that are planned or in
-        flight run."""
+        """Write half of the load at once: a peer may write before pending steps run."""
         self.worker.load(table, prompt[: (start + len(prompt)) // 2], start)
 
     def end_load(self, name: str, error: str | None, first_token: FirstToken | None = None) -> None:

@@ -1,5 +1,4 @@
-"""A real core and scheduler over an executor that returns scripted tokens instead of running a
-model."""
+"""A real core and scheduler over an executor that returns scripted tokens without a model."""
 
 from __future__ import annotations
 

@@ -76,8 +76,7 @@ class Served:
 
     @contextmanager
     def pair(self, flow: str) -> Iterator[int]:
-        """A prefill instance, a decode instance (both on the first device) and a proxy; yields its
-        port."""
+        """A prefill and a decode instance on the first device, and a proxy; yields its port."""
         connectors = {"pull": "MooncakeConnector", "push": "MooncakeLayerwiseConnector"}
         options = ("--kv-connector", connectors[flow], "--async-scheduling")
         with (

@@ -21,16 +21,14 @@ BOOTSTRAP_PORT = 9123
 
 @dataclass
 class Room:
-    """The rendezvous of a request's two halves: P waits until D has reserved memory, D for P's
-    KV."""
+    """The rendezvous of a request's two halves: P waits for D's reservation, D for P's KV."""
 
     prefilled: asyncio.Event = field(default_factory=asyncio.Event)
     claimed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class SGLangInstance(FakeInstance):
-    """A prefill or decode server. `rooms` are shared by all pairs, by (bootstrap host, port,
-    room)."""
+    """A prefill or decode server. All pairs share `rooms`, by (bootstrap host, port, room)."""
 
     def __init__(self, name: str, role: Role, rooms: dict[tuple[str, int, int], Room]) -> None:
         super().__init__(name)
@@ -43,8 +41,7 @@ class SGLangInstance(FakeInstance):
         await super()._answer(seen, writer)
 
     async def _meet(self, body: Json) -> None:
-        """Rendezvous as the two schedulers do: D reserves memory, P computes and sends, D
-        continues."""
+        """Rendezvous as the schedulers do: D reserves memory, P computes and sends, D continues."""
         if self.behaviour.hangs or self.behaviour.drops:
             return
         key = (body["bootstrap_host"], body["bootstrap_port"], body["bootstrap_room"])

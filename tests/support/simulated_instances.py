@@ -32,8 +32,7 @@ from mooncake_conductor.simulator.simulation import Cluster
 
 
 class _SimulatedInstance(FakeInstance):
-    """Does not watch for disconnects, which would cost too much at a thousand requests per
-    second."""
+    """Does not watch for disconnects, which would be slow at a thousand requests per second."""
 
     async def _answer_watched(
         self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -133,8 +132,7 @@ class SimulatedDecode(_SimulatedInstance):
         await arrived
 
     def _wake(self) -> None:
-        """Wake the node as the simulation does: step until now, and again when the batch
-        changes."""
+        """Wake the node as the simulation does: step until now, again when the batch changes."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         for decoded in self._node.advance(now):

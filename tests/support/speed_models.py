@@ -52,8 +52,7 @@ class SpeedShape:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of weights that a decode step reads: all but the embeddings, of which it looks up
-        rows."""
+        """Bytes of weights that a decode step reads: all but the embeddings (it looks up rows)."""
         shape = self.fields
         hidden, kv_heads = shape["hidden_size"], shape["num_key_value_heads"]
         keys_values = 2 * kv_heads * (hidden // shape["num_attention_heads"])

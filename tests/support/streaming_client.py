@@ -58,8 +58,7 @@ class StreamReader(asyncio.Protocol):
 async def stream_all(
     port: int, num_streams: int, num_tokens: int, more: Mapping[str, Any] | None = None
 ) -> list[list[float]]:
-    """Arrival times of each stream's tokens, in seconds; ``more`` are further fields of the
-    request."""
+    """Arrival times of each stream's tokens, in seconds; ``more`` are further request fields."""
     fields = {"prompt": "a" * 16, "max_tokens": num_tokens, "temperature": 0, "ignore_eos": True}
     readers = await stream_each(port, [fields | dict(more or {})] * num_streams)
     return [reader.times for reader in readers]

@@ -10,8 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True, scope="session")
 def single_thread() -> Iterator[None]:
-    """Compute with one thread: two would wait for each other whenever the machine runs something
-    else."""
+    """Compute with one thread: two would wait for each other whenever the machine is busy."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -31,8 +31,7 @@ METADATA = "Metadata-Version: 2.1\nName: throttled-transport\nVersion: 1\n"
 
 
 def install(directory: Path) -> Path:
-    """Write the metadata that installs the plugin for processes with ``directory`` on their
-    path."""
+    """Write metadata that installs the plugin for processes with ``directory`` on their path."""
     info = directory / "throttled_transport-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(METADATA)

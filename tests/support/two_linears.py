@@ -1,5 +1,4 @@
-"""The smallest model that is loaded and divided like any other: a fused linear and a row-parallel
-one."""
+"""The smallest model that loads and divides like any other: a fused linear, a row-parallel one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""KV caches as vLLM allocates them, in host memory: one allocation, six orders, a view per
-layer."""
+"""KV caches as vLLM allocates them, in host memory: an allocation, six orders, layer views."""
 
 from __future__ import annotations
 

@@ -175,8 +175,7 @@ class FakeVllm:
         return params
 
     def admit(self, request: Asked, blocks: Tables, num_computed: int = 0) -> int | None:
-        """Look up and allocate, as vLLM's scheduler does; returns how many tokens the connector
-        will load."""
+        """Look up and allocate, as vLLM's scheduler does; returns the number of tokens to load."""
         count = self.scheduler.num_to_load(request, num_computed)
         if count is not None:
             table = SimpleNamespace(get_block_ids=lambda: each_table(blocks))

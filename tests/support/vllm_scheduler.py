@@ -343,8 +343,7 @@ class VllmInstance:
             self.answers[name].finish = "abort"
 
     def step(self) -> None:
-        """One iteration of EngineCore; with async scheduling, a step's output comes one iteration
-        later."""
+        """One iteration of EngineCore; with async scheduling, outputs come one iteration later."""
         if self.scheduler.has_requests():
             step = self.scheduler.schedule()
             self._in_flight.append((step, None if self._is_behind else self._execute(step)))
@@ -412,8 +411,7 @@ class VllmInstance:
         self._worker.shutdown()
 
     def _worker_side(self, connector: HalConnector) -> WorkerSide:
-        """A worker's side of the connector, over vLLM's memory, without a model runner's rank
-        groups."""
+        """A worker's side of the connector, over vLLM's memory, without rank groups."""
         [path] = worker_sockets(connector._vllm_config, type(connector).__name__)
         connector._worker = WorkerSide(
             connector._config, 0, path, self.caches.view, HOST, connector._worker_kind()

@@ -33,8 +33,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 E4M3 = torch.float8_e4m3fn
 
 TENSOR_COLUMNS = 512
-"""Columns of tensor memory. A kernel that needs more still compiles without a message, but
-traps."""
+"""Columns of tensor memory. A kernel that needs more compiles without a message, but traps."""
 
 MATRIX_UNITS = {"sm_80": "mma.sync", "sm_90": "wgmma.mma", "sm_100": "tcgen05.mma"}
 
@@ -43,8 +42,7 @@ REGISTERS = 64 << 10
 """Registers per processor."""
 
 PROGRAMS_PER_PROCESSOR = 2
-"""Programs of a small all-reduce that a processor must hold: 64 then fit on every device with 32
-processors."""
+"""Programs of a small all-reduce per processor: 64 then fit on any device with 32 processors."""
 
 LATENT_PRODUCTS = (512 + 64) // 16 + 64 // 16
 """Matrix instructions of one group of four warps per 64 tokens: half of all scores and sums."""
@@ -98,8 +96,7 @@ def test_rows(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
 
 @pytest.mark.parametrize("model", GROUPED)
 def test_single_rows(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
-    """Our kernel runs where it was measured to be faster than cuBLAS, and accesses 16 bytes at a
-    time."""
+    """Our kernel runs where it was faster than cuBLAS, and accesses 16 bytes at a time."""
     with compiling(generation) as kernels:
         shapes.single_rows(GROUPED[model])
     is_ours = generation == "sm_90" and dtype != "float32"

@@ -37,8 +37,7 @@ Calls = dict[str, dict[str, Any]]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Replaces FlashInfer's functions by their signatures; records the arguments of each call, by
-    name."""
+    """Replaces FlashInfer's functions by their signatures; records the arguments of each call."""
     recorded: Calls = {}
 
     def binding(name: str) -> Callable[..., torch.Tensor]:

@@ -1,5 +1,4 @@
-"""Our connector against every release of vLLM that it supports, by the interface files in this
-folder.
+"""Our connector against every supported release of vLLM, by the interface files in this folder.
 
 Neither vLLM nor torch is needed: both sides are parsed as text. ci/vllm_interfaces.py writes the
 files from vLLM's source distributions, and fails if one of them is out of date. A hook that a new

@@ -1,5 +1,4 @@
-"""The emulated NPU rejects what a real one rejects; otherwise, passing tests would prove
-nothing."""
+"""The emulated NPU rejects what a real one rejects; otherwise tests would prove nothing."""
 
 from __future__ import annotations
 

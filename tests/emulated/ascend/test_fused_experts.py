@@ -130,8 +130,7 @@ def test_group_without_fused_experts_logs_the_reason(caplog: pytest.LogCaptureFi
 def test_an_instance_over_eight_npus(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Data-parallel ranks that share experts, most of them without tokens; answers are the
-    CPU's."""
+    """Data-parallel ranks share experts, most without tokens; the answers are the CPU's."""
     monkeypatch.setenv("NPU_EMULATION_GENERATION", "A3")
     monkeypatch.setenv("NPU_EMULATION_DEVICES", "8")
     shape = {"hidden_size": 7168, "num_hidden_layers": 1, "num_experts": 16}

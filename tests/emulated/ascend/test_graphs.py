@@ -66,8 +66,7 @@ def test_replayed_steps_give_the_tokens_of_launched_ones(
 def test_layers_are_loaded_and_saved_between_piecewise_graphs(
     tmp_path: Path, replays: Counter[str]
 ) -> None:
-    """A step whose layers are loaded from or saved to the pool is replayed piecewise like any
-    other."""
+    """A step whose layers are loaded from or saved to the pool is replayed piecewise, too."""
     model = write_checkpoint(random_model("llama"), tmp_path / "llama")
     options: dict[str, Any] = {**ON_NPU, "dtype": "auto", "max_num_batched_tokens": 160}
     options["piecewise_graph_max_tokens"] = None

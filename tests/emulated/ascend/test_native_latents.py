@@ -1,5 +1,4 @@
-"""A decode instance keeps latents as tiles and generates the CPU's tokens whatever it does with
-them."""
+"""A decode instance that keeps latents as tiles generates the CPU's tokens."""
 
 from __future__ import annotations
 

@@ -55,8 +55,7 @@ def admitted(table: RequestTable, name: str, params: SamplingParams) -> CachedRe
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "random"])
 @pytest.mark.parametrize("need", NEEDS)
 def test_sampling_does_not_wait(need: str, temperature: float) -> None:
-    """Neither for a stable batch nor for a request that joins it; the CPU samples the same
-    tokens."""
+    """Neither for a stable batch nor for a joining request; the CPU samples the same tokens."""
     params = SamplingParams(temperature=temperature, **NEEDS[need])
     logits = torch.randn(2, VOCAB, generator=torch.Generator().manual_seed(1)) * 3
     chosen = []

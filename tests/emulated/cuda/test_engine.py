@@ -1,5 +1,4 @@
-"""The engine on the emulated device: CUDA's kernels, memory and transports, and the CPU's
-tokens."""
+"""The engine on the emulated device: CUDA's kernels, memory and transports, the CPU's tokens."""
 
 from __future__ import annotations
 

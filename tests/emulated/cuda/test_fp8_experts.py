@@ -66,8 +66,7 @@ def test_tokens_equal_the_references(model: Path) -> None:
 def test_two_ranks_give_the_logits_of_two_reference_ranks(
     model: Path, ep_size: int, least: int
 ) -> None:
-    """With slices of all experts or with whole experts; the rows of a slice have scales of their
-    own."""
+    """With slices of all experts or with whole experts; a slice's rows have their own scales."""
 
     def logits(ops: Ops, group: Communicator) -> list[Tensor]:
         sizes = {"ep_size": ep_size, "ep_dispatch_min_tokens": least}

@@ -1,5 +1,4 @@
-"""The KV transfer that the benchmark measures, on a small scale, with its result checked, on the
-emulated device."""
+"""The benchmark's KV transfer on the emulated device: small, and with its result checked."""
 
 from __future__ import annotations
 

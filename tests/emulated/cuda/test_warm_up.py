@@ -22,8 +22,7 @@ from mooncake_engine.scheduling.step_plan import StepPlan
 from mooncake_hal_cuda.cuda_ops import CudaOps
 
 Launch = tuple[object, ...]
-"""A kernel, its tensors' dtypes and its compile-time arguments, which together determine
-compilation."""
+"""A kernel, its tensors' dtypes and its compile-time arguments: a compilation's key."""
 FEW = SamplingParams(temperature=0.0, max_tokens=3)
 
 

@@ -47,8 +47,7 @@ def executor(cuda: Backend, model: Path) -> Iterator[InProcessExecutor]:
 def test_a_step_waits_once_with_any_sampling_parameters(
     executor: InProcessExecutor, need: str, temperature: float
 ) -> None:
-    """A step waits for its tokens; with a grammar also for the previous step's, which are ready by
-    then."""
+    """For its tokens; with a grammar also for the previous step's, which are ready by then."""
     sampling = SamplingParams(temperature=temperature, **NEEDS[need])
     prompts, steps = [prompt_of(40, row) for row in range(4)], 20
     with closing(Decoder(executor, prompts, 128, sampling=sampling)) as made:

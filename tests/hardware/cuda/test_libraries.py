@@ -1,5 +1,4 @@
-"""Attention libraries on a real device: each available one gives the same results as our
-kernels."""
+"""Attention libraries on a real device: each available one gives our kernels' results."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Steps with prompts, replayed as piecewise graphs on a GPU, give the same results as launched
-ones.
+"""Steps with prompts, replayed as piecewise graphs on a GPU, give the launched steps' results.
 
 All graphs share one memory pool: a graph's outputs for the next one must survive those in between.
 """

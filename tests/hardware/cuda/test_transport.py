@@ -1,5 +1,4 @@
-"""The transport suite over ``cuda_ipc`` with every kind of memory, and over ``staged``, on a
-device."""
+"""The transport suite on a device: ``cuda_ipc`` with every kind of memory, and ``staged``."""
 
 from __future__ import annotations
 

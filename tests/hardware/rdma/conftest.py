@@ -1,5 +1,4 @@
-"""Tests that need an RDMA device; without one each is skipped, or fails where a device is
-required."""
+"""Tests that need an RDMA device; without one they are skipped, or fail where it is required."""
 
 from __future__ import annotations
 

@@ -24,8 +24,7 @@ PATIENT = {"lease_s": 60.0, "transfer_timeout_s": 60.0}
 
 @pytest.fixture(autouse=True)
 def without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Skips compiling the CPU backend's kernels, which takes an emulated processor most of a
-    minute."""
+    """Skips the CPU backend's kernels, whose compilation takes an emulated CPU most of a minute."""
     monkeypatch.setenv("MOONCAKE_HAL_CPU_NATIVE", "0")
 
 

@@ -90,8 +90,7 @@ class TestFailover(TransportKit):
             self.check_reads(pair)
 
     def check_reads(self, pair: Pair) -> None:
-        """Read new bytes in more transfers than there are connections, so that each connection gets
-        one."""
+        """Read new bytes in more transfers than there are connections, so that each gets one."""
         pair.there.put(self.rng.integers(0, 256, NBYTES, np.uint8))
         here, there = pair.here.region.address, pair.there.region.address
         for at in range(0, 4 * MIB, MIB):

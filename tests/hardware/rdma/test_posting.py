@@ -1,5 +1,4 @@
-"""Queue pairs and memory regions created through libibverbs' public ABI, on a device of this
-host."""
+"""Queue pairs and memory regions by libibverbs' public ABI, on a device of this host."""
 
 from __future__ import annotations
 

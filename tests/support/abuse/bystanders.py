@@ -1,5 +1,4 @@
-"""The bystanders of an attack, which must not be affected: ordinary requests, health checks,
-memory."""
+"""The bystanders, which no attack may affect: ordinary requests, health checks, memory."""
 
 from __future__ import annotations
 
@@ -59,8 +58,7 @@ def ordinary_bodies() -> list[Json]:
 
 
 async def make_cases(target: Target) -> list[Case]:
-    """Answers to each request from one decode instance alone and through the proxy, which must
-    agree.
+    """Each request's answers from a single decode instance and the proxy, which must agree.
 
     Raises:
         AssertionError: they don't, so there is nothing to compare later answers with.
@@ -179,8 +177,7 @@ class Bystanders:
     async def _probes(
         self, client: httpx.AsyncClient, name: str, url: str, ending: asyncio.Event
     ) -> None:
-        """Send a health check at every interval, whether or not the previous one has been
-        answered."""
+        """Send a health check at every interval, even if the previous one is unanswered."""
         in_flight: set[asyncio.Task[None]] = set()
         while not ending.is_set():
             probe = asyncio.create_task(self._probe(client, name, f"{url}/health", ending))

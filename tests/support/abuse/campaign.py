@@ -43,8 +43,7 @@ class Plan:
 
 
 class Field:
-    """A deployment that is started at its first attack, and restarted after it has lost a
-    process."""
+    """A deployment that starts at its first attack, and restarts after it has lost a process."""
 
     def __init__(self, connector: str, plan: Plan) -> None:
         self._connector = connector

@@ -40,8 +40,7 @@ def frozen(target: Target, attempts: Attempts, name: str) -> None:
 
 
 def query_of_death(_: Target, attempts: Attempts) -> None:
-    """Requests that make every instance hang up: they may reach two instances of one role, and none
-    of the other."""
+    """Requests that make instances hang up; they may reach two of one role, none of the other."""
     asyncio.run(_query_of_death(attempts))
 
 

@@ -99,8 +99,7 @@ def post(
     what: str,
     seconds: float = 60.0,
 ) -> None:
-    """Send one request through the proxy; complain if there is no answer or its status is not
-    allowed."""
+    """Send one request through the proxy; complain without an answer of an allowed status."""
     with client(target, seconds) as made:
         try:
             content = body if isinstance(body, bytes) else json.dumps(body).encode()

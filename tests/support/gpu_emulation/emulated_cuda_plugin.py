@@ -32,8 +32,7 @@ def mooncake_hal_backend() -> BackendSpec:
 
 
 def load() -> Backend:
-    """Load the backend. EMULATED_CUDA_KERNELS=interpreted makes it compute with the GPU's kernels,
-    slowly."""
+    """Load the backend; EMULATED_CUDA_KERNELS=interpreted runs the GPU's kernels, slowly."""
     from support.cuda_emulation import device_without_kernels, emulated_backend
 
     if os.environ.get("EMULATED_CUDA_KERNELS") == "interpreted":

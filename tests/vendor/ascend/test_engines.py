@@ -1,5 +1,4 @@
-"""The published wheels' Python API equals the recorded one that hccs and its fake are checked
-against."""
+"""The published wheels' Python API equals the recorded one, which hccs and its fake match."""
 
 from __future__ import annotations
 

@@ -40,8 +40,7 @@ from torch_npu import _C, kernels  # noqa: E402, F401  # they register themselve
 
 
 def _autoload() -> None:
-    """The entry point that ``import torch`` calls; importing this module has already done
-    everything."""
+    """The entry point that ``import torch`` calls; importing this module is enough."""
 
 
 def __getattr__(name: str) -> Any:

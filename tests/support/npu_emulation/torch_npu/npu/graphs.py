@@ -21,8 +21,7 @@ UPDATED = {
     "npu::npu_fused_infer_attention_score": ("actual_seq_lengths", "actual_seq_lengths_kv"),
     "npu::npu_fused_infer_attention_score_v2": ("actual_seq_qlen", "actual_seq_kvlen"),
 }
-"""Ops with host lists that ``NPUGraph.update`` may change, and the lists' names: torch-npu's
-handlers."""
+"""Ops whose host lists ``NPUGraph.update`` may change, and the lists: torch-npu's handlers."""
 
 _WAITING = ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal")
 _capturing: list[_Recorder] = []
@@ -141,8 +140,7 @@ class NPUGraph:
         return [op for op in ops if op.function._schema.name in UPDATED]
 
     def update(self, cpu_update_input: list[dict[str, Any]]) -> None:
-        """Change host lists of the captured attention ops; one dict for all ops, or one for
-        each."""
+        """Change host lists of captured attention ops; one dict for all ops, or one for each."""
         if not self.auto_dispatch_capture:
             raise RuntimeError("The current graph configuration does not support update")
         wanted = self._updated_ops()
