@@ -58,8 +58,8 @@ def test_split_count_follows_from_the_capacity(capacity: int, splits: int) -> No
 
 
 def test_single_sequence_fills_the_device() -> None:
-    assert Tuning("sm_90", 132).splitting(8, 256).most >= 2 * 132 // 8
-    assert Tuning("sm_90", 132).splitting(1000, 256).most == 1
+    assert Tuning("sm_90", 132).splitting(8, 256).max_splits >= 2 * 132 // 8
+    assert Tuning("sm_90", 132).splitting(1000, 256).max_splits == 1
 
 
 @pytest.mark.parametrize("generation", SHARED_BYTES)
