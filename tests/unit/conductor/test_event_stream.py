@@ -106,7 +106,8 @@ class Line:
         self.has_snapshots, self.kept = has_snapshots, kept
         self.restarts: list[float] = []
         self.live: list[tuple[int, EventBatch]] = []
-        self.began = 0.0
+        self.began = self.applied = 0.0
+        self.expected = stream.expected
         self.asked: list[ReplayRequest | SnapshotRequest] = []
         self.replayed: list[tuple[int, EventBatch | list[EventBatch]] | None] = []
 
@@ -142,10 +143,25 @@ class Line:
                     self._assume_followed(number, batches[0])
                 wanted = apply_all(self.stream.apply_snapshot(number, batches))
             else:
+                self._assume_continued(*message)
                 self._assume_followed(message[0] + 1, message[1])
                 wanted = self.stream.receive(*message, is_replayed=line is self.replayed)
             if wanted is not None:
                 self.asked.append(wanted)
+            self._note_applied(message)
+
+    def _note_applied(self, message) -> None:
+        """Remember the epoch of the batches before the expected one."""
+        if message is not None and self.stream.expected != self.expected:
+            self.expected = self.stream.expected
+            batches = message[1] if isinstance(message[1], list) else [message[1]]
+            self.applied = max(map(self._epoch, batches), default=self.applied)
+
+    def _assume_continued(self, sequence: int, batch: EventBatch) -> None:
+        """Exclude a batch that by its number fills a gap of the old epoch but is of a new one, as a
+        replay's may be: nothing shows that the new epoch's batches before it are missing."""
+        if sequence == self.stream.expected and sequence:
+            assume(self._epoch(batch) == self.applied)
 
     def _epoch(self, batch: EventBatch) -> float:
         """Return the start time of the epoch that published a batch."""
