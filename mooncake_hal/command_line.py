@@ -40,9 +40,9 @@ class CommandParser(argparse.ArgumentParser):
     def _suggestions(self) -> Iterator[str]:
         # argparse reports `--model` as missing, and not that `--modle` is no option.
         known = set(_option_names(self))
-        for name in (word.partition("=")[0] for word in self._words):
-            is_option = name.startswith("--") and any(each.startswith(name) for each in known)
-            if name.startswith("--") and not is_option:
+        options = (word.partition("=")[0] for word in self._words if word.startswith("--"))
+        for name in options:
+            if not any(each.startswith(name) for each in known):
                 for nearest in difflib.get_close_matches(name, known, n=1, cutoff=0.8):
                     yield f"did you mean {nearest}, not {name}?"
 
