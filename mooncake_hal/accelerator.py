@@ -1,5 +1,4 @@
-"""The runtime of devices with streams, on top of torch's module for the device type (``torch.cuda``
-or its counterpart).
+"""The runtime of devices with streams, on top of torch's module for the device type.
 
 All these modules have the same functions: a backend passes its own, describes its devices, and
 implements graph capture.

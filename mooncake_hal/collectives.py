@@ -197,7 +197,7 @@ class _StartedExchange:
 
 
 class Accelerator(Protocol):
-    """Torch's module for a device type, such as ``torch.cuda`` or its counterpart."""
+    """The functions that torch's module for a device type has, whichever the type is."""
 
     def device_count(self) -> int:
         """Number of devices that are visible to this process."""
