@@ -17,8 +17,9 @@ from torch import Tensor
 from mooncake_hal.backend import AttentionBatch
 from mooncake_hal.errors import DeviceError
 from mooncake_hal_cuda.kernels.attention_parts import merge_splits
+from mooncake_hal_cuda.kernels.decode_attention import decode_attention
 from mooncake_hal_cuda.kernels.latent_attention import latent_attention
-from mooncake_hal_cuda.kernels.paged_attention import paged_attention
+from mooncake_hal_cuda.kernels.prefill_attention import prefill_attention
 from mooncake_hal_cuda.launch_tuning import (
     AttentionTile,
     Splitting,
@@ -102,64 +103,82 @@ class AttentionCall:
         return "ieee" if self.query.dtype is torch.float32 else "tf32"
 
 
-@dataclass(frozen=True, slots=True)
-class _Launch:
-    """Launch parameters of one call.
-
-    Args:
-        tile: tile of one program.
-        splitting: how a context is divided into splits.
-        splits: number of splits per sequence for which the launch reserves programs and buffers.
-    """
-
-    tile: AttentionTile
-    splitting: Splitting
-    splits: int
-
-    def options(self, call: AttentionCall) -> dict[str, int | str | bool | None]:
-        """The compile-time arguments that grouped and latent attention have in common."""
-        return {
-            "BLOCK_SIZE": call.batch.block_size,
-            "ROWS": self.tile.rows,
-            "TOKENS": self.tile.tokens,
-            "IS_SPLIT": call.is_decode,  # even for short contexts: one kernel for all decodes
-            "MIN_SPLIT": self.splitting.min_tokens,
-            "MAX_SPLITS": self.splitting.max_splits,
-            "PRECISION": call.precision,
-            "num_warps": self.tile.warps,
-            "num_stages": self.tile.stages,
-            "maxnreg": self.tile.registers,
-        }
+def _tile_options(tile: AttentionTile, call: AttentionCall) -> dict[str, int | str | None]:
+    """The compile-time arguments that all attention kernels have in common."""
+    return {
+        "BLOCK_SIZE": call.batch.block_size,
+        "ROWS": tile.rows,
+        "TOKENS": tile.tokens,
+        "PRECISION": call.precision,
+        "num_warps": tile.warps,
+        "num_stages": tile.stages,
+        "maxnreg": tile.registers,
+    }
 
 
 def attend_grouped(call: AttentionCall, tuning: Tuning) -> Tensor:
     """Grouped-head attention; returns [tokens, heads, value dim]."""
-    key, value = call.caches
-    tokens, heads, dim = call.query.shape
-    out = torch.empty((tokens, heads, value.shape[3]), dtype=call.query.dtype, device=key.device)
+    value = call.caches[1]
+    tokens, heads, _ = call.query.shape
+    out = torch.empty((tokens, heads, value.shape[3]), dtype=call.query.dtype, device=value.device)
     if tokens == 0:
         return out
-    kv_heads, size, kv_size = key.shape[2], call.query.element_size(), key.element_size()
+    attend = _attend_decodes if call.is_decode else _attend_prompts
+    attend(out, call, tuning)
+    return out
+
+
+def _attend_decodes(out: Tensor, call: AttentionCall, tuning: Tuning) -> None:
+    key, value = call.caches
+    sequences, heads, dim = call.query.shape
+    kv_heads, size = key.shape[2], call.query.element_size()
     group = heads // kv_heads
-    if call.is_decode:
-        tile = tuning.decode(group, dim, size, kv_size)
-        splitting = tuning.splitting(kv_heads * -(-group // tile.rows), _MIN_SPLIT)
-        launch = _Launch(tile, splitting, splitting.count(call.capacity))
-    else:
-        launch = _Launch(tuning.prefill(dim, size, kv_size), Splitting(_MIN_SPLIT, 1), 1)
-    row_blocks = -(-call.new_tokens * group // launch.tile.rows)
-    num_row_blocks = row_blocks * kv_heads * call.sequences
-    programs = tuning.programs(launch.splits, num_row_blocks)
-    least = tuning.min_splits(num_row_blocks)
-    parts, weights, arrivals = out, out, out
-    if call.is_decode:
-        parts, weights = _split_buffers(out, launch.splits)
-        arrivals = _arrivals(num_row_blocks, out.device)
-    paged_attention[(row_blocks * programs, kv_heads, call.sequences)](
+    tile = tuning.decode(group, dim, size, key.element_size())
+    row_blocks = -(-group // tile.rows)
+    splitting = tuning.splitting(kv_heads * row_blocks, _MIN_SPLIT)
+    splits = splitting.count(call.capacity)
+    num_row_blocks = row_blocks * kv_heads * sequences
+    programs = tuning.programs(splits, num_row_blocks)
+    decode_attention[(row_blocks, kv_heads, sequences * programs)](
         out,
-        parts,
-        weights,
-        arrivals,
+        *_split_buffers(out, splits),
+        _arrivals(num_row_blocks, out.device),
+        call.query,
+        key,
+        value,
+        call.batch.block_tables,
+        call.batch.context_lens,
+        call.batch.block_tables.stride(0),
+        call.scale * call.kv_scales[0] * _LOG2_E,
+        splits,
+        programs,
+        tuning.min_splits(num_row_blocks),
+        call.kv_scales[1],
+        call.query.stride()[:2],
+        key.stride()[:3],
+        value.stride()[:3],
+        HEADS=heads,
+        GROUP=group,
+        DIM=dim,
+        DIM_PADDED=max(_MIN_DOT, power_of_two(dim)),
+        KEPT_ROWS=min(tile.rows, power_of_two(group)),
+        MIN_SPLIT=splitting.min_tokens,
+        MAX_SPLITS=splitting.max_splits,
+        IS_EARLY=tuning.has_early_launches,
+        **_tile_options(tile, call),
+        **tuning.early_launch,
+    )
+
+
+def _attend_prompts(out: Tensor, call: AttentionCall, tuning: Tuning) -> None:
+    key, value = call.caches
+    _, heads, dim = call.query.shape
+    kv_heads, size = key.shape[2], call.query.element_size()
+    group = heads // kv_heads
+    tile = tuning.prefill(dim, size, key.element_size())
+    row_blocks = -(-call.new_tokens * group // tile.rows)
+    prefill_attention[(row_blocks, kv_heads, call.sequences)](
+        out,
         call.query,
         key,
         value,
@@ -169,9 +188,6 @@ def attend_grouped(call: AttentionCall, tuning: Tuning) -> Tensor:
         call.first,
         call.batch.block_tables.stride(0),
         call.scale * call.kv_scales[0] * _LOG2_E,
-        launch.splits,
-        programs,
-        least,
         call.kv_scales[1],
         call.query.stride()[:2],
         key.stride()[:3],
@@ -180,11 +196,8 @@ def attend_grouped(call: AttentionCall, tuning: Tuning) -> Tensor:
         GROUP=group,
         DIM=dim,
         DIM_PADDED=max(_MIN_DOT, power_of_two(dim)),
-        MERGED_ROWS=min(launch.tile.rows, power_of_two(group)),
-        IS_AHEAD=tuning.has_early_launches,
-        **launch.options(call),
+        **_tile_options(tile, call),
     )
-    return out
 
 
 def attend_latent(call: AttentionCall, tuning: Tuning) -> Tensor:
@@ -200,10 +213,10 @@ def attend_latent(call: AttentionCall, tuning: Tuning) -> Tensor:
     splitting = Splitting(least, 1)
     if call.is_decode:
         splitting = tuning.splitting(-(-heads // tile.rows), least)
-    launch = _Launch(tile, splitting, splitting.count(call.capacity))
-    parts, weights = _split_buffers(out, launch.splits) if call.is_decode else (out, out)
+    splits = splitting.count(call.capacity)
+    parts, weights = _split_buffers(out, splits) if call.is_decode else (out, out)
     row_blocks = -(-call.new_tokens * heads // tile.rows)
-    programs = tuning.programs(launch.splits, row_blocks * call.sequences)
+    programs = tuning.programs(splits, row_blocks * call.sequences)
     query = _with_rope_scale(call)
     latent_attention[(row_blocks * programs, call.sequences)](
         out,
@@ -218,7 +231,7 @@ def attend_latent(call: AttentionCall, tuning: Tuning) -> Tensor:
         call.first,
         call.batch.block_tables.stride(0),
         call.scale * call.kv_scales[0] * _LOG2_E,
-        launch.splits,
+        splits,
         programs,
         call.kv_scales[0],
         query.stride()[:2],
@@ -228,9 +241,14 @@ def attend_latent(call: AttentionCall, tuning: Tuning) -> Tensor:
         LATENT_PADDED=max(_MIN_DOT, power_of_two(dim)),
         ROPE=rope_dim,
         ROPE_PADDED=max(_MIN_DOT, power_of_two(rope_dim)),
-        **launch.options(call),
+        IS_SPLIT=call.is_decode,  # even for short contexts: one kernel for all decodes
+        MIN_SPLIT=splitting.min_tokens,
+        MAX_SPLITS=splitting.max_splits,
+        **_tile_options(tile, call),
     )
-    return out if launch.splits == 1 else _merge(out, parts, weights, call, launch)
+    if splits > 1:
+        _merge(out, parts, weights, call.batch.context_lens, splitting, tile.tokens)
+    return out
 
 
 def _with_rope_scale(call: AttentionCall) -> Tensor:
@@ -278,25 +296,29 @@ def _zeros(count: int, device: torch.device, stream: int) -> Tensor:
 
 
 def _merge(
-    out: Tensor, parts: Tensor, weights: Tensor, call: AttentionCall, launch: _Launch
-) -> Tensor:
-    """Merge the splits into ``out`` and return it; rows with a single split are already final."""
-    tokens, heads, dim = out.shape
+    out: Tensor,
+    parts: Tensor,
+    weights: Tensor,
+    context_lens: Tensor,
+    splitting: Splitting,
+    tile_tokens: int,
+) -> None:
+    """Merge the splits into ``out``; rows with a single split are already final."""
+    tokens, splits, heads, dim = parts.shape
     merge_splits[(tokens, heads)](
         out,
         parts,
         weights,
-        call.batch.context_lens,
-        launch.splits,
+        context_lens,
+        splits,
         HEADS=heads,
         DIM=dim,
         DIM_PADDED=power_of_two(dim),
-        TOKENS=launch.tile.tokens,
-        MIN_SPLIT=launch.splitting.min_tokens,
-        MAX_SPLITS=launch.splitting.max_splits,
+        TOKENS=tile_tokens,
+        MIN_SPLIT=splitting.min_tokens,
+        MAX_SPLITS=splitting.max_splits,
         num_warps=4 if dim > 128 else 1,
     )
-    return out
 
 
 def dense_rows(x: Tensor) -> Tensor:

@@ -95,7 +95,7 @@ class CudaOps:
         query = dense_rows(query)
         if len(query):
             caches = (key_cache, value_cache)
-            launch_rope_writes(query, rows, caches, slot_mapping, self._kv_scales)
+            launch_rope_writes(query, rows, caches, slot_mapping, self._kv_scales, self._tuning)
         return query
 
     def decode_attention(
@@ -253,10 +253,11 @@ class CudaOps:
                 out,
                 rows,
                 rows.stride(0),
-                IS_AHEAD=self._tuning.has_early_launches,
+                IS_EARLY=self._tuning.has_early_launches,
                 HALF=half,
                 WIDTH=WIDTH,
                 num_warps=4,
+                **self._tuning.early_launch,
             )
         return out
 
@@ -388,8 +389,9 @@ def _normalise(
         DIM=dim,
         DIM_PADDED=padded,
         HAS_RESIDUAL=residual is not None,
-        IS_AHEAD=tuning.has_early_launches,
+        IS_EARLY=tuning.has_early_launches,
         num_warps=min(16, max(1, padded // 512)),
+        **tuning.early_launch,
     )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from mooncake_hal.rope_writes import KVRows
 from mooncake_hal_cuda.attention_launch import dense_rows
 from mooncake_hal_cuda.kernels.rope_write_kernel import rope_and_write_kv
-from mooncake_hal_cuda.launch_tuning import power_of_two
+from mooncake_hal_cuda.launch_tuning import Tuning, power_of_two
 
 _ROPE_ELEMENTS = 2048
 
@@ -29,6 +29,7 @@ def launch_rope_writes(
     caches: tuple[Tensor, Tensor],
     slot_mapping: Tensor,
     kv_scales: tuple[float, float],
+    tuning: Tuning,
 ) -> None:
     """Normalise and rotate queries in place, and write normalised and rotated keys, and values, to
     the cache."""
@@ -69,5 +70,7 @@ def launch_rope_writes(
         VALUE_DIM=value_dim,
         VALUE_PADDED=power_of_two(value_dim),
         BLOCK_SIZE=caches[0].shape[1],
+        IS_EARLY=tuning.has_early_launches,
         num_warps=4,
+        **tuning.early_launch,
     )

@@ -6,7 +6,7 @@ Tiles are as large as registers and shared memory allow without spilling. The co
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mooncake_hal.errors import CapabilityError
 from mooncake_hal.fp8_linear import FP8_BLOCK
@@ -28,9 +28,12 @@ _MIN_PROGRAMS_ON_FULL_DEVICE = 2
 """Used where the rows of all sequences fill the device without splits: for contexts of usual length
 further programs would find no split to compute, and would only cost their launch."""
 _MIN_SPLITS_ON_FULL_DEVICE = 8
-"""Splits that one program computes at least on a full device: on an H200, 128 contexts of three
-splits took 92 us with one program per context, and 103 us with two programs that shared them. The
-splits of a long context in such a batch are still divided among several programs."""
+"""Splits that one program computes at least on a full device. The splits of a long context in such
+a batch are still divided among several programs."""
+_FULL_DEVICE_ROWS = 3
+"""More programs than this per processor, without splits, make the device full. On an H200, contexts
+of three splits took, with one program for all splits and with three programs that shared them: 32
+contexts (2 programs per processor) 40 and 36 us, 64 contexts 47 and 54 us."""
 _OVERLAPPED_STAGES = 5
 """Pipeline stages that Triton needs to overlap the load of a tile with the computation on the one
 before it, if the addresses are loaded too (from the block table): the loads of addresses take two
@@ -140,16 +143,22 @@ class Tuning:
     def decode(self, group: int, dim: int, element_bytes: int, kv_bytes: int) -> AttentionTile:
         """Tile of grouped-head attention with one new token per sequence, bound by KV reads.
 
-        Widening KV of a narrower type takes registers, which is why its tiles have more warps.
+        On sm_90, programs of a single warp, which never wait for other warps, and of so few tokens
+        that a processor runs nine of them at once: on an H200, 128 contexts of 528 tokens took 79
+        us, 88 us with 32 tokens and four warps. Only a single long context is slower: 31 us instead
+        of 24 for 8,192 tokens. Widening KV of a narrower type takes registers, which is why its
+        tiles have more warps.
         """
         if element_bytes == 4:
-            return _EXACT
+            return replace(_EXACT, rows=16)  # a merge in registers leaves none for more rows
+        rows = max(16, power_of_two(group))
+        if self.generation == "sm_90" and kv_bytes == element_bytes and rows == 16 and dim <= 128:
+            tokens = 32 if dim <= 64 else 16
+            return AttentionTile(rows, tokens, 1, _OVERLAPPED_STAGES, MAX_REGISTERS)
         tokens = 128 if dim <= 64 else 64 if dim <= 128 else 32
-        # smaller tiles let an H200 run twice as many programs concurrently: 92 us instead of 107;
-        # with larger ones, the assembler for sm_100 spills registers rather than wait for loads
+        # larger tiles make the assembler for sm_100 spill registers rather than wait for loads
         if self._is_wide and (self.generation != "sm_90" or kv_bytes == element_bytes):
             tokens = max(32, tokens // 2)
-        rows = max(16, power_of_two(group))
         stages = _OVERLAPPED_STAGES if self._has_large_shared else 2
         registers = 128 if rows == 16 and dim <= 128 else 168 if rows <= 32 else MAX_REGISTERS
         if kv_bytes < element_bytes:
@@ -213,6 +222,11 @@ class Tuning:
         return self.generation == "sm_90"
 
     @property
+    def early_launch(self) -> dict[str, bool]:
+        """Launch options of the kernels that call ``await_predecessor``."""
+        return {"launch_pdl": True} if self.has_early_launches else {}
+
+    @property
     def sampled_groups(self) -> int:
         """Groups of logits that sampling processes at once: as many as 16 warps keep in
         registers."""
@@ -250,7 +264,7 @@ class Tuning:
         return 4 * self.processors
 
     def _is_full(self, others: int) -> bool:
-        return others > self._full_device_programs
+        return others > _FULL_DEVICE_ROWS * self.processors
 
 
 def power_of_two(value: int) -> int:

@@ -125,10 +125,12 @@ def test_rope_writes(generation: str, dtype: str, shapes: Shapes, model: str) ->
 def test_grouped_attention(generation: str, dtype: str, shapes: Shapes, model: str) -> None:
     with compiling(generation) as kernels:
         shapes.grouped(GROUPED[model])
-    check(generation, kernels, {"paged_attention"})
-    assert len(kernels) == 2  # of all decodes, which merge their splits, and of prompts
+    check(generation, kernels, {"decode_attention", "prefill_attention"})
+    assert (
+        len(kernels) == 2
+    )  # the decodes of all contexts are one kernel, which merges their splits
     if dtype != "float32":
-        units = {kernel.matrix_unit for kernel in kernels if kernel.name == "paged_attention"}
+        units = {kernel.matrix_unit for kernel in kernels if kernel.name == "prefill_attention"}
         assert MATRIX_UNITS[generation] in units  # for prompts; a decode has too few rows
         check_overlap(kernels)
 
@@ -160,7 +162,13 @@ def test_narrow_kv(generation: str, dtype: str) -> None:
             for model in ("Llama-3-8B", "Qwen2.5-0.5B"):
                 shapes.grouped(GROUPED[model])
             shapes.latent(LATENT_HEADS["DeepSeek-V3"])
-        grouped = {"write_kv", "rope_and_write_kv", "move_blocks", "paged_attention"}
+        grouped = {
+            "write_kv",
+            "rope_and_write_kv",
+            "move_blocks",
+            "decode_attention",
+            "prefill_attention",
+        }
         latent = {"write_latents", "latent_attention", "merge_splits"}
         check(generation, kernels, grouped | latent)
         if dtype != "float32":

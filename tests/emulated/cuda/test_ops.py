@@ -26,10 +26,15 @@ from mooncake_hal_cuda.launch_tuning import Splitting, Tuning
 
 
 def reordered(
-    order: Sequence[int], set_place: Callable[..., None]
+    order: Sequence[int], sequences: int, set_place: Callable[..., None]
 ) -> Callable[[InterpreterBuilder, int, int, int], None]:
-    """Sets the positions of the interpreter's programs along x in another order."""
-    return lambda builder, x, y, z: set_place(builder, order[x], y, z)
+    """Runs the programs of each sequence in another order: those of all sequences, one of each,
+    follow each other along z."""
+
+    def set_reordered(builder: InterpreterBuilder, x: int, y: int, z: int) -> None:
+        set_place(builder, x, y, order[z // sequences] * sequences + z % sequences)
+
+    return set_reordered
 
 
 class TestKernels(
@@ -100,7 +105,7 @@ class TestKernels(
         monkeypatch.setattr(attention_launch, "_arrivals", arrivals)
         for order in ((5, 0, 4, 2, 1, 3), (1, 3, 0, 2), (1, 0)):
             with monkeypatch.context() as patch:
-                set_place = reordered(order, InterpreterBuilder.set_grid_idx)
+                set_place = reordered(order, 4, InterpreterBuilder.set_grid_idx)
                 patch.setattr(Tuning, "programs", lambda *_, order=order: len(order))
                 patch.setattr(InterpreterBuilder, "set_grid_idx", set_place)
                 assert torch.equal(backend.ops.decode_attention(*arguments), expected)

@@ -45,11 +45,11 @@ def pointers(*names: str, kind: str = "bf16") -> dict[str, str]:
 
 CASES = {
     "silu_mul": Case(
-        pointers("out", "x"), {"IS_AHEAD": False, "HALF": 14336, "WIDTH": 1024}, (256, 14)
+        pointers("out", "x"), {"IS_EARLY": False, "HALF": 14336, "WIDTH": 1024}, (256, 14)
     ),
     "rms_norm": Case(
         {**pointers("out", "x", "residual", "weight"), "eps": "fp32"},
-        {"DIM": 4096, "DIM_PADDED": 4096, "HAS_RESIDUAL": True, "IS_AHEAD": False},
+        {"DIM": 4096, "DIM_PADDED": 4096, "HAS_RESIDUAL": True, "IS_EARLY": False},
         (256,),
     ),
     "rope": Case(

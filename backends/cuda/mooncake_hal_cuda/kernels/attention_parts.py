@@ -172,6 +172,55 @@ def is_last_to_arrive(
 
 
 @triton.jit
+def split_result(running, value_scale, KEPT_ROWS: tl.constexpr):
+    """What a split adds to the merge: the results of the leading rows, [KEPT_ROWS, DIM], and their
+    weights, [KEPT_ROWS], which are log2 of each row's sum of exponentials.
+
+    Matrix products have at least 16 rows, of which a decode needs as many as a group has heads.
+    Dropping the others first takes a quarter of the registers, and of the shared memory with which
+    results are exchanged between threads.
+    """
+    sums, top, total = running
+    part, weight = sums * (value_scale / total)[:, None], top + tl.log2(total)
+    ROWS: tl.constexpr = sums.shape[0]
+    if KEPT_ROWS == ROWS:
+        return part, weight
+    is_kept = tl.arange(0, ROWS // KEPT_ROWS) == 0
+    part = tl.reshape(part, (ROWS // KEPT_ROWS, KEPT_ROWS, sums.shape[1]))
+    weight = tl.reshape(weight, (ROWS // KEPT_ROWS, KEPT_ROWS))
+    part = tl.sum(tl.where(is_kept[:, None, None], part, 0.0), 0)
+    return part, tl.sum(tl.where(is_kept[:, None], weight, 0.0), 0)
+
+
+@triton.jit
+def add_split(merged, part, weight):
+    """Add a split's results to the state of a merge, which is an online softmax over splits.
+
+    The products are fused explicitly, so that every kernel that merges gets the same bits.
+    """
+    sums, top, total = merged
+    new_top = tl.maximum(top, weight)
+    fade, share = tl.exp2(top - new_top), tl.exp2(weight - new_top)
+    sums = tl.fma(sums, tl.broadcast_to(fade[:, None], sums.shape), share[:, None] * part)
+    return sums, new_top, tl.fma(total, fade, share)
+
+
+@triton.jit
+def store_merged(
+    out,  # rows of DIM elements, dense; the address of row 0
+    merged,
+    is_row,  # [ROWS], for consecutive rows
+    DIM: tl.constexpr,
+):
+    """Store the results of a merge."""
+    sums, _, total = merged
+    rows, dims = tl.arange(0, sums.shape[0]), tl.arange(0, sums.shape[1])
+    mask = is_row[:, None] & (dims < DIM)[None, :]
+    result = (sums / total[:, None]).to(out.dtype.element_ty)
+    tl.store(out + rows[:, None] * DIM + dims[None, :], result, mask=mask)
+
+
+@triton.jit
 def merge_rows(
     out,  # rows of DIM elements, dense; the address of row 0
     parts,  # float32; the address of row 0 of the first split. The next split is HEADS rows later
@@ -181,27 +230,21 @@ def merge_rows(
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
 ):
-    """Merge the splits of some rows, in order, and store the results.
+    """Merge the stored splits of some rows, in order, and store the results.
 
     This is an online softmax as well. If the largest weight were computed first, Triton would
     exchange the shares of every split between threads, with a wait for each.
     """
-    rows, dims = tl.arange(0, ROWS), tl.arange(0, DIM_PADDED)
+    rows, dims = tl.arange(0, is_row.shape[0]), tl.arange(0, DIM_PADDED)
     mask = is_row[:, None] & (dims < DIM)[None, :]
     at = rows[:, None] * DIM + dims[None, :]
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, DIM_PADDED], tl.float32)
+    merged = empty_softmax(is_row.shape[0], DIM_PADDED)
     for split in range(0, count):
-        log = tl.load(weights + split * HEADS + rows, mask=is_row, other=0.0)
+        weight = tl.load(weights + split * HEADS + rows, mask=is_row, other=0.0)
         part = tl.load(parts + split * HEADS * DIM + at, mask=mask, other=0.0)
-        new_top = tl.maximum(top, log)
-        fade, share = tl.exp2(top - new_top), tl.exp2(log - new_top)
-        sums = sums * fade[:, None] + share[:, None] * part
-        total, top = total * fade + share, new_top
-    tl.store(out + at, (sums / total[:, None]).to(out.dtype.element_ty), mask=mask)
+        merged = add_split(merged, part, weight)
+    store_merged(out, merged, is_row, DIM)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -231,5 +274,5 @@ def merge_splits(
     first = sequence * splits * HEADS + head
     merge_rows(
         out + (sequence * HEADS + head) * DIM, parts + first * DIM, weights + first, count,
-        tl.full([1], True, tl.int1), HEADS, DIM, DIM_PADDED, 1,
+        tl.full([1], True, tl.int1), HEADS, DIM, DIM_PADDED,
     )  # fmt: skip

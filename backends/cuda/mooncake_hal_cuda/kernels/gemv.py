@@ -3,12 +3,13 @@
 They occur in decode steps of a single request. Such a layer is bound by reading its weights, and a
 step runs about a hundred of them in sequence.
 Each takes a few microseconds until its first weights have arrived. This kernel hides that latency:
-it is launched while its predecessor still runs (CUDA Programming Guide, programmatic dependent
-launch), issues the loads of its first weights, and only then waits for the predecessor.
+it is launched early (see ``early_launch``), issues the loads of its first weights, and only then
+waits for its predecessor.
 
 The predecessor must therefore not have written the weights, even if it does not allow early
 launches itself: its stores may not be visible yet. No kernel of a step writes weights. Stores of
-earlier kernels are visible, because no kernel but this one starts before its predecessor has ended.
+earlier kernels are visible, because every predecessor waits for its own predecessor before it
+allows the launch.
 
 On an H200, the layers of an 8 B model read their weights at 4.1 TB/s this way, at 3.9 TB/s without
 early launches, and at 3.7 TB/s with cuBLAS. With two rows, the kernel was slower than cuBLAS.

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from mooncake_hal_cuda.kernels.early_launch import await_predecessor
+
 
 @triton.jit(do_not_specialize=["inner"])
 def rms_norm(
@@ -17,11 +19,10 @@ def rms_norm(
     DIM: tl.constexpr,
     DIM_PADDED: tl.constexpr,
     HAS_RESIDUAL: tl.constexpr,
-    IS_AHEAD: tl.constexpr,  # whether the next kernel may be launched early, see ``kernels.gemv``
+    IS_EARLY: tl.constexpr,
 ):
     """One program: one row. ``out`` may be ``x``."""
-    if IS_AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
+    await_predecessor(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, DIM_PADDED)
     is_dim = dims < DIM
@@ -108,13 +109,12 @@ def silu_mul(
     out,  # [rows, HALF] dense
     x,  # [rows, 2 * HALF], gate then up
     row_stride,
-    IS_AHEAD: tl.constexpr,  # see ``rms_norm``
+    IS_EARLY: tl.constexpr,
     HALF: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
     """One program: WIDTH elements of one row."""
-    if IS_AHEAD:
-        tl.extra.cuda.gdc_launch_dependents()
+    await_predecessor(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
     is_dim = dims < HALF

@@ -5,6 +5,7 @@ and keys, rotation, and the write of keys and values to the paged cache.
 import triton
 import triton.language as tl
 
+from mooncake_hal_cuda.kernels.early_launch import await_predecessor
 from mooncake_hal_cuda.kernels.norm_rope_silu import angles_at
 from mooncake_hal_cuda.kernels.paged_cache import to_cache_dtype
 
@@ -42,8 +43,10 @@ def rope_and_write_kv(
     VALUE_DIM: tl.constexpr,
     VALUE_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    IS_EARLY: tl.constexpr,
 ):
     """One program: a tile of heads of one token. The first programs have queries, the rest KV."""
+    await_predecessor(IS_EARLY)
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     cos, sin = angles_at(cos_sin, tl.load(positions + token), HALF, HALF_PADDED)
