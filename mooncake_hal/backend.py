@@ -428,6 +428,14 @@ class SamplingOps(Protocol):
         """
         ...
 
+    def argmax(
+        self,
+        logits: Tensor,  # [rows, vocab] float16, bfloat16 or float32
+    ) -> Tensor:  # [rows] int64
+        """The largest logit's token of each row, the first of equal ones; -1 if that logit is not
+        finite, or if any logit of the row is NaN."""
+        ...
+
 
 class Allocation(Protocol):
     """Memory that a transport can register."""

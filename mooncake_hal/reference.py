@@ -207,6 +207,10 @@ class ReferenceOps:
         ]
         return torch.tensor(chosen, dtype=torch.int64, device=logits.device)
 
+    def argmax(self, logits: Tensor) -> Tensor:
+        tokens = logits.float().argmax(dim=-1, keepdim=True)  # a NaN counts as largest
+        return tokens.masked_fill(~logits.gather(1, tokens).isfinite(), -1).squeeze(1)
+
     def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
         for old, new in zip(source.tolist(), target.tolist(), strict=True):
             cache[new] = cache[old]

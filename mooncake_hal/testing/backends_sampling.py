@@ -166,3 +166,36 @@ class SamplingSuite:
         """An empty batch gives an empty result."""
         found = self.sample(backend, torch.empty(0, VOCAB), make_sampling_metadata(torch.empty(0)))
         assert found.shape == (0,)
+        assert self.argmax(backend, torch.empty(0, VOCAB)).shape == (0,)
+
+    def argmax(self, backend: Backend, logits: Tensor) -> Tensor:
+        """The op's result on the CPU; skips the test as ``sample`` does."""
+        if not backend.capabilities.sampling:
+            pytest.skip(f"{backend.name} leaves sampling to torch")
+        ops = cast(SamplingOps, backend.ops)
+        return ops.argmax(logits.to(backend.runtime.device(0))).cpu()
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+    @pytest.mark.parametrize("vocab_size", [40, VOCAB, 20_001, 151_936])
+    def test_argmax_is_the_first_largest_logit(
+        self, backend: Backend, dtype: str, vocab_size: int
+    ) -> None:
+        """In 16 bits many logits are equal; one row is a view with another stride."""
+        logits = torch.randn(5, vocab_size, generator=torch.Generator().manual_seed(vocab_size))
+        logits = logits.to(getattr(torch, dtype))
+        logits[0, [vocab_size // 2, vocab_size - 1]] = 9.0
+        logits[1] = -3.0
+        logits[2, : vocab_size - 1] = float("-inf")
+        assert self.argmax(backend, logits).tolist() == logits.argmax(1).tolist()
+        assert self.argmax(backend, logits[::2]).tolist() == logits[::2].argmax(1).tolist()
+
+    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
+    def test_argmax_of_rows_without_a_finite_largest_logit(
+        self, backend: Backend, value: float
+    ) -> None:
+        """-1, and rows next to them keep their tokens."""
+        logits = torch.randn(4, 20_001, generator=torch.Generator().manual_seed(8))
+        logits[1, 15_000] = value
+        logits[2] = float("-inf")
+        first, last = logits[0].argmax().item(), logits[3].argmax().item()
+        assert self.argmax(backend, logits).tolist() == [first, -1, -1, last]

@@ -213,6 +213,13 @@ def sample_rows(
     CudaOps(tuning).sample(torch.zeros(rows, vocab_size, device=device), filters)
 
 
+def argmax_rows(
+    rows: int = 4, vocab_size: int = 128_256, device: str = "meta", tuning: Tuning = _HOPPER
+) -> None:
+    """Launch the kernels that find the largest logits, in bfloat16."""
+    CudaOps(tuning).argmax(torch.zeros(rows, vocab_size, device=device, dtype=torch.bfloat16))
+
+
 def sum_small(ranks: int, dtype: torch.dtype) -> None:
     """Launch the all-reduce of small messages as the first of ``ranks`` ranks, without a device."""
     meta = torch.device("meta")

@@ -23,11 +23,18 @@ from mooncake_hal_cuda.kernels.copy_kernels import move_blocks
 from mooncake_hal_cuda.kernels.gemv import is_faster, multiply_row
 from mooncake_hal_cuda.kernels.norm_rope_silu import rms_norm, rope, silu_mul
 from mooncake_hal_cuda.kernels.paged_cache import write_kv, write_latents
-from mooncake_hal_cuda.kernels.sampling_kernel import GROUP, sample_tokens, summarise_slices
+from mooncake_hal_cuda.kernels.sampling_kernel import (
+    GROUP,
+    argmax_rows,
+    argmax_slices,
+    sample_tokens,
+    summarise_slices,
+)
 from mooncake_hal_cuda.kv_write_launch import heads_together, launch_rope_writes
 from mooncake_hal_cuda.launch_tuning import WIDTH, Tuning, power_of_two
 
 _MOVED_ELEMENTS = 4096
+_ARGMAX_STEPS, _ARGMAX_WIDTH = 2, 4096
 
 
 class CudaOps:
@@ -315,6 +322,35 @@ class CudaOps:
         tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
         if len(tokens):
             _sample(tokens, logits, sampling_metadata, self._tuning.sampled_groups)
+        return tokens
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        logits = dense_rows(logits)
+        rows, vocab_size = logits.shape
+        tokens = torch.empty(rows, dtype=torch.int64, device=logits.device)
+        if rows == 0:
+            return tokens
+        slices = -(-vocab_size // (_ARGMAX_STEPS * _ARGMAX_WIDTH))
+        maxima = torch.empty((rows, slices), device=logits.device)
+        indexes = torch.empty((rows, slices), dtype=torch.int32, device=logits.device)
+        argmax_slices[(slices, rows)](
+            maxima,
+            indexes,
+            logits,
+            vocab_size,
+            logits.stride(0),
+            STEPS=_ARGMAX_STEPS,
+            WIDTH=_ARGMAX_WIDTH,
+            num_warps=8,
+        )
+        argmax_rows[(rows,)](
+            tokens,
+            maxima,
+            indexes,
+            SLICES=slices,
+            SLICES_PADDED=power_of_two(slices),
+            num_warps=1,
+        )
         return tokens
 
     def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:

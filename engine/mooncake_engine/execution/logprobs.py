@@ -40,11 +40,11 @@ class LogprobTensors:
         """Compute log probabilities on the device of the logits, without waiting for it.
 
         Args:
-            logits: [rows, vocab] float32, as the model returned them.
+            logits: [rows, vocab], as the model returned them.
             token_ids: [rows] int64, the chosen tokens.
             num_top: see the class.
         """
-        logprobs = logits.log_softmax(dim=-1)
+        logprobs = logits.float().log_softmax(dim=-1)
         chosen = logprobs.gather(1, token_ids.unsqueeze(1))
         ranks = (logprobs > chosen).sum(dim=-1).add_(1)
         best = logprobs.topk(min(max(num_top), logits.shape[1]), dim=-1)

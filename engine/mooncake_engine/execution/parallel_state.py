@@ -168,7 +168,7 @@ class StageRunner(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map hidden rows, [rows, hidden], to logits, [rows, vocab] float32. Last stage only."""
+        """Map hidden rows, [rows, hidden], to logits, [rows, vocab]. Last stage only."""
         ...
 
 

@@ -113,6 +113,7 @@ class Sampler:
 
     def __init__(self, eos_token_ids: tuple[int, ...], ops: SamplingOps | None = None) -> None:
         self._eos_token_ids = eos_token_ids
+        self._ops = ops
         self._on_device = None if ops is None else DeviceSampling(ops)
         self._info: _BatchInfo | None = None
 
@@ -125,7 +126,7 @@ class Sampler:
         """Choose a token per row; does not append it to the states.
 
         Args:
-            logits: [rows, vocab] float32; may be overwritten.
+            logits: [rows, vocab], in the model's type; may be overwritten.
             states: the request of each row.
             drawn: sampled draft tokens of some of the rows, for rejection sampling.
         """
@@ -147,6 +148,9 @@ class Sampler:
         """
         info = self._info_of(logits, states)
         described = info.logprob_rows
+        if not (info.random_rows or described or info.processor.has_effect()):
+            return ChosenTokens(self._argmax(logits))
+        logits = logits.float()
         raw = logits.clone() if described and info.processor.has_effect() else logits
         info.processor.apply(logits)
         token_ids = self._draw(logits, states, drawn)
@@ -165,7 +169,7 @@ class Sampler:
     ) -> Tensor:
         """Choose a token per row of the processed logits: [rows] int64."""
         if not self._info_of(logits, states).random_rows:
-            return _argmax(logits)
+            return self._argmax(logits)
         if self._on_device is None or drawn is not None:
             return _choose(logits, states, drawn)
         is_finite = logits.amax(dim=-1).isfinite()
@@ -181,13 +185,14 @@ class Sampler:
         does.
 
         Args:
-            logits: [rows, vocab] float32; overwritten.
+            logits: [rows, vocab], in the model's type; may be overwritten.
             states: the request of each row.
         """
         info = self._info_of(logits, states)
+        logits = logits.float()
         info.processor.apply(logits)
         rows = info.random_rows
-        token_ids = _argmax(logits)
+        token_ids = self._argmax(logits)
         if not rows:
             return DraftedTokens(token_ids, {})
         at = index_tensor(logits.device, rows)
@@ -199,6 +204,11 @@ class Sampler:
         weights /= weights.sum(dim=-1, keepdim=True)
         pairs = zip(rows, weights, is_tested, strict=True)
         return DraftedTokens(token_ids, {row: known for row, known, tested in pairs if tested})
+
+    def _argmax(self, logits: Tensor) -> Tensor:
+        """The token of the largest logit of each row: [rows] int64. The backend's op finds it in
+        the model's type, without a copy in float32."""
+        return _argmax(logits.float()) if self._ops is None else self._ops.argmax(logits)
 
     def _info_of(self, logits: Tensor, states: Sequence[SamplingState]) -> _BatchInfo:
         """The batch's info, which is reused while the requests are those of the previous step."""

@@ -152,8 +152,8 @@ class Model(Protocol):
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map [rows, hidden] to [rows, vocab] float32; the result is the same on every rank of the
-        last stage."""
+        """Map [rows, hidden] to [rows, vocab], in the model's type; the result is the same on every
+        rank of the last stage."""
         ...
 
 

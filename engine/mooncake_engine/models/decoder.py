@@ -355,9 +355,9 @@ class Decoder:
         return norm(residual), residual
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Map [rows, hidden] to [rows, vocab] float32, the same on every rank of the last stage."""
+        """Map [rows, hidden] to [rows, vocab], the same on every rank of the last stage."""
         assert self._norm_and_head is not None, "only the last stage has a head"
-        return self._norm_and_head[1](hidden).float()
+        return self._norm_and_head[1](hidden)
 
 
 class FusedDecoder(Decoder):

@@ -16,6 +16,7 @@ from support.cuda_shapes import (
     LATENT_HEADS,
     LINEARS,
     Shapes,
+    argmax_rows,
     copy_pieces,
     sample_rows,
     sum_small,
@@ -268,3 +269,12 @@ def test_sampling(generation: str, vocab_size: int) -> None:
     assert summary.widest_access == sampling.widest_access == 16
     assert summary.registers <= 64  # four programs per SM
     assert sampling.registers <= 128  # for 16 warps: with more, it would not launch
+
+
+@pytest.mark.parametrize("vocab_size", [128_256, 151_936])
+def test_argmax(generation: str, vocab_size: int) -> None:
+    """Large vocabularies: logits are read 16 bytes at a time."""
+    with compiling(generation) as kernels:
+        argmax_rows(vocab_size=vocab_size, tuning=Tuning(generation, GENERATIONS[generation]))
+    check(generation, kernels, {"argmax_slices", "argmax_rows"})
+    assert kernels[0].widest_access == 16

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from support.cuda_shapes import EXPERTS, GROUPED, LATENT_HEADS, Shapes, sample_rows
+from support.cuda_shapes import (
+    EXPERTS,
+    GROUPED,
+    LATENT_HEADS,
+    Shapes,
+    argmax_rows,
+    sample_rows,
+)
 
 from mooncake_hal.backend import Backend
 from mooncake_hal_cuda.one_shot_all_reduce import BUFFER_BYTES, DTYPES, OneShotAllReduce
@@ -52,6 +59,7 @@ def test_narrow_kv(cuda: Backend) -> None:
 
 def test_sampling(cuda: Backend) -> None:
     sample_rows(device="cuda:0")
+    argmax_rows(device="cuda:0")
     torch.cuda.synchronize()
 
 

@@ -53,7 +53,7 @@ class DraftModel:
     max_positions: int
 
     def run(self, inputs: ForwardInputs, rows: Sequence[int] | None = None) -> Tensor:
-        """Run tokens; returns the logits of the given rows, or of all: [rows, vocab] float32."""
+        """Run tokens; returns the logits of the given rows, or of all: [rows, vocab]."""
         kv = {index: self.pool.layer(index) for index in range(self.pool.shard.layers)}
         context = ForwardContext(inputs.attention, kv)
         hidden = self.model.forward(inputs.token_ids, inputs.positions, context)

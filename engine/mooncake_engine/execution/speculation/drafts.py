@@ -213,7 +213,7 @@ def verify_drafts(
 
     Args:
         sampler: chooses the tokens.
-        logits: [rows, vocab] float32; for the rows see ``VerifiedDrafts.chosen``.
+        logits: [rows, vocab]; for the rows see ``VerifiedDrafts.chosen``.
         states: the requests, in the order of the step.
         drafts: the step's drafts.
     """

@@ -82,6 +82,9 @@ class Recording:
 
     def sample(self, logits: Tensor, metadata: SamplingMetadata) -> Tensor:
         self.given.append(metadata)
+        return self.argmax(logits)
+
+    def argmax(self, logits: Tensor) -> Tensor:
         return logits.argmax(dim=-1)
 
 

@@ -240,10 +240,15 @@ def test_logprobs_are_those_of_the_unmodified_distribution() -> None:
 
 
 class CountingOps(ReferenceOps):
-    """The reference ops, which count sampled rows."""
+    """The reference ops, which count sampled rows, and record the types of logits."""
 
     def __init__(self) -> None:
         self.rows = 0
+        self.dtypes: list[torch.dtype] = []
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        self.dtypes.append(logits.dtype)
+        return super().argmax(logits)
 
     def sample(self, logits: Tensor, drawing: SamplingMetadata) -> Tensor:
         self.rows += len(logits)
@@ -278,11 +283,21 @@ def test_device_samples_from_the_processed_logits(needs: dict[str, Any]) -> None
     assert ops.rows == 2
 
 
-def test_greedy_batch_is_not_sampled_on_the_device() -> None:
-    ops, logits = CountingOps(), random_logits(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_greedy_batch_takes_the_largest_logits_in_the_models_type(dtype: torch.dtype) -> None:
+    ops, logits = CountingOps(), random_logits(2).to(dtype)
     states = [make_state(SamplingParams(temperature=0.0)) for _ in range(2)]
     assert Sampler((EOS,), ops).sample(logits.clone(), states) == sample(logits, states)
-    assert ops.rows == 0
+    assert (ops.rows, ops.dtypes) == (0, [dtype])
+
+
+@pytest.mark.parametrize("needs", NEEDS, ids=str)
+def test_greedy_batch_takes_the_largest_of_the_processed_logits(needs: dict[str, Any]) -> None:
+    """Processed in float32, whatever the model's type."""
+    ops, logits = CountingOps(), random_logits(2).bfloat16()
+    states = [make_state(SamplingParams(temperature=0.0, **needs)) for _ in range(2)]
+    assert Sampler((EOS,), ops).sample(logits.clone(), states) == sample(logits, states)
+    assert ops.dtypes == [torch.float32]
 
 
 BROKEN = {
