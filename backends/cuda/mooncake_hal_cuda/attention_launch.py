@@ -138,7 +138,7 @@ def _attend_decodes(out: Tensor, call: AttentionCall, tuning: Tuning) -> None:
     splitting = tuning.splitting(kv_heads * row_blocks, _MIN_SPLIT)
     splits = splitting.count(call.capacity)
     num_row_blocks = row_blocks * kv_heads * sequences
-    programs = tuning.programs(splits, num_row_blocks)
+    programs = tuning.programs(splits, num_row_blocks, tile)
     decode_attention[(row_blocks, kv_heads, sequences * programs)](
         out,
         *_split_buffers(out, splits),
@@ -152,7 +152,7 @@ def _attend_decodes(out: Tensor, call: AttentionCall, tuning: Tuning) -> None:
         call.scale * call.kv_scales[0] * _LOG2_E,
         splits,
         programs,
-        tuning.min_splits(num_row_blocks),
+        tuning.min_splits(num_row_blocks, tile),
         call.kv_scales[1],
         call.query.stride()[:2],
         key.stride()[:3],
@@ -166,7 +166,7 @@ def _attend_decodes(out: Tensor, call: AttentionCall, tuning: Tuning) -> None:
         MAX_SPLITS=splitting.max_splits,
         IS_EARLY=tuning.has_early_launches,
         **_tile_options(tile, call),
-        **tuning.early_launch,
+        **tuning.early_launch(sequences),
     )
 
 
@@ -216,7 +216,7 @@ def attend_latent(call: AttentionCall, tuning: Tuning) -> Tensor:
     splits = splitting.count(call.capacity)
     parts, weights = _split_buffers(out, splits) if call.is_decode else (out, out)
     row_blocks = -(-call.new_tokens * heads // tile.rows)
-    programs = tuning.programs(splits, row_blocks * call.sequences)
+    programs = tuning.programs(splits, row_blocks * call.sequences, tile)
     query = _with_rope_scale(call)
     latent_attention[(row_blocks * programs, call.sequences)](
         out,

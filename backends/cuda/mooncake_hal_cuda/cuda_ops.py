@@ -264,7 +264,7 @@ class CudaOps:
                 HALF=half,
                 WIDTH=WIDTH,
                 num_warps=4,
-                **self._tuning.early_launch,
+                **self._tuning.early_launch(len(rows)),
             )
         return out
 
@@ -427,7 +427,7 @@ def _normalise(
         HAS_RESIDUAL=residual is not None,
         IS_EARLY=tuning.has_early_launches,
         num_warps=min(16, max(1, padded // 512)),
-        **tuning.early_launch,
+        **tuning.early_launch(rows),
     )
 
 

@@ -72,5 +72,5 @@ def launch_rope_writes(
         BLOCK_SIZE=caches[0].shape[1],
         IS_EARLY=tuning.has_early_launches,
         num_warps=4,
-        **tuning.early_launch,
+        **tuning.early_launch(tokens),
     )

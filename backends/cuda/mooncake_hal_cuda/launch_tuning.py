@@ -30,10 +30,6 @@ further programs would find no split to compute, and would only cost their launc
 _MIN_SPLITS_ON_FULL_DEVICE = 8
 """Splits that one program computes at least on a full device. The splits of a long context in such
 a batch are still divided among several programs."""
-_FULL_DEVICE_ROWS = 3
-"""More programs than this per processor, without splits, make the device full. On an H200, contexts
-of three splits took, with one program for all splits and with three programs that shared them: 32
-contexts (2 programs per processor) 40 and 36 us, 64 contexts 47 and 54 us."""
 _OVERLAPPED_STAGES = 5
 """Pipeline stages that Triton needs to overlap the load of a tile with the computation on the one
 before it, if the addresses are loaded too (from the block table): the loads of addresses take two
@@ -60,6 +56,7 @@ class AttentionTile:
         registers: upper limit of registers per thread; None: the assembler chooses. Left to choose,
             it spills a few registers to fit another program on the processor, even if shared memory
             has no space for that program.
+        full: with more programs than this per processor, without splits, the device is full.
     """
 
     rows: int
@@ -67,6 +64,7 @@ class AttentionTile:
     warps: int
     stages: int
     registers: int | None = None
+    full: float = 4
 
 
 _EXACT = AttentionTile(32, 32, 8, 1, MAX_REGISTERS)
@@ -144,24 +142,25 @@ class Tuning:
         """Tile of grouped-head attention with one new token per sequence, bound by KV reads.
 
         On sm_90, programs of a single warp, which never wait for other warps, and of so few tokens
-        that a processor runs nine of them at once: on an H200, 128 contexts of 528 tokens took 79
-        us, 88 us with 32 tokens and four warps. Only a single long context is slower: 31 us instead
-        of 24 for 8,192 tokens. Widening KV of a narrower type takes registers, which is why its
-        tiles have more warps.
+        that a processor runs nine of them at once: on an H200, 128 contexts of 528 tokens took 78
+        us (e4m3: 66), and 87 us (102) with more tokens and warps. A single stream's are slower: one
+        of 8,192 tokens took 25 us (29) instead of 23 (22), one of 528 tokens the same in 16 bits
+        and 20 us instead of 13 in e4m3. Groups of more than eight heads have large merges, for
+        which one warp is too slow.
         """
         if element_bytes == 4:
             return replace(_EXACT, rows=16)  # a merge in registers leaves none for more rows
         rows = max(16, power_of_two(group))
-        if self.generation == "sm_90" and kv_bytes == element_bytes and rows == 16 and dim <= 128:
-            tokens = 32 if dim <= 64 else 16
-            return AttentionTile(rows, tokens, 1, _OVERLAPPED_STAGES, MAX_REGISTERS)
+        if self.generation == "sm_90" and group <= 8 and dim <= 128:
+            tokens, full = 32 if dim <= 64 else 16, 2.5 if kv_bytes == element_bytes else 4
+            return AttentionTile(rows, tokens, 1, _OVERLAPPED_STAGES, MAX_REGISTERS, full)
         tokens = 128 if dim <= 64 else 64 if dim <= 128 else 32
         # larger tiles make the assembler for sm_100 spill registers rather than wait for loads
         if self._is_wide and (self.generation != "sm_90" or kv_bytes == element_bytes):
             tokens = max(32, tokens // 2)
         stages = _OVERLAPPED_STAGES if self._has_large_shared else 2
         registers = 128 if rows == 16 and dim <= 128 else 168 if rows <= 32 else MAX_REGISTERS
-        if kv_bytes < element_bytes:
+        if kv_bytes < element_bytes:  # widening it takes registers
             return AttentionTile(rows, min(tokens, 64), 8, stages, registers)
         return AttentionTile(rows, tokens, 4, stages, registers)
 
@@ -221,10 +220,13 @@ class Tuning:
         sm_90 only, where it was measured."""
         return self.generation == "sm_90"
 
-    @property
-    def early_launch(self) -> dict[str, bool]:
-        """Launch options of the kernels that call ``await_predecessor``."""
-        return {"launch_pdl": True} if self.has_early_launches else {}
+    def early_launch(self, rows: int) -> dict[str, bool]:
+        """Launch options of the kernels that call ``await_predecessor``; ``rows`` are a step's.
+
+        On an H200, early launches saved 1 us of a layer of 123 us with one row. With 32 rows and
+        more the kernels themselves take longer, and nothing was saved.
+        """
+        return {"launch_pdl": True} if self.has_early_launches and rows == 1 else {}
 
     @property
     def sampled_groups(self) -> int:
@@ -241,7 +243,7 @@ class Tuning:
         """
         return Splitting(min_tokens, min(256, power_of_two(2 * self.processors // programs or 1)))
 
-    def programs(self, splits: int, others: int) -> int:
+    def programs(self, splits: int, others: int, tile: AttentionTile) -> int:
         """The number of programs that share the splits of one sequence's rows.
 
         A launch is sized for the longest possible context. With one program per split, most
@@ -250,21 +252,19 @@ class Tuning:
         Args:
             splits: number of splits of the longest context.
             others: number of programs in the launch without splits.
+            tile: of one program.
         """
-        min_programs = _MIN_PROGRAMS_ON_FULL_DEVICE if self._is_full(others) else _MIN_PROGRAMS
-        wanted = power_of_two(self._full_device_programs // others or 1)
+        is_full = self._is_full(others, tile)
+        min_programs = _MIN_PROGRAMS_ON_FULL_DEVICE if is_full else _MIN_PROGRAMS
+        wanted = power_of_two(4 * self.processors // others or 1)
         return min(splits, max(min_programs, wanted))
 
-    def min_splits(self, others: int) -> int:
-        """The minimum number of splits per program; ``others`` as for ``programs``."""
-        return _MIN_SPLITS_ON_FULL_DEVICE if self._is_full(others) else 1
+    def min_splits(self, others: int, tile: AttentionTile) -> int:
+        """The minimum number of splits per program; arguments as for ``programs``."""
+        return _MIN_SPLITS_ON_FULL_DEVICE if self._is_full(others, tile) else 1
 
-    @property
-    def _full_device_programs(self) -> int:
-        return 4 * self.processors
-
-    def _is_full(self, others: int) -> bool:
-        return others > _FULL_DEVICE_ROWS * self.processors
+    def _is_full(self, others: int, tile: AttentionTile) -> bool:
+        return others > tile.full * self.processors
 
 
 def power_of_two(value: int) -> int:

@@ -27,7 +27,7 @@ def test_tiles_are_powers_of_two(generation: str, element_bytes: int) -> None:
 
 @pytest.mark.parametrize(
     ("generation", "kv_bytes", "tokens"),
-    [("sm_80", 2, 64), ("sm_90", 2, 16), ("sm_90", 1, 64), ("sm_100", 2, 32), ("sm_100", 1, 32)],
+    [("sm_80", 2, 64), ("sm_90", 2, 16), ("sm_90", 1, 16), ("sm_100", 2, 32), ("sm_100", 1, 32)],
 )
 def test_decode_tile_tokens_per_generation(generation: str, kv_bytes: int, tokens: int) -> None:
     """Fewer tokens where that was measured to be faster, or where more would spill registers."""
@@ -76,13 +76,30 @@ def test_latent_tiles_grow_with_the_number_of_heads() -> None:
 
 
 @pytest.mark.parametrize(
-    ("splits", "others", "programs"),
-    [(64, 8, 64), (64, 256, 8), (64, 512, 2), (64, 2048, 2), (4, 2048, 2)],
+    ("splits", "others", "kv_bytes", "programs"),
+    [
+        (64, 8, 2, 64),
+        (64, 256, 2, 8),
+        (64, 384, 2, 2),
+        (64, 512, 1, 8),
+        (64, 2048, 2, 2),
+        (4, 2048, 2, 2),
+    ],
 )
 def test_large_batches_have_few_programs_per_sequence(
-    splits: int, others: int, programs: int
+    splits: int, others: int, kv_bytes: int, programs: int
 ) -> None:
     """With short contexts, most of any further programs would be idle."""
     tuning = Tuning("sm_90", 132)
-    assert tuning.programs(splits, others) == programs
-    assert tuning.min_splits(others) == (8 if programs == 2 else 1)
+    tile = tuning.decode(4, 128, 2, kv_bytes)
+    assert tuning.programs(splits, others, tile) == programs
+    assert tuning.min_splits(others, tile) == (8 if programs == 2 else 1)
+
+
+@pytest.mark.parametrize(
+    ("generation", "rows", "is_early"),
+    [("sm_90", 1, True), ("sm_90", 2, False), ("sm_100", 1, False)],
+)
+def test_early_launches_of_single_rows(generation: str, rows: int, is_early: bool) -> None:
+    """Where they were measured to save time."""
+    assert bool(Tuning(generation, 132).early_launch(rows)) == is_early

@@ -3,6 +3,9 @@
 import triton
 import triton.language as tl
 
+_UNROLLED_SPLITS: tl.constexpr = tl.constexpr(4)
+"""Splits that a merge loads at once: one after the other, each would take a round trip to L2."""
+
 
 @triton.jit
 def rows_of(
@@ -240,7 +243,7 @@ def merge_rows(
     mask = is_row[:, None] & (dims < DIM)[None, :]
     at = rows[:, None] * DIM + dims[None, :]
     merged = empty_softmax(is_row.shape[0], DIM_PADDED)
-    for split in range(0, count):
+    for split in tl.range(0, count, loop_unroll_factor=_UNROLLED_SPLITS):
         weight = tl.load(weights + split * HEADS + rows, mask=is_row, other=0.0)
         part = tl.load(parts + split * HEADS * DIM + at, mask=mask, other=0.0)
         merged = add_split(merged, part, weight)
