@@ -33,7 +33,7 @@ ORDERS = (
     ("push", "pool"),
     ("pool", "push"),
 )
-SAVING = "vllm:mooncake_hal_pool_saves_under_way"
+SAVING = "vllm:mooncake_hal_pool_saves_in_flight"
 NOTHING_LEFT = ("vllm:kv_cache_usage_perc", "vllm:mooncake_hal_leases_held", SAVING)
 NO_ERRORS = (
     "vllm:mooncake_hal_hook_errors_total",

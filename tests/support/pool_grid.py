@@ -114,7 +114,7 @@ async def _await_saves(served: Served, num_saved_chunks: float = 0) -> None:
     """Wait until no save is in flight and that many chunks have been saved in all."""
     deadline = time.monotonic() + SAVED_S
     while (
-        await _figure(served, "saves_under_way")
+        await _figure(served, "saves_in_flight")
         or await _figure(served, "num_saved_chunks") < num_saved_chunks
     ):
         assert time.monotonic() < deadline, "its chunks were not saved in time"

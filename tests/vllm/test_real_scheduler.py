@@ -339,12 +339,12 @@ def test_blocks_are_kept_until_all_connectors_release_them(is_async: bool, is_be
             time.sleep(0.01)  # the time in which the store reports a miss
         assert prefill.answers["p"].finish == "length"
         deadline = time.monotonic() + 1.0  # half a lease
-        while prefill.figures()["pool_saves_under_way"] and time.monotonic() < deadline:
+        while prefill.figures()["pool_saves_in_flight"] and time.monotonic() < deadline:
             time.sleep(0.01)
         for _ in range(5):  # the first step was scheduled before, with two batches in flight
             time.sleep(0.02)  # while the report is in flight
             prefill.step()
-        assert prefill.figures()["pool_saves_under_way"] == 0
+        assert prefill.figures()["pool_saves_in_flight"] == 0
         assert prefill.figures()["leases_held"] == 1
         assert prefill.num_free == NUM_BLOCKS - 1 - -(-len(prompt) // BLOCK_SIZE)
         settle([prefill], SETTLED_S)

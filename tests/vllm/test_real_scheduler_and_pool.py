@@ -110,7 +110,7 @@ class Pair:
             assert answer.finish == "abort" or len(answer.tokens) == len(wanted), name
         for each in self.instances:
             assert each.num_free == NUM_BLOCKS - 1
-            assert each.figures()["hook_errors"] == each.figures()["pool_saves_under_way"] == 0
+            assert each.figures()["hook_errors"] == each.figures()["pool_saves_in_flight"] == 0
             assert each.leftovers() == []
 
 

@@ -54,7 +54,7 @@ _WHOLE_REQUEST_S = (
 )
 _TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
-_GAUGES = frozenset({"leases_held", "reservations", "loads_under_way", "saves_under_way"})
+_GAUGES = frozenset({"leases_held", "reservations", "loads_in_flight", "saves_in_flight"})
 """The statistics of connector and KVCache pool that are gauges; the others are counters."""
 _HISTOGRAMS = {
     "first_token": ("vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S),

@@ -17,7 +17,7 @@ and Prometheus accepts each name only once."""
 GAUGES = {
     "leases_held": "Finished prompts whose blocks are held for a peer.",
     "reservations": "Requests whose blocks are reserved for a peer's writes.",
-    "pool_saves_under_way": "Copies of chunks to stores in flight.",
+    "pool_saves_in_flight": "Copies of chunks to stores in flight.",
 }
 GAUGE_OPTIONS = {"multiprocess_mode": "mostrecent"}
 """vLLM sends the metrics of a step to any one of its API servers, and publishes the metrics of all

@@ -301,7 +301,7 @@ class PoolSchedulerSide:
         """Metrics by name, since the start."""
         counted = asdict(self._client.stats)
         metrics = {f"pool_{name}": stats_value(counted[name]) for name in PUBLISHED_STATS}
-        return metrics | {"pool_saves_under_way": float(self._saves.num_in_flight)}
+        return metrics | {"pool_saves_in_flight": float(self._saves.num_in_flight)}
 
     def close(self) -> None:
         """Stop, abandoning loads and saves. Idempotent.

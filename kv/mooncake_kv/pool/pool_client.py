@@ -448,8 +448,8 @@ class PoolClient:
         return next((report.error for report in reports if report.error is not None), None)
 
     def _count_in_flight(self) -> None:
-        self.stats.loads_under_way = len(self._loading)
-        self.stats.saves_under_way = len(self._saving)
+        self.stats.loads_in_flight = len(self._loading)
+        self.stats.saves_in_flight = len(self._saving)
 
     async def _end_writes(
         self, handles: Sequence[WriteHandle], *, is_complete: bool, is_copy: bool

@@ -239,7 +239,7 @@ class PoolStats:
         num_save_refusals: chunks that were not stored, by reason. Those of ``busy`` (too many saves
             in flight) and ``unreachable`` may have been stored later, if their request had more to
             save, or their blocks were still cached.
-        loads_under_way, saves_under_way: loads and saves in flight (gauges).
+        loads_in_flight, saves_in_flight: loads and saves in flight (gauges).
     """
 
     num_lookups: int = 0
@@ -262,8 +262,8 @@ class PoolStats:
     num_copied_chunks: int = 0
     num_layerwise_saves: int = 0
     num_save_refusals: dict[str, int] = field(default_factory=dict)
-    loads_under_way: int = 0
-    saves_under_way: int = 0
+    loads_in_flight: int = 0
+    saves_in_flight: int = 0
 
     def snapshot(self) -> PoolStats:
         """A copy of the current values. Thread-safe."""

@@ -41,7 +41,7 @@ NOT_OVERRIDDEN = {
     "set_xfer_handshake_metadata_pp_aware": "as above",
     "build_connector_worker_meta": "what a rank has to say goes by socket",
     "update_connector_output": "as above",
-    "handle_preemptions": "a preempted request has no load under way",
+    "handle_preemptions": "a preempted request has no load in flight",
     "finish_forward": "loads wait for their blocks' step, not for its end",
     "reset_capture_state": "nothing is captured",
     "set_host_xfer_buffer_ops": "KV is moved from and to the device's own memory",

@@ -54,7 +54,7 @@ def counted(url: str, name: str, label: str = "") -> float:
 
 def wait_until_saved(*urls: str) -> None:
     deadline = time.monotonic() + 30
-    while any(counted(url, "mooncake:kv_pool_saves_under_way") for url in urls):
+    while any(counted(url, "mooncake:kv_pool_saves_in_flight") for url in urls):
         assert time.monotonic() < deadline
         time.sleep(0.02)
 

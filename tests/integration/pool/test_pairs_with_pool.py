@@ -72,7 +72,7 @@ def test_prompt_sent_once_counts_as_one_use_from_either_instance(model, tmp_path
 
             def is_saved():
                 instances = both.prefill, both.decode
-                return not any(one.engine.stats().kv_pool.saves_under_way for one in instances)
+                return not any(one.engine.stats().kv_pool.saves_in_flight for one in instances)
 
             async def ask_all():
                 for prompt in prompts:

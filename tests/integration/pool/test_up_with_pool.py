@@ -67,7 +67,7 @@ def test_second_turn_loads_answer_and_dead_store_is_restarted() -> None:
             decode instance had computed."""
             first = f"{len(completed)} {TURN}"
             completed[first] = complete(url, first)
-            until(lambda: counted(urls["decode"], "saves_under_way") == 0)
+            until(lambda: counted(urls["decode"], "saves_in_flight") == 0)
             second = first + completed[first] + TURN
             completed[second] = complete(url, second)
             return counted(urls["prefill"], "num_loaded_chunks") > 0

@@ -276,7 +276,7 @@ class Wire:
         self.failures, self.breaks_at_once = failures, breaks_at_once
         self.num_opened = 0
         self.is_open = False
-        self.under_way = 0
+        self.in_flight = 0
         self.cut_off = 0
 
     def connect(self, rank: int) -> Wire:
@@ -286,16 +286,16 @@ class Wire:
 
     def disconnect(self) -> None:
         self.is_open = False
-        self.cut_off += self.under_way
+        self.cut_off += self.in_flight
 
     def write(self, spans: Any, timeout: float) -> Wire:
         if self.failures and self.breaks_at_once:
             raise self.failures.pop(0)
-        self.under_way += 1
+        self.in_flight += 1
         return self
 
     def wait(self) -> None:
-        self.under_way -= 1
+        self.in_flight -= 1
         if self.failures:
             raise self.failures.pop(0)
 

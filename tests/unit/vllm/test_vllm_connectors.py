@@ -381,12 +381,12 @@ def test_connector_and_pool_metrics_have_distinct_names(
     for each in (connectors.HalPullConnector, connectors.HalPoolConnector):
         each.build_prom_metrics(None, kinds, ["engine"], {0: ["0"]})
     assert len(names) == len({*names}) >= 25
-    side = SimpleNamespace(stats=lambda: {"pool_saves_under_way": 1.0})
+    side = SimpleNamespace(stats=lambda: {"pool_saves_in_flight": 1.0})
     made = connector(connectors, scheduler=side)
     made.__class__, made.num_errors = connectors.HalPoolConnector, 2
     published = {f"vllm:mooncake_hal_{name}" for name in made.get_kv_connector_stats().data}
     assert published == {
-        "vllm:mooncake_hal_pool_saves_under_way",
+        "vllm:mooncake_hal_pool_saves_in_flight",
         "vllm:mooncake_hal_pool_hook_errors",
     }
     assert published <= {*names}

@@ -118,7 +118,7 @@ class Instance:
 
     def await_saves(self):
         deadline = time.monotonic() + WAIT_S
-        while self.client.stats.saves_under_way:
+        while self.client.stats.saves_in_flight:
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
