@@ -298,9 +298,9 @@ def show_chunks(args: argparse.Namespace) -> int:
 def verify_ssds(args: argparse.Namespace) -> int:
     """Check every record on the SSDs; the exit status is 1 if one was damaged."""
     with _Connected(args) as store:
-        num_right, num_wrong = _require(store.verify().result(), args)
-    print(f"{num_right} records are intact, {num_wrong} were damaged and have been dropped")
-    return 1 if num_wrong else 0
+        num_intact, num_damaged = _require(store.verify().result(), args)
+    print(f"{num_intact} records are intact, {num_damaged} were damaged and have been dropped")
+    return 1 if num_damaged else 0
 
 
 def drop_chunks(args: argparse.Namespace) -> int:

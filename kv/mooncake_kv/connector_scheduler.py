@@ -196,7 +196,7 @@ class ConnectorScheduler(ABC):
             ranks=tuple(rank.metadata for rank in ready),
             host=_host(),
             transports=_common_transports(ready),
-            turns_rope=instance.geometry.kind is AttentionKind.MLA,
+            converts_rope_order=instance.geometry.kind is AttentionKind.MLA,
         )
         self._ranks = RankGroup(self._num_ranks, send)
         raise_descriptor_limit()

@@ -57,7 +57,8 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
         host: identity of the kernel and network namespace of its side channel; empty if unknown.
         transports: transports that are open on all ranks, with the constraints of each.
         numerics: what the numbers of its KV mean, and how they are rounded.
-        turns_rope: whether it converts the rope rows of received latents into its own order.
+        converts_rope_order: whether it converts the rope rows of received latents into its own
+            order.
     """
 
     engine_id: str
@@ -71,7 +72,7 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
     model_settings: dict[str, str] = {}
     transports: dict[str, TransportConstraints] = {}
     numerics: Numerics = Numerics()
-    turns_rope: bool = False
+    converts_rope_order: bool = False
 
     @property
     def pp_size(self) -> int:
@@ -99,7 +100,7 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
 
     def can_convert(self, fact: str) -> bool:
         """Whether this instance can decode from KV that differs in that fact of ``numerics``."""
-        return fact == ROPE_ORDER and self.turns_rope
+        return fact == ROPE_ORDER and self.converts_rope_order
 
     @property
     def compatibility_info(self) -> InstanceInfo:

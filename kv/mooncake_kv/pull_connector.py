@@ -102,7 +102,7 @@ class MooncakeConnector(ConnectorScheduler):
             "refused_loads": float(counts.refused),
             "refused_peers": float(self._incompatible.num_peers),
             "reservations": float(len(self._early_receiver)),
-            "peers_rounding_otherwise": float(self._rounding.num_peers),
+            "peers_with_different_rounding": float(self._rounding.num_peers),
             "bytes_received": float(counts.nbytes),
             "bytes_received_early": float(self._early_receiver.num_early_bytes),
             "load_seconds": counts.seconds,

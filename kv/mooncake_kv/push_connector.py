@@ -65,7 +65,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
         return self._receiver.handle(message)
 
     def _on_rank_report(self, rank: int, report: LoadReport | PushReport) -> None:
-        if isinstance(report, LoadReport):  # of a TurnRope: this connector's workers load no KV
+        if isinstance(report, LoadReport):  # of ConvertRopeOrder: its workers load no KV
             self._conversions.report(rank, report)
         else:
             self._sender.report(rank, report)
@@ -91,7 +91,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
             "load_failures": float(received.failures),
             "refused_loads": float(received.refused),
             "refused_peers": float(self._incompatible.num_peers),
-            "peers_rounding_otherwise": float(self._rounding.num_peers),
+            "peers_with_different_rounding": float(self._rounding.num_peers),
             "bytes_received": float(received.nbytes),
             "load_seconds": received.seconds,
         }

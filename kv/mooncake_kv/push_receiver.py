@@ -42,7 +42,7 @@ from mooncake_kv.protocol import (
     welcome,
 )
 from mooncake_kv.push_progress import expected_bytes
-from mooncake_kv.ranks import TurnRope, spread_of
+from mooncake_kv.ranks import ConvertRopeOrder, spread_of
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ StatusInquiry = Callable[[Writer, list[str], bool], Awaitable[StatusReply]]
 """Asks a writer's instance for the status of pushes. Takes the writer, its own names of the
 requests, and whether it is on this host. Raises as ``StatusInquiry.ask``."""
 
-RopeConversion = Callable[[TurnRope], Awaitable[object]]
+RopeConversion = Callable[[ConvertRopeOrder], Awaitable[object]]
 """Converts rope rows on all ranks; returns when it is done. Raises KVTransferError."""
 
 PostParams = Callable[[Metaserver, KVTransferDict], Awaitable[None]]
@@ -239,12 +239,12 @@ class PushReceiver:
         name, writer = message.request_id, self._writers[message.writer.engine_id]
         order = foreign_rope_order(self._context.instance.numerics, writer.numerics)
         if order:
-            conversion = TurnRope(name, self._blocks[name], *held.tokens, order)
+            conversion = ConvertRopeOrder(name, self._blocks[name], *held.tokens, order)
             self._context.spawn(self._convert_and_finish(conversion, message.first_token), name)
         else:
             self._finish(name, None, message.first_token)
 
-    async def _convert_and_finish(self, order: TurnRope, first: FirstToken | None) -> None:
+    async def _convert_and_finish(self, order: ConvertRopeOrder, first: FirstToken | None) -> None:
         """Convert rope rows, then complete the load. The writer has stopped, and the request keeps
         waiting even if it was cancelled, so the blocks stay ours meanwhile."""
         try:

@@ -40,6 +40,7 @@ from mooncake_kv.push_progress import (
 )
 from mooncake_kv.ranks import (
     ConnectPeer,
+    ConvertRopeOrder,
     EndPush,
     ForgetPeer,
     LoadReport,
@@ -47,7 +48,6 @@ from mooncake_kv.ranks import (
     PushReport,
     StartPush,
     StopPush,
-    TurnRope,
     decode_to_rank,
     encode,
 )
@@ -322,12 +322,12 @@ class PushWorker(ConnectorWorker):
             self._peers[command.engine_id] = command.ranks
         elif isinstance(command, ForgetPeer):
             self._forget(command.engine_id)
-        elif isinstance(command, TurnRope):
+        elif isinstance(command, ConvertRopeOrder):
             self._conversions.submit(self._convert_rope, command)
         elif isinstance(command, StartPush | StopPush | EndPush):
             self._control_session(command)
 
-    def _convert_rope(self, order: TurnRope) -> None:
+    def _convert_rope(self, order: ConvertRopeOrder) -> None:
         """Top of the thread that converts the rope rows of KV that peers have pushed; reports the
         outcome, whatever happens."""
         began, error = time.monotonic(), None

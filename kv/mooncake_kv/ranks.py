@@ -70,7 +70,7 @@ class CancelLoad(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
-class TurnRope(msgspec.Struct, frozen=True, tag=True):
+class ConvertRopeOrder(msgspec.Struct, frozen=True, tag=True):
     """Scheduler to worker: tokens ``[start, stop)`` of a prompt were written by a peer that keeps
     the rope rows of latents in ``order``; convert them to ours, and report as for a load."""
 
@@ -170,7 +170,7 @@ ToRank = (
     | ForgetPeer
     | Load
     | CancelLoad
-    | TurnRope
+    | ConvertRopeOrder
     | LocalRanks
     | StartPush
     | StopPush
@@ -254,7 +254,7 @@ class RankLoads:
         self._has_stalled = has_stalled
         self._pending: dict[str, _PendingLoad] = {}
 
-    async def run(self, load: Load | TurnRope) -> list[LoadReport]:
+    async def run(self, load: Load | ConvertRopeOrder) -> list[LoadReport]:
         """Run a load on every rank; returns the reports once all ranks have drained.
 
         Raises:
@@ -275,7 +275,7 @@ class RankLoads:
                 raise KVTransferError(where + report.error)
         return reports
 
-    def _send_to_all(self, load: Load | TurnRope) -> None:
+    def _send_to_all(self, load: Load | ConvertRopeOrder) -> None:
         try:
             self._ranks.broadcast(load)
         except Exception as exc:  # some ranks may have begun it, and it can't end on all of them

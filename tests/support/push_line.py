@@ -39,12 +39,12 @@ from mooncake_kv.protocol import (
 from mooncake_kv.push_receiver import PushReceiver
 from mooncake_kv.push_sender import PushSender
 from mooncake_kv.ranks import (
+    ConvertRopeOrder,
     EndPush,
     PushReport,
     RankGroup,
     StartPush,
     StopPush,
-    TurnRope,
     decode_to_rank,
 )
 
@@ -71,7 +71,7 @@ def metadata_of(engine_id: str) -> InstanceMetadata:
     return InstanceMetadata(engine_id, "m", "t", GEOMETRY, 16, Hardware("cpu", "x86"), (rank,))
 
 
-async def convert_nothing(order: TurnRope) -> None:
+async def convert_nothing(order: ConvertRopeOrder) -> None:
     """Never called: both sides keep latents in the same layout."""
     raise AssertionError(order)
 

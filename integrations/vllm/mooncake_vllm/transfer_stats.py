@@ -29,7 +29,7 @@ COUNTERS = {
     "load_failures": "Loads that failed.",
     "refused_loads": "Failed loads whose peer can't exchange KV with this instance.",
     "refused_peers": "Peers whose handshake was refused.",
-    "peers_rounding_otherwise": "Peers whose KV is rounded differently.",
+    "peers_with_different_rounding": "Peers whose KV is rounded differently.",
     "refused_requests": "Requests whose kv_transfer_params could not be honoured.",
     "bytes_received": "Bytes of KV received from peers.",
     "bytes_received_early": "Bytes of KV read while the peer was still computing the prompt.",

@@ -55,10 +55,10 @@ QUARANTINE_MARGIN_S = 10.0
 rank has received the order, and copies check it only between pieces."""
 
 _ENDS_A_SEQUENCE = {
-    PutRefusal.NO_ROOM,
+    PutRefusal.NO_SPACE,
     PutRefusal.OVER_QUOTA,
     PutRefusal.TOO_LARGE,
-    PutRefusal.NOT_WORTH_IT,
+    PutRefusal.LOW_VALUE,
 }
 
 _STAGING, _READY, _EVICTING, _ABANDONED = ChunkState
@@ -267,7 +267,7 @@ class ChunkTable:
         ending = None
         for chunk in chunks:
             if ending is None and len(staged) == num_left:
-                ending = PutRefusal.NO_ROOM
+                ending = PutRefusal.NO_SPACE
             outcome = ending or self._stage(chunk, offsets, now, copy)
             found.append(outcome)
             if isinstance(outcome, Entry):
@@ -515,7 +515,7 @@ class ChunkTable:
             if victim is None:
                 return PutRefusal.OVER_QUOTA
             if copy is not None and not self._victims.is_worth(chunk, copy, [victim], now):
-                return PutRefusal.NOT_WORTH_IT
+                return PutRefusal.LOW_VALUE
             self._evict(victim, "quota", now)
         freed = 0
         while (offset := self._allocator.allocate(nbytes)) is None:
@@ -523,9 +523,9 @@ class ChunkTable:
                 self._victims.victims_for(chunk, now) if freed < MAX_EVICTED_SIZES * nbytes else []
             )
             if not victims:
-                return PutRefusal.NO_ROOM
+                return PutRefusal.NO_SPACE
             if copy is not None and not self._victims.is_worth(chunk, copy, victims, now):
-                return PutRefusal.NOT_WORTH_IT
+                return PutRefusal.LOW_VALUE
             for victim in victims:
                 freed += rounded_up(victim.chunk.nbytes) if victim.unsafe_until <= now else 0
                 self._evict(victim, "copy" if victim.copy else "room", now)

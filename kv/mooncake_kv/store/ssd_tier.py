@@ -275,15 +275,15 @@ class SsdTier:
         Returns:
             The number of intact records, and of damaged ones, which are removed from the index.
         """
-        num_right = num_wrong = 0
+        num_intact = num_damaged = 0
         buffer = aligned_buffer(max((d.directory.max_chunk_bytes for d in self._drives), default=1))
         for chunk in self.chunks():
             record = self._records.get(chunk.key)
             if record is not None and self._hold(record):
                 is_intact = self._read_whole(record, buffer[: rounded_up(chunk.nbytes)])
-                num_right += is_intact
-                num_wrong += not is_intact
-        return num_right, num_wrong
+                num_intact += is_intact
+                num_damaged += not is_intact
+        return num_intact, num_damaged
 
     def fill_stats(self, stats: StoreStats) -> None:
         """Set the SSD fields of ``stats``."""

@@ -41,23 +41,23 @@ from mooncake_kv.store.store_messages import (
     PAGE_CHUNKS,
     ArenaReply,
     Arrived,
-    AskStats,
     AwaitBytes,
     ChunkPage,
-    Collect,
-    Counted,
+    CloseSession,
+    CountReply,
     DropKeys,
     Ended,
     EndWrites,
-    Introduce,
-    Leave,
+    GetStats,
     ListChunks,
-    NameWriters,
-    NotYet,
+    OpenSession,
+    Pending,
     PinKeys,
     Pinned,
+    Poll,
     Probed,
     ProbeKeys,
+    RegisterWriters,
     ReleaseHandles,
     ReserveChunks,
     Reserved,
@@ -89,7 +89,7 @@ CONNECT_TIMEOUT_S = 5.0
 RECONNECT_PAUSE_S = 0.2
 FIRST_POLL_S, LAST_POLL_S = 0.001, 0.02
 
-_ENDS = (ReleaseHandles, EndWrites, Collect)
+_ENDS = (ReleaseHandles, EndWrites, Poll)
 
 
 class StoreClient:
@@ -135,7 +135,7 @@ class StoreClient:
         write. The default is this process. If the session is lost, the store does not reuse the
         memory of unfinished writes before these processes have exited."""
         self._writers = tuple(writers)
-        self._ask(NameWriters(self._writers), Counted, lambda _: None, None)
+        self._ask(RegisterWriters(self._writers), CountReply, lambda _: None, None)
 
     def probe(self, keys: Sequence[bytes]) -> Future[list[Residence]]:
         index = self._index
@@ -184,20 +184,22 @@ class StoreClient:
         return self._end_writes(handles, are_complete=False)
 
     def touch(self, keys: Sequence[bytes]) -> Future[None]:
-        return self._ask(TouchKeys(tuple(keys)), Counted, lambda _: None, None)
+        return self._ask(TouchKeys(tuple(keys)), CountReply, lambda _: None, None)
 
     def drop(self, keys: Sequence[bytes]) -> Future[int]:
         request = DropKeys(tuple(keys))
-        return self._ask(request, Counted, lambda reply: reply.num_chunks, 0, OPERATOR_TIMEOUT_S)
+        return self._ask(request, CountReply, lambda reply: reply.num_chunks, 0, OPERATOR_TIMEOUT_S)
 
     def drop_all(self, tenant: str | None = None) -> Future[int | None]:
         """Drop all chunks, or all of one tenant; returns how many, or None if the store can't be
         reached."""
         request = DropKeys(None, tenant)
-        return self._ask(request, Counted, lambda reply: reply.num_chunks, None, OPERATOR_TIMEOUT_S)
+        return self._ask(
+            request, CountReply, lambda reply: reply.num_chunks, None, OPERATOR_TIMEOUT_S
+        )
 
     def stats(self) -> Future[StoreStats | None]:
-        return self._ask(AskStats(), StatsReply, lambda reply: reply.stats, None)
+        return self._ask(GetStats(), StatsReply, lambda reply: reply.stats, None)
 
     def list_page(self, tier: Tier, after: bytes) -> Future[list[Chunk] | None]:
         """Up to PAGE_CHUNKS chunks of a tier with the smallest keys beyond ``after``; None if the
@@ -223,7 +225,7 @@ class StoreClient:
         return self._ask(
             VerifyRecords(),
             Verified,
-            lambda reply: (reply.num_right, reply.num_wrong),
+            lambda reply: (reply.num_intact, reply.num_damaged),
             None,
             VERIFY_TIMEOUT_S,
         )
@@ -234,7 +236,7 @@ class StoreClient:
         self._has_left = True
         try:
             if self._session is not None:
-                self._ask(Leave(), Counted, lambda _: None, None).result()
+                self._ask(CloseSession(), CountReply, lambda _: None, None).result()
         finally:
             has_failed, self._is_closed = self._is_closed, True
             if not has_failed:
@@ -305,10 +307,10 @@ class StoreClient:
     async def _reply_to(self, request: StoreRequest, timeout_s: float) -> StoreReply:
         reply = await self._request(request)
         deadline, pause = time.monotonic() + timeout_s, FIRST_POLL_S
-        while isinstance(reply, NotYet) and time.monotonic() < deadline:
+        while isinstance(reply, Pending) and time.monotonic() < deadline:
             await asyncio.sleep(pause)
             pause = min(2 * pause, LAST_POLL_S)
-            reply = await self._request(Collect(reply.ticket))
+            reply = await self._request(Poll(reply.ticket))
         return reply
 
     async def _request(self, request: StoreRequest) -> StoreReply:
@@ -365,13 +367,13 @@ class StoreClient:
             session = await connect(
                 address.host, address.port, credentials, timeout=CONNECT_TIMEOUT_S
             )
-            arena = await self._introduce(session)
+            arena = await self._open_session(session)
         except (TransferError, BadFrame) as exc:
             logger.debug(
                 "can't connect to the store at %s port %d: %s", address.host, address.port, exc
             )
             if session is not None:
-                session.close("the introduction failed")
+                session.close("OpenSession failed")
             return None
         except asyncio.CancelledError:
             if session is not None:
@@ -380,18 +382,18 @@ class StoreClient:
         self._index = ResidenceView.open(arena.index, arena.epoch) if arena.index else None
         self._arena, self._session = arena, session
         if self._writers is not writers:  # ``name_writers`` was called while disconnected
-            self._ask(NameWriters(self._writers), Counted, lambda _: None, None)
+            self._ask(RegisterWriters(self._writers), CountReply, lambda _: None, None)
         self._connected.set()
         logger.info("connected to the store at %s port %d", address.host, address.port)
         return session
 
-    async def _introduce(self, session: AsyncSession) -> ArenaInfo:
-        """Introduce this user, and name the writes of a former session that are still in flight.
+    async def _open_session(self, session: AsyncSession) -> ArenaInfo:
+        """Register this user, and name the writes of a former session that are still in flight.
 
         Raises:
             TransferError, BadFrame: the store does not accept this user.
         """
-        request = Introduce(
+        request = OpenSession(
             self._name,
             self._client,
             self._transfer_timeout_s,

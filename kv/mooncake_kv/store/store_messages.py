@@ -43,14 +43,14 @@ class StoreMessage(msgspec.Struct, frozen=True, tag_field="kind", tag=str.lower)
     """Base of all messages."""
 
 
-class Introduce(StoreMessage, frozen=True):
+class OpenSession(StoreMessage, frozen=True):
     """The first message of a session: identifies the user.
 
     Args:
         name: name for logs.
         client: random id, the same on all sessions of one user, which has one session at a time.
         transfer_timeout_s: upper bound of this user's transfers in seconds.
-        writers: see ``NameWriters``.
+        writers: see ``RegisterWriters``.
         writing: write handles of a former session whose transfers are still in flight. The store
             aborts all others of that session.
     """
@@ -63,12 +63,12 @@ class Introduce(StoreMessage, frozen=True):
 
 
 class ArenaReply(StoreMessage, frozen=True):
-    """Answers Introduce: where the arena is."""
+    """Answers OpenSession: where the arena is."""
 
     arena: ArenaInfo
 
 
-class NameWriters(StoreMessage, frozen=True):
+class RegisterWriters(StoreMessage, frozen=True):
     """Declares the processes that write to the store's memory for this user. If the session is
     lost, the memory of unfinished writes is not reused before they have exited."""
 
@@ -101,14 +101,14 @@ class Pinned(StoreMessage, frozen=True):
     handles: tuple[ReadHandle | None, ...]
 
 
-class NotYet(StoreMessage, frozen=True):
-    """The reply is not ready: poll for it with ``Collect``."""
+class Pending(StoreMessage, frozen=True):
+    """The reply is not ready: poll for it with ``Poll``."""
 
     ticket: int
 
 
-class Collect(StoreMessage, frozen=True):
-    """Polls for a pending reply. Returns NotYet again, or the reply, once."""
+class Poll(StoreMessage, frozen=True):
+    """Polls for a pending reply. Returns Pending again, or the reply, once."""
 
     ticket: int
 
@@ -173,18 +173,18 @@ class DropKeys(StoreMessage, frozen=True):
     tenant: str | None = None
 
 
-class Counted(StoreMessage, frozen=True):
-    """Answers NameWriters, TouchKeys, DropKeys and Leave with a count."""
+class CountReply(StoreMessage, frozen=True):
+    """Answers RegisterWriters, TouchKeys, DropKeys and CloseSession with a count."""
 
     num_chunks: int
 
 
-class AskStats(StoreMessage, frozen=True):
+class GetStats(StoreMessage, frozen=True):
     """Requests ``ChunkStore.stats``."""
 
 
 class StatsReply(StoreMessage, frozen=True):
-    """Answers AskStats."""
+    """Answers GetStats."""
 
     stats: StoreStats
 
@@ -210,40 +210,40 @@ class Verified(StoreMessage, frozen=True):
     """Answers VerifyRecords: the number of intact records, and of damaged ones, which were
     removed."""
 
-    num_right: int
-    num_wrong: int
+    num_intact: int
+    num_damaged: int
 
 
-class Leave(StoreMessage, frozen=True):
+class CloseSession(StoreMessage, frozen=True):
     """The last message of a session: none of this user's transfers is in flight any more."""
 
 
 StoreRequest = (
-    Introduce
-    | NameWriters
+    OpenSession
+    | RegisterWriters
     | ProbeKeys
     | PinKeys
-    | Collect
+    | Poll
     | AwaitBytes
     | ReleaseHandles
     | ReserveChunks
     | EndWrites
     | TouchKeys
     | DropKeys
-    | AskStats
+    | GetStats
     | ListChunks
     | VerifyRecords
-    | Leave
+    | CloseSession
 )
 StoreReply = (
     ArenaReply
     | Probed
     | Pinned
-    | NotYet
+    | Pending
     | Arrived
     | Reserved
     | Ended
-    | Counted
+    | CountReply
     | StatsReply
     | ChunkPage
     | Verified
@@ -279,14 +279,14 @@ def decode_request(payload: bytes) -> StoreRequest:
     named = [getattr(request, field, None) or () for field in _LISTS]
     if max(map(len, named)) > MAX_KEYS:
         raise BadFrame(f"more than {MAX_KEYS} chunks in one message")
-    if isinstance(request, Introduce | NameWriters) and len(request.writers) > MAX_WRITERS:
+    if isinstance(request, OpenSession | RegisterWriters) and len(request.writers) > MAX_WRITERS:
         raise BadFrame(f"more than {MAX_WRITERS} processes in one message")
-    if isinstance(request, Introduce):
-        _check_introduction(request)
+    if isinstance(request, OpenSession):
+        _check_user(request)
     return request
 
 
-def _check_introduction(message: Introduce) -> None:
+def _check_user(message: OpenSession) -> None:
     if not message.client:
         raise BadFrame("the client id of a user is empty")
     if not 0 < message.transfer_timeout_s <= MAX_TRANSFER_TIMEOUT_S:

@@ -6,8 +6,8 @@
 an asyncio loop handles all messages. KV bytes don't pass through it: the engines' ranks read and
 write the arena themselves, with one-sided transfers.
 
-A user whose session is lost (it did not send ``Leave``) may still have writes in flight, and its
-process may be frozen in the middle of one. The store does not reuse the memory of these writes
+A user whose session is lost (it did not send ``CloseSession``) may still have writes in flight, and
+its process may be frozen in the middle of one. The store does not reuse the memory of these writes
 until
 
 * the user opens a new session and names the writes that are still in flight;
@@ -44,23 +44,23 @@ from mooncake_kv.store.store_messages import (
     PAGE_CHUNKS,
     ArenaReply,
     Arrived,
-    AskStats,
     AwaitBytes,
     ChunkPage,
-    Collect,
-    Counted,
+    CloseSession,
+    CountReply,
     DropKeys,
     Ended,
     EndWrites,
-    Introduce,
-    Leave,
+    GetStats,
     ListChunks,
-    NameWriters,
-    NotYet,
+    OpenSession,
+    Pending,
     PinKeys,
     Pinned,
+    Poll,
     Probed,
     ProbeKeys,
+    RegisterWriters,
     ReleaseHandles,
     ReserveChunks,
     Reserved,
@@ -118,7 +118,7 @@ class StoreService:
         # the Event's lock, and would deadlock. SimpleQueue.put is reentrant.
         self._stops: SimpleQueue[None] = SimpleQueue()
         self._users: dict[AsyncSession, _SessionUser] = {}
-        self._clients: dict[bytes, _SessionUser] = {}  # by the client id of their ``Introduce``
+        self._clients: dict[bytes, _SessionUser] = {}  # by the client id of their ``OpenSession``
         self._departed: set[_SessionUser] = set()  # session lost, unfinished writes remain
         self._listener: AsyncListener | None = None
         self._loop = IoLoop("store-service", lambda *_: None, self._fail)
@@ -205,11 +205,11 @@ class StoreService:
         if user is None:
             user = self._users[session] = _SessionUser(self._store, session.peer_host)
             session.closed.add_done_callback(lambda _: self._on_session_closed(session))
-        if isinstance(request, Introduce):
+        if isinstance(request, OpenSession):
             self._take_over(user, request)
         return encode_message(user.handle(request))
 
-    def _take_over(self, user: _SessionUser, request: Introduce) -> None:
+    def _take_over(self, user: _SessionUser, request: OpenSession) -> None:
         """Hand the state of a client's previous session over to its new one."""
         former = self._clients.get(request.client)
         if former is user:
@@ -293,7 +293,7 @@ class _SessionUser:
         self._user.resume(writing)
 
     def handle(self, request: StoreRequest) -> StoreReply:
-        """Reply at once; slow requests get a ticket (``NotYet``)."""
+        """Reply at once; slow requests get a ticket (``Pending``)."""
         reply = self._handle_transfer(request) or self._handle_session_or_operator(request)
         if reply is None:
             raise RequestRejected(f"the store does not support {type(request).__name__}")
@@ -309,7 +309,7 @@ class _SessionUser:
                 return self._when_done(pinned, _pinned)
             case AwaitBytes(handles, beyond):
                 return self._when_done(self._user.await_bytes(handles, beyond), Arrived)
-            case Collect(ticket):
+            case Poll(ticket):
                 return self._collect(ticket)
             case ReleaseHandles(handles):
                 return Ended(tuple(self._user.release(handles).result()))
@@ -321,30 +321,30 @@ class _SessionUser:
                 return Ended(tuple(end(handles).result()))
             case TouchKeys(keys):
                 self._store.touch(keys)
-                return Counted(len(keys))
+                return CountReply(len(keys))
         return None
 
     def _handle_session_or_operator(self, request: StoreRequest) -> StoreReply | None:
         """Handle session setup, teardown and operator commands; None for other requests."""
         match request:
-            case Introduce(name, client, transfer_timeout_s, writers):
+            case OpenSession(name, client, transfer_timeout_s, writers):
                 logger.info("%s at %s uses this store", name, self._peer)
                 self._name, self.client, self.writers = name, client, writers
                 self.transfer_timeout_s = transfer_timeout_s
                 self._user.set_transfer_timeout(transfer_timeout_s)
                 return ArenaReply(self._store.arena)
-            case NameWriters(writers):
+            case RegisterWriters(writers):
                 self.writers = writers
-                return Counted(len(writers))
-            case Leave():
+                return CountReply(len(writers))
+            case CloseSession():
                 self._is_drained = True
-                return Counted(0)
-            case AskStats():
+                return CountReply(0)
+            case GetStats():
                 return StatsReply(self._store.stats())
             case ListChunks(tier, after):
                 return self._when_done(_on_a_thread(lambda: self._page(tier, after)), ChunkPage)
             case DropKeys(keys, tenant):
-                return self._when_done(_on_a_thread(lambda: self._drop(keys, tenant)), Counted)
+                return self._when_done(_on_a_thread(lambda: self._drop(keys, tenant)), CountReply)
             case VerifyRecords():
                 return self._when_done(_on_a_thread(self._store.verify), lambda n: Verified(*n))
         return None
@@ -379,14 +379,14 @@ class _SessionUser:
             )
         self._last_ticket += 1
         self._tickets[self._last_ticket] = _Ticket(future.done, resolve)
-        return NotYet(self._last_ticket)
+        return Pending(self._last_ticket)
 
     def _collect(self, number: int) -> StoreReply:
         ticket = self._tickets.get(number)
         if ticket is None:
             raise RequestRejected(f"no pending reply has ticket {number}")
         if not ticket.is_done():
-            return NotYet(number)
+            return Pending(number)
         del self._tickets[number]
         return ticket.resolve()
 

@@ -32,12 +32,12 @@ from mooncake_kv.push_worker import PushWorker
 from mooncake_kv.ranks import (
     CancelLoad,
     ConnectPeer,
+    ConvertRopeOrder,
     EndPush,
     ForgetPeer,
     Load,
     RankReady,
     StartPush,
-    TurnRope,
     decode_from_rank,
 )
 
@@ -269,11 +269,11 @@ def test_push_without_a_thread_fails_alone(rank: Rank, monkeypatch: pytest.Monke
     with monkeypatch.context() as short_of_threads:
         refuse_threads(short_of_threads)
         running.receive(msgspec.msgpack.encode(PUSH))
-        running.receive(msgspec.msgpack.encode(TurnRope("turned", (0,), 0, 4, "pairs")))
+        running.receive(msgspec.msgpack.encode(ConvertRopeOrder("converted", (0,), 0, 4, "pairs")))
         wait_for(lambda: len(rank.sent) == 2)
-    [push, turned] = reports(rank)
+    [push, converted] = reports(rank)
     assert push == ("r", "its send thread can't be started: can't start new thread")
-    assert turned[0] == "turned"
+    assert converted[0] == "converted"
     running.receive(msgspec.msgpack.encode(EndPush("r", is_complete=False)))
     assert not running._sessions
     running.receive(msgspec.msgpack.encode(msgspec.structs.replace(PUSH, request_id="next")))

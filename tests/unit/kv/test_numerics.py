@@ -86,13 +86,13 @@ def test_must_match_includes_the_meaning() -> None:
 
 def test_instance_that_reorders_rope_rows_accepts_both_orders() -> None:
     prefill = instance("p", {**HALVES, "rope order": "pairs"}, GPU)
-    turning = msgspec.structs.replace(instance("d", HALVES, GPU), turns_rope=True)
-    assert check_compatible(prefill, turning) == ("tcp",)
-    assert "KV's rope order" not in turning.must_match
-    assert "KV's softmax scale" in turning.must_match
-    assert "rope order" in refusal(turning, prefill), "the reader has to reorder"
+    converting = msgspec.structs.replace(instance("d", HALVES, GPU), converts_rope_order=True)
+    assert check_compatible(prefill, converting) == ("tcp",)
+    assert "KV's rope order" not in converting.must_match
+    assert "KV's softmax scale" in converting.must_match
+    assert "rope order" in refusal(converting, prefill), "the reader has to reorder"
     other = instance("p", {**HALVES, "softmax scale": "1, on the scores"}, GPU)
-    assert "softmax scale" in refusal(other, turning)
+    assert "softmax scale" in refusal(other, converting)
 
 
 def test_different_rounding_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -46,7 +46,7 @@ from mooncake_kv.protocol import (
     Writer,
 )
 from mooncake_kv.push_receiver import MAX_WRITERS, UNREACHABLE_S, PushReceiver
-from mooncake_kv.ranks import TurnRope
+from mooncake_kv.ranks import ConvertRopeOrder
 
 GEOMETRY = KVGeometry(AttentionKind.GQA, 2, 4, (16, 16), "float32", 4)
 TOKEN_BYTES = 2 * 4 * 32 * 4
@@ -76,7 +76,7 @@ def facts(
         tuple(ranks),
         host,
         numerics=Numerics({ROPE_ORDER: rope_order}),
-        turns_rope=True,
+        converts_rope_order=True,
     )
 
 
@@ -104,7 +104,7 @@ class ReceiverHarness:
         self.is_writer_near = True
         self.is_host_gone = False
         self.reply: StatusReply | None = None
-        self.turns: list[TurnRope] = []
+        self.conversions: list[ConvertRopeOrder] = []
         self.turn_error: str | None = None
         self.now = 0.0
         context = ConnectorContext(
@@ -118,7 +118,7 @@ class ReceiverHarness:
         )
         self.received = context.received
         self.side = PushReceiver(
-            context, self._inquire, post_nowhere, self._turn, max_load_s=MAX_LOAD_S
+            context, self._inquire, post_nowhere, self._convert, max_load_s=MAX_LOAD_S
         )
         writer = facts("p-1", tp_size, hosts[0], rope_order)
         self.side.handle(Hello(1, PROTOCOL_VERSION, writer))
@@ -153,8 +153,8 @@ class ReceiverHarness:
         self.tasks.clear()
         return [e.error for e in self.events[before:] if isinstance(e, LoadEnded)]
 
-    async def _turn(self, order: TurnRope) -> None:
-        self.turns.append(order)
+    async def _convert(self, order: ConvertRopeOrder) -> None:
+        self.conversions.append(order)
         if self.turn_error is not None:
             raise KVTransferError(self.turn_error)
 
@@ -192,9 +192,9 @@ def test_latents_of_another_order_are_converted_before_the_load_ends() -> None:
     receiver.open()
     assert receiver.pushed((0, 0, 10 * TOKEN_BYTES)) is LeaseStatus.RELEASED
     receiver.side.cancel("r")  # its blocks belong to the ranks until they are done
-    assert (receiver.events, receiver.turns) == ([], [])
+    assert (receiver.events, receiver.conversions) == ([], [])
     assert receiver.reap(0.0) == [None]
-    assert receiver.turns == [TurnRope("r", (3, 7), 16, 26, PAIRS)]
+    assert receiver.conversions == [ConvertRopeOrder("r", (3, 7), 16, 26, PAIRS)]
     assert receiver.events == [LoadEnded("r", None, FIRST)]
 
 

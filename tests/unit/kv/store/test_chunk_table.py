@@ -108,7 +108,7 @@ def test_pinned_chunk_is_kept_and_read_of_dropped_chunk_is_invalid():
     table = table_of(1)
     put(table, chunk("a"))
     (handle,) = table.pin([b"a"], ANNA, 10, 0)
-    assert table.reserve([chunk("b")], BERT, 10, 1) == [PutRefusal.NO_ROOM]
+    assert table.reserve([chunk("b")], BERT, 10, 1) == [PutRefusal.NO_SPACE]
     assert table.drop([b"a"], 2) == 1
     assert table.probe([b"a"]) == [Residence.ABSENT]
     assert levels(table).free_bytes == 0, "its reader has not released it"
@@ -120,7 +120,7 @@ def test_handles_expire_and_memory_of_silent_reader_is_quarantined():
     table = table_of(1)
     put(table, chunk("a"))
     (handle,) = table.pin([b"a"], ANNA, 10, 0)
-    assert table.reserve([chunk("b")], BERT, 10, 10) == [PutRefusal.NO_ROOM]
+    assert table.reserve([chunk("b")], BERT, 10, 10) == [PutRefusal.NO_SPACE]
     assert levels(table).quarantine_bytes == GRANULE, "evicted, but possibly still being read"
     assert table.release([handle.handle_id], ANNA, 10) == [False]
     assert isinstance(table.reserve([chunk("b")], BERT, 10, 15)[0], WriteHandle)
@@ -134,7 +134,7 @@ def test_late_writer_cannot_commit_and_keeps_memory_until_it_reports():
     assert again.offset != late.offset
     assert table.commit([again.handle_id], BERT, 11) == [True]
     assert levels(table).abandoned_bytes == GRANULE
-    assert table.reserve([chunk("b", parent="a")], BERT, 10, 1e6) == [PutRefusal.NO_ROOM]
+    assert table.reserve([chunk("b", parent="a")], BERT, 10, 1e6) == [PutRefusal.NO_SPACE]
     assert table.commit([late.handle_id], ANNA, 1e6) == [False]
     assert isinstance(table.reserve([chunk("b", parent="a")], BERT, 10, 1e6)[0], WriteHandle)
     table.check_integrity()
@@ -165,7 +165,7 @@ def test_memory_of_disconnected_user_is_kept_until_its_writers_exit():
     assert (levels(table).num_pins, levels(table).abandoned_bytes) == (0, GRANULE)
     (again,) = table.reserve([chunk("w")], BERT, 10, 1e6)
     assert again.offset != late.offset, "the first one may be being written"
-    assert table.reserve([chunk("x")], BERT, 10, 1e6) == [PutRefusal.NO_ROOM]
+    assert table.reserve([chunk("x")], BERT, 10, 1e6) == [PutRefusal.NO_SPACE]
     assert table.commit([late.handle_id], ANNA, 1e6) == [False]
     assert isinstance(table.reserve([chunk("x")], BERT, 10, 1e6)[0], WriteHandle)
     table.check_integrity()
@@ -234,9 +234,11 @@ def test_sequence_longer_than_the_arena_keeps_its_prefix():
     names = "abcdef"
     chunks = [chunk(n, names[i - 1] if i else None, position=i) for i, n in enumerate(names)]
     handles = table.reserve(chunks, ANNA, 10, 1)
-    assert handles[3:] == [PutRefusal.NO_ROOM] * 3
+    assert handles[3:] == [PutRefusal.NO_SPACE] * 3
     assert table.commit([handle.handle_id for handle in handles[:3]], ANNA, 1) == [True] * 3
-    assert table.reserve(chunks, ANNA, 10, 2) == [PutRefusal.PRESENT] * 3 + [PutRefusal.NO_ROOM] * 3
+    assert (
+        table.reserve(chunks, ANNA, 10, 2) == [PutRefusal.PRESENT] * 3 + [PutRefusal.NO_SPACE] * 3
+    )
     assert table.probe([b"a", b"b", b"c", b"x"]) == [Residence.DRAM] * 3 + [Residence.ABSENT]
 
 
@@ -283,7 +285,7 @@ def test_handles_per_user_are_bounded(monkeypatch):
     table = table_of(4)
     put(table, chunk("a"))
     assert table.pin([b"a"] * 3, ANNA, 10, 0)[2] is None
-    assert table.reserve([chunk("b")], ANNA, 10, 0) == [PutRefusal.NO_ROOM]
+    assert table.reserve([chunk("b")], ANNA, 10, 0) == [PutRefusal.NO_SPACE]
     assert levels(table).free_bytes == 3 * GRANULE
     table.check_integrity()
 
@@ -500,7 +502,7 @@ def test_chunk_that_cannot_fit_evicts_nothing():
     table = table_of(64)
     put(table, *[chunk(f"{n}") for n in range(64)])
     table.pin([b"30"], BERT, 10, 1)
-    assert table.reserve([chunk("huge", granules=64)], ANNA, 10, 1) == [PutRefusal.NO_ROOM]
+    assert table.reserve([chunk("huge", granules=64)], ANNA, 10, 1) == [PutRefusal.NO_SPACE]
     assert table.stats.num_evicted == {}
 
 
@@ -542,9 +544,9 @@ def test_large_chunk_keeps_its_parents_and_cannot_use_quarantined_memory():
     table = table_of(8)
     put(table, chunk("a"), chunk("b", parent="a"), chunk("c", parent="b"), now=0)
     put(table, *[chunk(f"{n}") for n in range(5)], now=1)
-    assert table.reserve([chunk("d", parent="c", granules=6)], ANNA, 10, 2) == [PutRefusal.NO_ROOM]
+    assert table.reserve([chunk("d", parent="c", granules=6)], ANNA, 10, 2) == [PutRefusal.NO_SPACE]
     table.pin([b"2"], BERT, 1, 2)  # and never releases it
-    assert table.reserve([chunk("d", parent="c", granules=5)], ANNA, 10, 3) == [PutRefusal.NO_ROOM]
+    assert table.reserve([chunk("d", parent="c", granules=5)], ANNA, 10, 3) == [PutRefusal.NO_SPACE]
     assert table.stats.num_evicted == {}
     put(table, chunk("d", parent="c", granules=5), now=3 + QUARANTINE_S)
     assert table.probe([b"a", b"b", b"c", b"d"]) == [Residence.DRAM] * 4
@@ -555,6 +557,6 @@ def test_copy_must_be_worth_more_than_all_that_it_evicts():
     table = table_of(8)
     put(table, *[chunk(f"{n}") for n in range(8)], now=0)
     terms = CopyTerms(1, 1.0, 1.0)
-    assert table.reserve([chunk("a", granules=8)], ANNA, 10, 1, terms) == [PutRefusal.NOT_WORTH_IT]
+    assert table.reserve([chunk("a", granules=8)], ANNA, 10, 1, terms) == [PutRefusal.LOW_VALUE]
     assert isinstance(table.reserve([chunk("b")], ANNA, 10, 1, terms)[0], WriteHandle)
     assert table.stats.num_evicted == {"room": 1}

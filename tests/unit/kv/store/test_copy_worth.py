@@ -69,9 +69,9 @@ def test_copy_that_is_cheap_to_refetch_evicts_nothing_however_often_it_is_used()
     table = table_of(1)
     put(table, "a")
     for _ in range(20):
-        assert put(table, "b", copy=FAST) is PutRefusal.NOT_WORTH_IT
+        assert put(table, "b", copy=FAST) is PutRefusal.LOW_VALUE
     assert where(table, "ab") == "a."
-    assert table.stats.num_refused_puts == {"not_worth_it": 20}
+    assert table.stats.num_refused_puts == {"low_value": 20}
     table.check_integrity()
 
 
@@ -79,9 +79,9 @@ def test_hot_copy_over_a_slow_link_is_kept_and_a_cold_one_is_not():
     table = table_of(1)
     put(table, "a")
     table.touch([b"a"], 0)
-    assert put(table, "b", copy=SLOW) is PutRefusal.NOT_WORTH_IT
+    assert put(table, "b", copy=SLOW) is PutRefusal.LOW_VALUE
     refusals = 1
-    while put(table, "b", copy=SLOW) is PutRefusal.NOT_WORTH_IT:
+    while put(table, "b", copy=SLOW) is PutRefusal.LOW_VALUE:
         refusals += 1
     assert refusals == 2
     assert where(table, "ab") == ".b"
@@ -115,7 +115,7 @@ def test_copy_worth_more_than_the_oldest_chunk_is_kept():
 def test_tenants_copies_count_against_its_quota():
     table = table_of(4, quotas={"t": GRANULE})
     put(table, "a", tenant="t")
-    assert put(table, "b", copy=FAST, tenant="t") is PutRefusal.NOT_WORTH_IT
+    assert put(table, "b", copy=FAST, tenant="t") is PutRefusal.LOW_VALUE
     assert where(table, "ab") == "a."
     table.check_integrity()
 
@@ -125,7 +125,7 @@ def test_chunks_after_a_copy_that_is_not_kept_are_not_kept():
     put(table, "a")
     put(table, "b")
     chunks = [chunk("x"), Chunk(b"y", b"x", 1, GRANULE, 16)]
-    assert table.reserve(chunks, ANNA, 1, 0, FAST) == [PutRefusal.NOT_WORTH_IT] * 2
+    assert table.reserve(chunks, ANNA, 1, 0, FAST) == [PutRefusal.LOW_VALUE] * 2
 
 
 def test_in_a_replay_fast_links_leave_few_copies_and_slow_ones_many():

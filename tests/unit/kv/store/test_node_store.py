@@ -74,7 +74,7 @@ def test_put_chunk_is_read_over_a_transport(store, name):
 def test_stats_count_puts_hits_and_evictions(store):
     user = store.open_user()
     handles = user.reserve([chunk(n) for n in range(5)]).result()
-    assert handles[4] is PutRefusal.NO_ROOM
+    assert handles[4] is PutRefusal.NO_SPACE
     assert user.commit(handles[:3]).result() == [True] * 3
     assert user.abort(handles[3:4]).result() == [True]
     pinned = user.pin([chunk(0).key, chunk(9).key]).result()
@@ -83,7 +83,7 @@ def test_stats_count_puts_hits_and_evictions(store):
     assert (stats.num_chunks, stats.num_staging, stats.num_pins) == (3, 0, 1)
     assert (stats.num_dram_hits, stats.num_misses, stats.num_puts, stats.num_aborts) == (1, 1, 3, 1)
     assert stats.free_bytes == CHUNK_BYTES
-    assert stats.num_refused_puts == {"no_room": 1}
+    assert stats.num_refused_puts == {"no_space": 1}
     assert user.drop([chunk(1).key, chunk(7).key]).result() == 1
     user.close()
     assert user.stats().result().num_pins == 0

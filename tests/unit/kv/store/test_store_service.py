@@ -221,7 +221,7 @@ def test_memory_of_a_frozen_writer_is_not_reused_until_its_process_has_exited(
     assert "with writes in flight" in caplog.text
     user = served.store.open_user()
     threading.Event().wait(0.3)  # three quarantines
-    assert user.reserve([chunk(1)]).result() == [PutRefusal.NO_ROOM]
+    assert user.reserve([chunk(1)]).result() == [PutRefusal.NO_SPACE]
     frozen.kill()
     served.await_stats(abandoned_bytes=0, free_bytes=8 * NBYTES)
 
@@ -294,14 +294,14 @@ def test_wait_for_invisible_writers_is_bounded(served, client, monkeypatch, are_
 
 
 def test_writers_named_during_a_connect_reach_the_store(served, monkeypatch):
-    writers, introduce = (structs.replace(this_process(), pid=1),), StoreClient._introduce
+    writers, open_session = (structs.replace(this_process(), pid=1),), StoreClient._open_session
 
-    async def introduce_and_name(client, session):
-        arena = await introduce(client, session)
+    async def open_and_name(client, session):
+        arena = await open_session(client, session)
         client.name_writers(writers)
         return arena
 
-    monkeypatch.setattr(StoreClient, "_introduce", introduce_and_name)
+    monkeypatch.setattr(StoreClient, "_open_session", open_and_name)
     client = StoreClient(served.address)
     assert client.await_store(WAIT_S)
     client.stats().result(WAIT_S)  # which follows
@@ -313,12 +313,12 @@ def test_writers_named_during_a_connect_reach_the_store(served, monkeypatch):
 def test_client_closed_during_handshake_leaves_no_connection(served, monkeypatch):
     sessions, has_begun = [], threading.Event()
 
-    async def introduce(client, session):
+    async def open_session(client, session):
         sessions.append(session)
         has_begun.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(StoreClient, "_introduce", introduce)
+    monkeypatch.setattr(StoreClient, "_open_session", open_session)
     client = StoreClient(served.address)
     assert has_begun.wait(WAIT_S)
     client.close()
