@@ -35,8 +35,10 @@ def host_environment(out: Path, wheels: Path | None) -> dict[str, str]:
         for wheel in sorted(wheels.glob("*.whl")):
             unpack_if_missing(wheel, site)
     paths = [metadata, *((ROOT / source).resolve() for source in _SOURCES), site]
+    # what this interpreter was found to have may come from there
+    inherited = filter(None, [os.environ.get("PYTHONPATH")])
     return {
-        "PYTHONPATH": os.pathsep.join(map(str, paths)),
+        "PYTHONPATH": os.pathsep.join([*map(str, paths), *inherited]),
         "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(out / "host" / "triton")),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",

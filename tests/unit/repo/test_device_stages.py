@@ -344,3 +344,13 @@ def test_project_is_found_without_installation(tmp_path: Path) -> None:
     assert not stages.is_there("carried", {})
     assert not stages.is_there("no-such-program", environment)  # and no module has that name
     assert not (tmp_path / "out" / "host" / "site" / "pytest.py").exists()
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="not run: tomllib is Python 3.11's")
+def test_packages_on_the_inherited_path_stay_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count as present, so their wheels are not unpacked."""
+    monkeypatch.setenv("PYTHONPATH", "/opt/site-a:/opt/site-b")
+    environment = stages.host_environment(tmp_path, None)
+    assert environment["PYTHONPATH"].split(os.pathsep)[-2:] == ["/opt/site-a", "/opt/site-b"]
