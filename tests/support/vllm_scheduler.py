@@ -400,6 +400,7 @@ class VllmInstance:
                     "prompts": scheduler._prompts._by_name,
                     "members": scheduler._prompts._by_request,
                     "sending": scheduler._sending,
+                    "awaited": scheduler._awaited,
                     "held": scheduler._held,
                 }
             found += [f"{what}: {sorted(names)}" for what, names in kept.items() if names]

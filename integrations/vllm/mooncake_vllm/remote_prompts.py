@@ -8,7 +8,10 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 
 PeerKey = tuple[str, str]
-"""Identifies a prompt: the holder's epoch and its request id, or the metaserver's URL."""
+"""Identifies a prompt: the holder's epoch and its request id, or the metaserver's URL and
+NOT_REQUESTED."""
+NOT_REQUESTED = ""
+"""No request id yet: the prefill is requested by the load, which reserves the blocks for it."""
 
 
 class PromptState(Enum):
@@ -113,6 +116,13 @@ class RemotePrompts:
             if was_expected or prompt.loader == request_id:
                 prompt.state = PromptState.OVER
             return prompt.name if was_expected else None
+
+    def is_held_by_peer(self, name: str) -> bool:
+        """Whether a peer has computed a prompt that is known here, rather than waits for a load to
+        request it."""
+        with self._lock:
+            prompt = self._by_name.get(name)
+            return prompt is not None and prompt.key[1] != NOT_REQUESTED
 
     def end(self, name: str, *, is_loaded: bool = False) -> str | None:
         """Process the end of a prompt's transfer; returns the request that was loading it, if

@@ -43,7 +43,7 @@ from mooncake_kv.params import (
 )
 from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.rank_link import RankInfo, Ranks, ReportLoad, ReportSend
-from mooncake_vllm.remote_prompts import RemotePrompts
+from mooncake_vllm.remote_prompts import NOT_REQUESTED, RemotePrompts
 from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import join_tables
 
@@ -54,14 +54,11 @@ VENDOR_ORDER = "the vendor's"
 STALLED_SHARE = 0.5
 """Fraction of vLLM's step timeout after which keepalives are suspended, so that peers stop holding
 KV for this instance."""
-COMPLETE = {
-    TransferMode.PULL: ("FINISHED_LENGTH_CAPPED",),
-    TransferMode.PUSH: ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"),
-}
+COMPLETE = ("FINISHED_LENGTH_CAPPED",)
+COMPLETE_FOR_WAITING = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 """Finish statuses of a prefill whose KV is transferred. If the first token ends the answer, no
-decode instance is asked to pull the KV; a decode instance that is pushed to, however, waits for
-it."""
-
+decode instance is asked to pull the KV; one that has reserved blocks (push, early pull), however,
+waits for it."""
 
 NULL_BLOCK = 0
 """Id of the placeholder in vLLM's block tables for blocks that were dropped."""
@@ -181,6 +178,8 @@ class SchedulerSide:
         self._prompts = RemotePrompts()
         # Running requests whose KV goes to a peer: number of cached prompt tokens, once known.
         self._sending: dict[str, int | None] = {}
+        # Those of them whose peer has reserved blocks, and waits: push and early pull.
+        self._awaited: set[str] = set()
         self._held: set[str] = set()  # finished requests whose blocks are held
         self._started: list[str] = []
         self._death: BaseException | None = None
@@ -231,12 +230,13 @@ class SchedulerSide:
         if params.keeps_kv:
             self._sending[request_id] = None
             if params.target is not None:
+                self._awaited.add(request_id)
                 self._connector.on_new_request(request_id, params)
             return
         if params.remote is not None:
             key = params.remote.engine_id, params.remote.request_id
         elif params.metaserver is not None:
-            key = params.metaserver, ""  # the URL is unique per attempt
+            key = params.metaserver, NOT_REQUESTED  # the URL is unique per attempt
         else:
             return
         num_computed_here = len(request.prompt_token_ids or ()) - len(transferred_prompt(request))
@@ -258,10 +258,10 @@ class SchedulerSide:
         if num_tokens:
             self._start_load(request, blocks, len(prompt) - num_tokens)
         elif name := self._prompts.skip(request_id):
-            if self._mode is TransferMode.PUSH:  # no prefill was requested yet
-                self._connector.cancel_load(name)
-            else:  # nothing to load: notifies the peer that it may free its blocks
+            if self._prompts.is_held_by_peer(name):  # notifies it that it may free its blocks
                 self._connector.start_load_kv(name, (), prompt, len(prompt))
+            else:  # push, early pull: no prefill was requested yet
+                self._connector.cancel_load(name)
 
     def take_started(self) -> tuple[str, ...]:
         """Return the loads that were started since the last call, for the next step's metadata."""
@@ -336,12 +336,16 @@ class SchedulerSide:
         if request_id not in self._sending:
             return False, None
         num_cached = self._sending.pop(request_id) or 0
+        is_awaited = request_id in self._awaited
+        self._awaited.discard(request_id)
         prompt = request.prompt_token_ids or []
         is_whole = request.num_computed_tokens >= len(prompt) and self._has_all_blocks(
             tables, len(prompt)
         )
-        is_complete = request.status.name in COMPLETE[self._mode] and is_whole
-        if not is_complete and self._mode is TransferMode.PULL:
+        is_complete = is_whole and request.status.name in (
+            COMPLETE_FOR_WAITING if is_awaited else COMPLETE
+        )
+        if not is_complete and not is_awaited:
             return False, None
         self._held.add(request_id)
         try:
