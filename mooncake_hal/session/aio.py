@@ -25,6 +25,7 @@ from mooncake_hal.errors import (
 )
 from mooncake_hal.session.addressing import listen_on_first
 from mooncake_hal.session.authentication import Credentials, Handshake, Proven, fresh_epoch
+from mooncake_hal.session.connection_limits import LIMITS, Limits, PendingHandshakes
 from mooncake_hal.session.frames import (
     AnyMessage,
     FrameReader,
@@ -35,7 +36,6 @@ from mooncake_hal.session.frames import (
     frame,
     respond,
 )
-from mooncake_hal.session.strangers import LIMITS, Limits, Strangers
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class AsyncSession(asyncio.Protocol):
         self._handler = handler
         self._limits = limits
         self._listener = listener
-        self._reader = FrameReader(limits.stranger_frame_bytes)
+        self._reader = FrameReader(limits.handshake_frame_bytes)
         self._transport: asyncio.Transport | None = None
         self._outstanding: dict[int, asyncio.Future[bytes]] = {}
         self._last_number = _KEEPALIVE_NUMBER
@@ -311,7 +311,7 @@ class AsyncListener:
         self.port = port
         self.epoch = epoch
         self.sessions: set[AsyncSession] = set()
-        self._strangers: Strangers[AsyncSession] = Strangers(limits)
+        self._handshakes: PendingHandshakes[AsyncSession] = PendingHandshakes(limits)
         self._server: asyncio.AbstractServer | None = None
 
     def serve(self, server: asyncio.AbstractServer) -> None:
@@ -322,25 +322,25 @@ class AsyncListener:
         """Stop listening and end every session. Idempotent."""
         if self._server is not None:
             self._server.close()
-        for session in [*self._strangers.all(), *self.sessions]:
+        for session in [*self._handshakes.all(), *self.sessions]:
             session.close("the listener was closed")
 
     def entered(self, session: AsyncSession) -> None:
         """Called for every accepted connection; may evict another one that is in its handshake."""
         now = asyncio.get_running_loop().time()
-        evicted = self._strangers.enter(session, session.peer_host, now)
+        evicted = self._handshakes.enter(session, session.peer_host, now)
         if evicted is not None:
             evicted.abort(PeerLost("too many connections are in their handshake"))
 
     def proved(self, session: AsyncSession) -> None:
         """Called when a session's peer has proved itself."""
-        self._strangers.leave(session)
+        self._handshakes.leave(session)
         self.sessions.add(session)
 
     def left(self, session: AsyncSession, error: TransferError) -> None:
         """Called at the end of a session, or of a connection whose handshake failed."""
         self.sessions.discard(session)
-        if self._strangers.leave(session):
+        if self._handshakes.leave(session):
             level = logging.DEBUG if isinstance(error, PeerLost) else logging.WARNING
             logger.log(level, "rejected a peer at %s: %s", session.peer_host, error)
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from mooncake_hal.errors import AccessDenied, HalError, PeerLost, TransferError, TransferTimeout
 from mooncake_hal.session.authentication import Credentials, Handshake, Proven
+from mooncake_hal.session.connection_limits import LIMITS, Limits, PendingHandshakes
 from mooncake_hal.session.frames import LENGTH_BYTES, Seals, check_length, frame
-from mooncake_hal.session.strangers import LIMITS, Limits, Strangers
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class Listener:
         self._tls = tls
         self._limits = limits
         self._lock = threading.Lock()
-        self._strangers: Strangers[_PendingConnection] = Strangers(limits)
+        self._handshakes: PendingHandshakes[_PendingConnection] = PendingHandshakes(limits)
         self._threads: set[threading.Thread] = set()
         self._closing = False
         self._wake_out, self._wake_in = socket.socketpair()
@@ -103,7 +103,7 @@ class Listener:
             if self._closing:
                 return
             self._closing = True
-            for pending in self._strangers.all():
+            for pending in self._handshakes.all():
                 hang_up(pending.sock)
         self._wake_in.send(b"x")
         self._thread.join()
@@ -130,13 +130,13 @@ class Listener:
 
     def _until_deadline(self) -> float | None:
         with self._lock:
-            deadline = self._strangers.next_deadline()
+            deadline = self._handshakes.next_deadline()
         return None if deadline is None else max(0.0, deadline - time.monotonic())
 
     def _expire(self) -> None:
         """Shut down the connections whose handshake has timed out."""
         with self._lock:  # sockets are closed under it, after which a descriptor may be reused
-            for pending in self._strangers.expire(time.monotonic()):
+            for pending in self._handshakes.expire(time.monotonic()):
                 hang_up(pending.sock)
 
     def _accept(self) -> None:
@@ -151,7 +151,7 @@ class Listener:
         pending, name = _PendingConnection(sock), f"{self._credentials.protocol}-peer"
         thread = threading.Thread(target=self._handle, args=(pending,), name=name, daemon=True)
         with self._lock:
-            evicted = self._strangers.enter(pending, host, time.monotonic())
+            evicted = self._handshakes.enter(pending, host, time.monotonic())
             self._threads.add(thread)
             if evicted is not None:
                 hang_up(evicted.sock)
@@ -160,7 +160,7 @@ class Listener:
         except RuntimeError as exc:  # the host has no thread left, which may be temporary
             logger.warning("%s: can't serve a connection: %s", self._credentials.protocol, exc)
             with self._lock:
-                self._strangers.leave(pending)
+                self._handshakes.leave(pending)
                 self._threads.discard(thread)
                 sock.close()
             time.sleep(ACCEPT_PAUSE_SECONDS)
@@ -172,7 +172,7 @@ class Listener:
         try:
             proven = self._authenticate(pending)
             with self._lock:
-                is_wanted = self._strangers.leave(pending) and not self._closing
+                is_wanted = self._handshakes.leave(pending) and not self._closing
             if is_wanted:
                 pending.sock.settimeout(None)
                 self._serve(ProvenSocket(pending.sock, Seals.of_server(proven)))
@@ -184,7 +184,7 @@ class Listener:
             logger.exception("%s: a connection failed", protocol)
         finally:
             with self._lock:
-                self._strangers.leave(pending)
+                self._handshakes.leave(pending)
                 pending.sock.close()
                 self._threads.discard(threading.current_thread())
 
@@ -202,7 +202,7 @@ class Listener:
         if isinstance(pending.sock, ssl.SSLSocket):
             run_tls_handshake(pending.sock)
         handshake = self._credentials.accept(self._epoch, foreign_user(pending.sock))
-        return run_handshake(pending.sock, handshake, deadline, self._limits.stranger_frame_bytes)
+        return run_handshake(pending.sock, handshake, deadline, self._limits.handshake_frame_bytes)
 
 
 def foreign_user(sock: socket.socket) -> str:

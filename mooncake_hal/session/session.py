@@ -22,6 +22,7 @@ from mooncake_hal.errors import (
     TransferError,
     TransferTimeout,
 )
+from mooncake_hal.session.connection_limits import LIMITS, Limits
 from mooncake_hal.session.frames import (
     LENGTH_BYTES,
     AnyMessage,
@@ -35,7 +36,6 @@ from mooncake_hal.session.frames import (
 )
 from mooncake_hal.session.listener import ProvenSocket, hang_up, peer_credentials
 from mooncake_hal.session.regions import AttachedRegions, RegionIndex
-from mooncake_hal.session.strangers import LIMITS, Limits
 from mooncake_hal.transport import MemoryRegion
 
 logger = logging.getLogger(__name__)

@@ -349,14 +349,14 @@ class TransportConformance(TransportKit):
 
     def test_a_local_address_that_is_not_registered(self) -> None:
         pair = self.pair()
-        stranger = self.buffer(MIB)
-        before = stranger.get()
-        spans = one_span(stranger.region.address, pair.there.region.address, 64)
+        unregistered = self.buffer(MIB)
+        before = unregistered.get()
+        spans = one_span(unregistered.region.address, pair.there.region.address, 64)
         with raises(RegionUnknown):
             pair.peer.read(spans, timeout=self.timeout)
         with raises(RegionUnknown):
             pair.peer.write(spans, timeout=self.timeout)
-        _assert_same(stranger.get(), before, "memory that was never registered")
+        _assert_same(unregistered.get(), before, "memory that was never registered")
 
     def test_a_local_span_that_leaves_its_region(self) -> None:
         pair = self.pair()
@@ -366,14 +366,14 @@ class TransportConformance(TransportKit):
 
     def test_a_remote_address_that_is_not_registered(self) -> None:
         pair = self.pair()
-        stranger = self.buffer(MIB)
-        before = stranger.get()
-        for remote in (stranger.region.address, 0, 2**64 - 64):
+        unregistered = self.buffer(MIB)
+        before = unregistered.get()
+        for remote in (unregistered.region.address, 0, 2**64 - 64):
             with raises(RegionUnknown):
                 self.write(pair.peer, one_span(pair.here.region.address, remote, 64))
             with raises(RegionUnknown):
                 self.read(pair.peer, one_span(pair.here.region.address, remote, 64))
-        _assert_same(stranger.get(), before, "memory that was never registered")
+        _assert_same(unregistered.get(), before, "memory that was never registered")
         self.check_moves(pair, random_pieces(self.rng, np.full(4, KIB, np.int64), MIB))
 
     def test_a_remote_span_that_leaves_its_region(self) -> None:

@@ -14,7 +14,7 @@ from support.pool_traffic import BATCH, PoolTraffic
 from support.store_process import CHUNK_BYTES, SECRET, START_S, StoreProcess, chunk
 
 from mooncake_hal.session.aio import MISSED_KEEPALIVES
-from mooncake_hal.session.strangers import LIMITS
+from mooncake_hal.session.connection_limits import LIMITS
 from mooncake_kv.store.chunk_store import Tier, WriteHandle
 from mooncake_kv.store.store_client import StoreClient
 

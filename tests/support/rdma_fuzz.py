@@ -35,7 +35,7 @@ class RdmaFuzz(TransportKit):
     loader = "mooncake_hal.transports.rdma.rdma_plugin:load"
     timeout = 60.0
 
-    def test_noise_from_strangers(self) -> None:
+    def test_noise_from_unauthenticated_peers(self) -> None:
         pair = self.pair()
         for size in NOISE_BYTES:
             address = read_address(pair.far.address, NAME, VERSION)

@@ -153,16 +153,16 @@ def test_store_with_shorter_prefix_than_hinted_is_used(model, core, store):
 def test_store_of_other_deployment_is_not_used(model, core, store, tmp_path, ample_timeouts):
     """The store does not know the secret, so no request is sent to it."""
     answer = _filled(model, store)
-    directory = tmp_path / "stranger"
+    directory = tmp_path / "outsider"
     directory.mkdir()
-    stranger = StoreProcess(directory, "--dram", "32M", secret="another deployment's secret")
+    outsider = StoreProcess(directory, "--dram", "32M", secret="another deployment's secret")
     try:
         epoch = _source(store).epoch
         ample_timeouts(2.0)
-        assert _ask(core, [_source(stranger, epoch=epoch)]) == (answer, 0)
+        assert _ask(core, [_source(outsider, epoch=epoch)]) == (answer, 0)
         assert _hints(core) == {"unreachable": 1}
     finally:
-        stranger.end(signal.SIGKILL)
+        outsider.end(signal.SIGKILL)
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,7 @@ def until_closed(connection: socket.socket) -> bytes:
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_noise_from_strangers(name: str, attack: Callable[[str], Target]) -> None:
+def test_noise_from_unauthenticated_peers(name: str, attack: Callable[[str], Target]) -> None:
     target = attack(name)
     before, rng = target.secretly.get(), np.random.default_rng(5)
     for size in (0, 1, 4, 5, 100, 4000, 60000):
@@ -136,7 +136,7 @@ def test_noise_from_strangers(name: str, attack: Callable[[str], Target]) -> Non
 
 
 @pytest.mark.parametrize("name", LOADERS)
-def test_silent_strangers(name: str, attack: Callable[[str], Target]) -> None:
+def test_silent_connections(name: str, attack: Callable[[str], Target]) -> None:
     target = attack(name)
     before = target.secretly.get()
     silent = [dial(target) for _ in range(8)]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from support.abuse import bodies, connections, faults, fuzzing, strangers
+from support.abuse import bodies, connections, faults, fuzzing, peer_ports
 
 ATTACKS = (
     *bodies.ATTACKS,
     *connections.ATTACKS,
-    *strangers.ATTACKS,
+    *peer_ports.ATTACKS,
     *fuzzing.ATTACKS,
     *faults.ATTACKS,
 )

@@ -15,7 +15,7 @@ from hypothesis.errors import HypothesisWarning, Unsatisfiable
 from schemathesis import GenerationMode
 from support.abuse.attack import Attack, Attempts, Target
 from support.abuse.connections import doors as http_doors
-from support.abuse.strangers import doors as peer_doors
+from support.abuse.peer_ports import doors as peer_doors
 from support.abuse.verdicts import Bounds
 from support.abuse.wire import ENDED, connection, read_all
 

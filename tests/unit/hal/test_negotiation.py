@@ -162,9 +162,9 @@ def test_forced_transport_is_the_only_one(opened: Callable[..., Transports]) -> 
 
 def test_no_common_transport_names_every_reason(opened: Callable[..., Transports]) -> None:
     ours, theirs = opened(SHM, TCP), opened(TCP, wanted="tcp")
-    stranger = {"shm": theirs.addresses["tcp"], "hccs": b"x"}
+    mismatched = {"shm": theirs.addresses["tcp"], "hccs": b"x"}
     with pytest.raises(TransportUnavailable) as caught:
-        ours.connect(stranger, timeout=10)
+        ours.connect(mismatched, timeout=10)
     message = str(caught.value)
     assert "we have shm, tcp, the peer has hccs, shm, and none of them connects the two" in message
     assert "tcp: the peer does not offer it" in message

@@ -24,7 +24,7 @@ def test_renewal_extends_the_deadline_and_returns_lost_leases() -> None:
     leases = LeaseTable(DURATION_S)
     leases.grant("a", now=0.0)
     leases.grant("b", now=1.0)
-    assert leases.renew(["a", "stranger"], now=9.0) == ("stranger",)
+    assert leases.renew(["a", "unknown"], now=9.0) == ("unknown",)
     assert leases.expire(now=15.0) == ["b"]
     assert leases.renew(["a", "b"], now=15.0) == ("b",)
     assert leases.expire(now=24.9) == []

@@ -1,4 +1,4 @@
-"""The decode side of push: messages that are early, late, repeated, wrong or from strangers."""
+"""The decode side of push: messages that are early, late, repeated, wrong or from unknown peers."""
 
 from __future__ import annotations
 
@@ -351,10 +351,10 @@ def test_other_model_or_protocol_is_rejected(receiver: ReceiverHarness) -> None:
 def test_failures_of_rejected_instances_are_counted(
     receiver: ReceiverHarness, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stranger = msgspec.structs.replace(facts("p-3"), model_fingerprint="other")
+    other = msgspec.structs.replace(facts("p-3"), model_fingerprint="other")
     for _ in range(2):
         with pytest.raises(HandshakeRefused, match="model differs"):
-            receiver.side.handle(Hello(1, PROTOCOL_VERSION, stranger))
+            receiver.side.handle(Hello(1, PROTOCOL_VERSION, other))
     receiver.load()
     receiver.failed(Writer("p-3", "c", "127.0.0.1", 3))
     receiver.load()

@@ -347,21 +347,21 @@ STRANGE = [
 
 
 @pytest.mark.parametrize("sent", STRANGE, ids=range(len(STRANGE)))
-def test_stranger_affects_no_session(sent: bytes) -> None:
+def test_unauthenticated_bytes_affect_no_session(sent: bytes) -> None:
     async def main() -> None:
         async with serving() as port, connected_client(port) as client:
-            _, stranger = await asyncio.open_connection(HOST, port)
-            stranger.write(sent)
+            _, writer = await asyncio.open_connection(HOST, port)
+            writer.write(sent)
             assert await ask(client) is LeaseStatus.HELD
             with suppress(OSError):
-                await stranger.drain()
+                await writer.drain()
             assert await ask(client) is LeaseStatus.HELD
-            stranger.transport.abort()
+            writer.transport.abort()
 
     asyncio.run(main())
 
 
-def test_flood_of_strangers_does_not_block_peers() -> None:
+def test_flood_of_pending_handshakes_does_not_block_peers() -> None:
     async def main() -> None:
         async with serving() as port:
             crowd: list[tuple[StreamReader, StreamWriter]] = []

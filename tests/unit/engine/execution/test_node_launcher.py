@@ -113,8 +113,8 @@ def test_node_with_another_secret_is_rejected(starting: Starting, hello: NodeHel
 def test_rejected_node_receives_the_reason_and_the_next_is_accepted(
     starting: Starting, hello: NodeHello, change: dict[str, object], reason: str
 ) -> None:
-    with join(starting, msgspec.structs.replace(hello, **change)) as stranger:
-        refusal = receive_message(stranger, TIMEOUT_S)
+    with join(starting, msgspec.structs.replace(hello, **change)) as outsider:
+        refusal = receive_message(outsider, TIMEOUT_S)
     assert isinstance(refusal, NodeRefused)
     assert re.fullmatch(reason, refusal.reason)
     with join(starting, hello) as connection:

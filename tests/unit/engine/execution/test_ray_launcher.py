@@ -63,30 +63,30 @@ KEY = b"0123456789abcdef0123456789abcdef"
 
 
 @pytest.mark.parametrize("drips", [False, True])
-def test_silent_or_slow_stranger_does_not_block_ranks(
+def test_silent_or_slow_connection_does_not_block_ranks(
     drips: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(node_connections, "_AUTH_TIMEOUT_S", 0.3)
     is_over = threading.Event()
 
-    def drip(stranger: socket.socket) -> None:
+    def drip(outsider: socket.socket) -> None:
         length, byte = (100).to_bytes(4, "big"), b"x"
         for piece in [length, *[byte] * 90]:
             if is_over.wait(0.05):
                 return
             try:
-                stranger.sendall(piece)
+                outsider.sendall(piece)
             except OSError:
                 return
 
     with (
         caplog.at_level(logging.WARNING),
         socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as stranger,
+        socket.create_connection(listener.getsockname()) as outsider,
         ThreadPoolExecutor(2) as threads,
     ):
         if drips:
-            threads.submit(drip, stranger)
+            threads.submit(drip, outsider)
         connecting = threads.submit(Client, listener.getsockname(), authkey=KEY)
         ours: Connection = node_connections.accept_authenticated(listener, KEY)
         is_over.set()

@@ -24,9 +24,9 @@ from mooncake_hal.errors import (
 )
 from mooncake_hal.session.aio import AsyncListener, AsyncSession, connect, listen
 from mooncake_hal.session.authentication import Credentials, fresh_epoch
+from mooncake_hal.session.connection_limits import LIMITS
 from mooncake_hal.session.frames import LENGTH_BYTES, Seals, SessionRequest, frame
 from mooncake_hal.session.listener import run_handshake
-from mooncake_hal.session.strangers import LIMITS
 
 OURS = Credentials(b"a secret", "side channel", 1)
 QUICK = replace(LIMITS, handshake_s=0.3, send_s=0.3, keepalive_s=0.1, send_buffer_bytes=1 << 16)
@@ -211,7 +211,7 @@ def test_slow_handshake_is_cut_at_its_deadline() -> None:
     run(case, QUICK)
 
 
-def test_many_strangers_do_not_block_members() -> None:
+def test_many_pending_handshakes_do_not_block_members() -> None:
     async def case(listener: AsyncListener) -> None:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         crowd = []
@@ -235,7 +235,7 @@ def test_many_strangers_do_not_block_members() -> None:
 @pytest.mark.parametrize(
     "sent", [(4097).to_bytes(4, "big"), b"\xff" * 4, frame(b""), frame(b"\x80"), b"GET / HTTP/1.1"]
 )
-def test_stranger_with_invalid_bytes_is_disconnected(sent: bytes) -> None:
+def test_invalid_bytes_in_a_handshake_disconnect(sent: bytes) -> None:
     async def case(listener: AsyncListener) -> None:
         sock = await dialled(listener)
         await asyncio.get_running_loop().sock_sendall(sock, sent)

@@ -1,4 +1,4 @@
-"""The listener over blocking TCP and Unix sockets: members are served, strangers are bounded."""
+"""The listener over blocking TCP and Unix sockets: members are served, others are bounded."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from mooncake_hal.errors import (
 )
 from mooncake_hal.session.addressing import listen_on
 from mooncake_hal.session.authentication import Credentials, fresh_epoch
+from mooncake_hal.session.connection_limits import LIMITS, Limits
 from mooncake_hal.session.frames import Registered, Revoked, frame
 from mooncake_hal.session.listener import ACCEPT_PAUSE_SECONDS, Listener, ProvenSocket, dial
 from mooncake_hal.session.session import Session, reject_requests
-from mooncake_hal.session.strangers import LIMITS, Limits
 from mooncake_hal.transport import MemoryRegion
 
 OURS = Credentials(b"a secret", "any", 1)
@@ -106,9 +106,7 @@ def ended(sock: socket.socket, within: float) -> float:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_members_are_served_and_strangers_are_rejected(
-    family: str, echo: Callable[..., Echo]
-) -> None:
+def test_members_are_served_and_others_are_rejected(family: str, echo: Callable[..., Echo]) -> None:
     target = echo(family)
     target.check()
     with pytest.raises(AccessDenied, match="rejected us: any: the client does not know"):
@@ -164,7 +162,9 @@ def test_slow_server_is_abandoned_at_the_deadline() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_many_strangers_do_not_block_members(family: str, echo: Callable[..., Echo]) -> None:
+def test_many_pending_handshakes_do_not_block_members(
+    family: str, echo: Callable[..., Echo]
+) -> None:
     target = echo(family)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     crowd: list[socket.socket] = []
@@ -174,14 +174,14 @@ def test_many_strangers_do_not_block_members(family: str, echo: Callable[..., Ec
             crowd.pop(0).close()
         if number % 250 == 249:
             target.check()
-    assert threading.active_count() < LIMITS.strangers + 40
+    assert threading.active_count() < LIMITS.handshakes + 40
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # KiB
     for sock in crowd:
         sock.close()
 
 
 @pytest.mark.parametrize("sent", [(4097).to_bytes(4, "big"), b"\xff" * 4, b"GET / HTTP/1.1"])
-def test_oversized_frame_disconnects_a_stranger_at_once(
+def test_oversized_frame_in_a_handshake_disconnects_at_once(
     sent: bytes, echo: Callable[..., Echo]
 ) -> None:
     sock = echo("tcp").connect()

@@ -17,8 +17,8 @@ from mooncake_hal.errors import PeerLost
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.session.aio import AsyncSession
+from mooncake_hal.session.connection_limits import LIMITS
 from mooncake_hal.session.processes import this_process
-from mooncake_hal.session.strangers import LIMITS
 from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.errors import BadFrame
 from mooncake_kv.store import store_client, store_messages
@@ -335,15 +335,15 @@ def test_user_with_invalid_transfer_timeout_is_rejected(served, caplog, timeout_
 
 def test_client_without_secret_finds_no_store(served, caplog):
     caplog.set_level(logging.CRITICAL)
-    stranger = StoreClient(StoreAddress("127.0.0.1", served.address.port, b"other"))
-    assert not stranger.await_store(1.0)
-    assert stranger.arena is None
-    assert stranger.probe([b"key"]).result(WAIT_S) == [Residence.ABSENT]
-    assert stranger.pin([b"key"]).result(WAIT_S) == [None]
-    assert stranger.reserve([chunk(1)]).result(WAIT_S) == [PutRefusal.UNREACHABLE]
-    assert stranger.stats().result(WAIT_S) is None
-    assert stranger.list_chunks(Tier.DRAM) is None
-    stranger.close()
+    outsider = StoreClient(StoreAddress("127.0.0.1", served.address.port, b"other"))
+    assert not outsider.await_store(1.0)
+    assert outsider.arena is None
+    assert outsider.probe([b"key"]).result(WAIT_S) == [Residence.ABSENT]
+    assert outsider.pin([b"key"]).result(WAIT_S) == [None]
+    assert outsider.reserve([chunk(1)]).result(WAIT_S) == [PutRefusal.UNREACHABLE]
+    assert outsider.stats().result(WAIT_S) is None
+    assert outsider.list_chunks(Tier.DRAM) is None
+    outsider.close()
 
 
 def test_restarted_store_is_reconnected_and_old_handles_are_invalid(caplog):

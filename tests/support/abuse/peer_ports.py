@@ -105,7 +105,7 @@ def check_members_get_in(target: Target, attempts: Attempts) -> None:
             attempts.complain(f"a member could not connect to {where}: {exc}")
 
 
-def silent_strangers(target: Target, attempts: Attempts) -> None:
+def silent_handshakes(target: Target, attempts: Attempts) -> None:
     """Silent connections to every port between instances."""
     found = doors(target)
     while not attempts.is_over:
@@ -118,7 +118,7 @@ def silent_strangers(target: Target, attempts: Attempts) -> None:
             check_members_get_in(target, attempts)
 
 
-def slow_strangers(target: Target, attempts: Attempts) -> None:
+def slow_handshakes(target: Target, attempts: Attempts) -> None:
     """More concurrent byte-by-byte handshakes than are allowed."""
     found = doors(target)
     with ExitStack() as stack:
@@ -286,8 +286,8 @@ def _for_ever(answers: tuple[bytes, ...]) -> Iterator[Any]:
 
 BOTH = ("pull", "push")
 ATTACKS = (
-    Attack("silent-strangers", "Silent connections between instances", silent_strangers),
-    Attack("slow-strangers", "Handshakes byte by byte", slow_strangers, connectors=BOTH),
+    Attack("silent-handshakes", "Silent connections between instances", silent_handshakes),
+    Attack("slow-handshakes", "Handshakes byte by byte", slow_handshakes, connectors=BOTH),
     Attack("endless-frames", "Frames without end", endless_frames, connectors=BOTH),
     Attack("wrong-proofs", "Handshakes without the secret", wrong_proofs, connectors=BOTH),
     Attack(

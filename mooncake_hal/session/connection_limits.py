@@ -1,5 +1,5 @@
-"""Limits on the resources of peers, and the table of strangers: connections whose peers have not
-proved themselves yet.
+"""Limits on the resources of peers, and the table of pending handshakes: connections whose
+peers have not authenticated themselves yet.
 
 Pure: no sockets, and the time is an argument.
 """
@@ -19,9 +19,9 @@ class Limits:
     """Limits on the resources that a peer may use.
 
     Args:
-        stranger_frame_bytes: longest frame of a peer that has not proved itself.
+        handshake_frame_bytes: longest frame of a peer that has not proved itself.
         frame_bytes: longest frame of a peer that has.
-        strangers: maximum number of connections in their handshake; a further one evicts an old
+        handshakes: maximum number of connections in their handshake; a further one evicts an old
             one.
         handshake_s: timeout of the whole handshake, in seconds.
         send_s: a peer that accepts no bytes for this many seconds is dropped.
@@ -31,9 +31,9 @@ class Limits:
             is silent for three intervals is lost.
     """
 
-    stranger_frame_bytes: int = 4096
+    handshake_frame_bytes: int = 4096
     frame_bytes: int = 16 << 20
-    strangers: int = 64
+    handshakes: int = 64
     handshake_s: float = 10.0
     send_s: float = 5.0
     send_buffer_bytes: int = 1 << 20
@@ -44,12 +44,12 @@ class Limits:
 LIMITS = Limits()
 
 
-class _Stranger(NamedTuple):
+class _Pending(NamedTuple):
     host: str
     expires: float
 
 
-class Strangers(Generic[Connection]):
+class PendingHandshakes(Generic[Connection]):
     """The connections that are in their handshake, oldest first, each with a deadline.
 
     Not thread-safe.
@@ -57,7 +57,7 @@ class Strangers(Generic[Connection]):
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._strangers: dict[Connection, _Stranger] = {}
+        self._handshakes: dict[Connection, _Pending] = {}
 
     def enter(self, connection: Connection, host: str, now: float) -> Connection | None:
         """Add a connection; if there are too many, returns an evicted one for the caller to close.
@@ -66,29 +66,29 @@ class Strangers(Generic[Connection]):
         floods us evicts its own first.
         """
         evicted = None
-        if len(self._strangers) >= self._limits.strangers:
-            hosts = Counter(stranger.host for stranger in self._strangers.values())
+        if len(self._handshakes) >= self._limits.handshakes:
+            hosts = Counter(pending.host for pending in self._handshakes.values())
             worst = hosts.most_common(1)[0][0]
-            evicted = next(key for key, known in self._strangers.items() if known.host == worst)
-            del self._strangers[evicted]
-        self._strangers[connection] = _Stranger(host, now + self._limits.handshake_s)
+            evicted = next(key for key, known in self._handshakes.items() if known.host == worst)
+            del self._handshakes[evicted]
+        self._handshakes[connection] = _Pending(host, now + self._limits.handshake_s)
         return evicted
 
     def leave(self, connection: Connection) -> bool:
         """Remove a connection that was authenticated or lost; False if it was evicted before."""
-        return self._strangers.pop(connection, None) is not None
+        return self._handshakes.pop(connection, None) is not None
 
     def expire(self, now: float) -> list[Connection]:
         """Remove and return the connections whose deadline has passed."""
-        late = [key for key, known in self._strangers.items() if known.expires <= now]
+        late = [key for key, known in self._handshakes.items() if known.expires <= now]
         for key in late:
-            del self._strangers[key]
+            del self._handshakes[key]
         return late
 
     def next_deadline(self) -> float | None:
         """Return the earliest deadline, or None if there are no connections."""
-        return min((known.expires for known in self._strangers.values()), default=None)
+        return min((known.expires for known in self._handshakes.values()), default=None)
 
     def all(self) -> list[Connection]:
         """Return all connections."""
-        return list(self._strangers)
+        return list(self._handshakes)
