@@ -65,7 +65,7 @@ class FleetLoad:
     num_prefill: int
     num_decode: int
 
-    def wanted(self, target: float = 0.7) -> tuple[int, int]:
+    def desired_instances(self, target: float = 0.7) -> tuple[int, int]:
         """Numbers of prefill and decode instances at which the load would be ``target``.
 
         At least 1 each. This is what an autoscaler computes from the loads.

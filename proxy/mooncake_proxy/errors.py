@@ -347,7 +347,7 @@ def is_loss(error: UpstreamError) -> bool:
     return isinstance(error, ConnectionLost | UpstreamTimeout)
 
 
-def is_leaving(error: UpstreamError | None) -> bool:
+def is_draining(error: UpstreamError | None) -> bool:
     """Whether the instance refused the request or ended its stream because it is shutting down."""
     code = f'"{SHUTTING_DOWN}"'.encode()
     if isinstance(error, FailedStream):

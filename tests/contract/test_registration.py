@@ -27,12 +27,12 @@ def test_registration_is_accepted(role: Role) -> None:
         pools = ModelPools(ClientContext(ClientLimits()))
         taking = proxy.Registrations(pools, lambda: 0.0, b"secret")
         said = engine.Announcement("http://10.0.0.1:8100", role, 15.0, 1.0)
-        for number, is_leaving in enumerate((False, True)):
-            body = said.body(number, is_leaving=is_leaving)
+        for number, is_draining in enumerate((False, True)):
+            body = said.body(number, is_draining=is_draining)
             head = engine.signed_head(b"secret", "instance", body).encode()
             instance = taking.receive({proxy.HEADER: head}, body)
-            assert len(pools) == (not is_leaving)
-            assert instance is None or is_leaving or instance.spec.role.value == role.value
+            assert len(pools) == (not is_draining)
+            assert instance is None or is_draining or instance.spec.role.value == role.value
         pools.close()
 
     asyncio.run(receive())

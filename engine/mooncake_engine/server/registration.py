@@ -48,7 +48,7 @@ class Announcement:
     lease_s: float
     started_at: float
 
-    def body(self, number: int, *, is_leaving: bool) -> bytes:
+    def body(self, number: int, *, is_draining: bool) -> bytes:
         """The encoded announcement. Proxies reject a number that they have seen, as a replay."""
         fields = {
             "url": self.url,
@@ -56,7 +56,7 @@ class Announcement:
             "lease_s": self.lease_s,
             "started_at": self.started_at,
             "number": number,
-            "is_leaving": is_leaving,
+            "is_draining": is_draining,
         }
         return json.dumps(fields).encode()
 
@@ -128,21 +128,21 @@ class Registration:
     def _keep_registered(self, proxy: str) -> None:
         number, was_accepted, pause_s = 0, None, 0.0
         while not self._leaving.wait(pause_s):
-            is_accepted = self._announce(proxy, number, was_accepted, is_leaving=False)
+            is_accepted = self._announce(proxy, number, was_accepted, is_draining=False)
             if is_accepted and not was_accepted:
                 log.info("registered at %s as %s", proxy, self._announcement.url)
             renewal_s = self._announcement.lease_s / 3
             pause_s = renewal_s if is_accepted else min(renewal_s, _RETRY_S)
             was_accepted, number = is_accepted, number + 1
         if was_accepted:
-            self._announce(proxy, number, was_accepted, is_leaving=True)
+            self._announce(proxy, number, was_accepted, is_draining=True)
 
     def _announce(
-        self, proxy: str, number: int, was_accepted: bool | None, *, is_leaving: bool
+        self, proxy: str, number: int, was_accepted: bool | None, *, is_draining: bool
     ) -> bool:
         """Send an announcement; returns whether the proxy accepted it. Of consecutive failures only
         the first is logged."""
-        body = self._announcement.body(number, is_leaving=is_leaving)
+        body = self._announcement.body(number, is_draining=is_draining)
         try:
             self._post(proxy, body)
         except (OSError, http.client.HTTPException, _Rejected) as exc:

@@ -277,21 +277,21 @@ class AdminHandlers:
 
     def _load_gauges(self, prefix: str) -> Iterator[str]:
         """Gauges for autoscalers, which require a TTFT objective of the conductor."""
-        now, loads, wanted = self._router.now(), [], []
+        now, loads, desired = self._router.now(), [], []
         for router in self._routers:
             if router.conductor is None or router.conductor.roles is None:
                 continue
             load = router.conductor.roles.load(now)
             sides = (("prefill", load.prefill), ("decode", load.decode))
-            for (role, share), number in zip(sides, load.wanted(), strict=True):
+            for (role, share), number in zip(sides, load.desired_instances(), strict=True):
                 labels = {"model": router.model, "role": role}
                 loads.append((labels, share))
-                wanted.append((labels, float(number)))
+                desired.append((labels, float(number)))
         if loads:
             text = "Load of a role; 1 is the most that the objectives allow."
             yield from gauge_lines(f"{prefix}load", text, loads)
             text = "Number of instances at which the load of a role would be 0.7."
-            yield from gauge_lines(f"{prefix}wanted_instances", text, wanted)
+            yield from gauge_lines(f"{prefix}desired_instances", text, desired)
 
     async def models(self, request: HttpRequest) -> None:
         """GET /v1/models: the models of all pools, as their instances describe them."""

@@ -20,7 +20,7 @@ from mooncake_proxy.api.openai_bodies import (
     parse_request,
 )
 from mooncake_proxy.api.proxied_request import RequestContext
-from mooncake_proxy.errors import ConnectFailed, Recomputed, UpstreamError, is_leaving, is_loss
+from mooncake_proxy.errors import ConnectFailed, Recomputed, UpstreamError, is_draining, is_loss
 from mooncake_proxy.flows.continued_prompt import TRUNCATION_FIELDS, can_continue
 from mooncake_proxy.flows.token_record import TokenRecord
 from mooncake_proxy.pool.instances import Role
@@ -139,7 +139,7 @@ def _may_migrate(
     decoders = (*router.pool.live(Role.DECODE), *router.pool.live(Role.BOTH))
     if all(each in context.avoided or each.name == error.instance for each in decoders):
         return False
-    if is_leaving(error):
+    if is_draining(error):
         return True
     return (is_loss(error) or isinstance(error, ConnectFailed)) and router.budget.take()
 

@@ -103,13 +103,13 @@ class ReservationMessage(Struct, tag="reservations"):
     report: Raw
 
 
-class PeerNews(Struct, tag="peer"):
+class PeerProxyMessage(Struct, tag="peer"):
     """A reservation message that one worker has received from a proxy on another host."""
 
     body: Raw
 
 
-class WorkerGone(Struct, tag="gone"):
+class WorkerExited(Struct, tag="exited"):
     """A worker has ended: its load is dropped, its counters are kept."""
 
     worker: int
@@ -123,14 +123,14 @@ WorkerMessage = (
     | LossMessage
     | UsageMessage
     | ReservationMessage
-    | PeerNews
-    | WorkerGone
+    | PeerProxyMessage
+    | WorkerExited
 )
 decode_message = msgspec.json.Decoder(WorkerMessage).decode
 encode_message = msgspec.json.Encoder().encode
 
 
-def _ignore(news: object) -> None:
+def _ignore(message: object) -> None:
     """Default callback: there are no proxies on other hosts, and no instances that register."""
 
 
@@ -209,7 +209,7 @@ class WorkerLink:
 
     def send_peer_news(self, body: bytes) -> None:
         """Forward a message of a proxy on another host to the other workers."""
-        self._send(PeerNews(Raw(body)))
+        self._send(PeerProxyMessage(Raw(body)))
 
     def _check_parent(self) -> None:
         """Stop this worker if the parent is gone: nothing would restart it or relay messages."""
@@ -298,13 +298,13 @@ class WorkerLink:
         elif isinstance(message, WorkerLoads):
             self._loads[message.worker] = message
             self._update_loads()
-        elif isinstance(message, WorkerGone):
+        elif isinstance(message, WorkerExited):
             self._forget(message.worker)
         else:
             self._apply_shared(message)
 
     def _apply_shared(
-        self, message: LossMessage | UsageMessage | ReservationMessage | PeerNews
+        self, message: LossMessage | UsageMessage | ReservationMessage | PeerProxyMessage
     ) -> None:
         """Apply losses, usage and reservations of another worker."""
         if isinstance(message, LossMessage):
@@ -313,7 +313,7 @@ class WorkerLink:
         elif isinstance(message, UsageMessage):
             assert self._limits is not None
             self._limits.spent_elsewhere(message.usage)
-        elif isinstance(message, PeerNews):
+        elif isinstance(message, PeerProxyMessage):
             self.on_peer_news(bytes(message.body))
         elif self._sharing is not None:
             self._owners[message.worker] = message.owner

@@ -24,7 +24,7 @@ from mooncake_proxy.ops.worker_link import (
     MAX_MESSAGE_BYTES,
     ChangeLog,
     ChangeMessage,
-    WorkerGone,
+    WorkerExited,
     WorkerLink,
     decode_message,
     encode_message,
@@ -196,13 +196,13 @@ class WorkerSupervisor:
         return missed_by
 
     def _publish_gone(self, ended: int) -> None:
-        for worker in self._send_to_others(ended, encode_message(WorkerGone(ended))):
+        for worker in self._send_to_others(ended, encode_message(WorkerExited(ended))):
             self._missed.setdefault(worker, set()).add(ended)
 
     def _resend_missed(self) -> None:
         """Resend pool changes and ended workers to those that missed them: nobody else would."""
         for worker, ended in tuple(self._missed.items()):
-            messages = [*self._changes.messages(), *map(WorkerGone, ended)]
+            messages = [*self._changes.messages(), *map(WorkerExited, ended)]
             try:
                 for message in messages:
                     self._links[worker].send(encode_message(message))

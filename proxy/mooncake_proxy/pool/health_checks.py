@@ -23,7 +23,7 @@ from mooncake_proxy.errors import (
     Rejected,
     UpstreamError,
     UpstreamTimeout,
-    is_leaving,
+    is_draining,
 )
 from mooncake_proxy.pool.dp_ranks import RankQueue
 from mooncake_proxy.pool.instances import Compatibility, Instance, PoolReport
@@ -164,7 +164,7 @@ class HealthChecker:
         track = self._tracks.setdefault(instance.name, HealthTrack())
         if track.last_verdict and not instance.is_up:
             track.note_ejection()
-        fall = 1 if is_leaving(error) else self._config.fall
+        fall = 1 if is_draining(error) else self._config.fall
         verdict = track.observe(good=error is None, rise=self._config.rise, fall=fall)
         if verdict is not None:
             was_up = instance.is_up

@@ -45,7 +45,7 @@ class Registration(Struct):
     number: int
     role: Role = Role.BOTH
     lease_s: float = 15.0
-    is_leaving: bool = False
+    is_draining: bool = False
 
 
 _decode = msgspec.json.Decoder(Registration).decode
@@ -101,10 +101,10 @@ class Registrations:
         if (message.started_at, message.number) <= self._seen.get(url, (0.0, -1)):
             raise Conflict(f"{url}: this registration is older than what is known of it")
         change = MembershipChange(
-            ChangeOperation.DRAIN if message.is_leaving else ChangeOperation.ADD,
+            ChangeOperation.DRAIN if message.is_draining else ChangeOperation.ADD,
             url,
             message.role,
-            remove=message.is_leaving,
+            remove=message.is_draining,
             source=SOURCE,
             lease_s=message.lease_s,
         )

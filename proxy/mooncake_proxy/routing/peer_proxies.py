@@ -25,9 +25,9 @@ from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.routing.conductor_fleet import OWNER
 from mooncake_proxy.routing.reservation_sharing import (
     ReceivedReports,
-    ReservationNews,
     ReservationReport,
     ReservationSharing,
+    ReservationUpdate,
 )
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class _Peer:
 
     origin: Origin
     connections: ConnectionPool
-    pending: list[ReservationNews] = field(default_factory=list)
+    pending: list[ReservationUpdate] = field(default_factory=list)
     # Set when there are pending changes.
     wakes: asyncio.Event = field(default_factory=asyncio.Event)
     wants_snapshot: bool = True
@@ -104,12 +104,12 @@ class PeerProxies:
             for peer in self._peers:
                 peer.connections.close()
 
-    def _add(self, news: ReservationNews) -> None:
+    def _add(self, update: ReservationUpdate) -> None:
         for peer in self._peers:
             if len(peer.pending) >= MAX_PENDING:
                 peer.pending.clear()
                 peer.wants_snapshot = True
-            peer.pending.append(news)
+            peer.pending.append(update)
             peer.wakes.set()
 
     async def _send_to(self, peer: _Peer) -> None:
@@ -131,7 +131,7 @@ class PeerProxies:
             pending = self._sharing.snapshot()
         parts = list(_in_parts(pending))
         for position, part in enumerate(parts):
-            message = ReservationReport(OWNER, peer.number, is_snapshot=is_snapshot, news=part)
+            message = ReservationReport(OWNER, peer.number, is_snapshot=is_snapshot, updates=part)
             message.begins_snapshot = is_snapshot and position == 0
             message.ends_snapshot = is_snapshot and position == len(parts) - 1
             peer.number += 1
@@ -208,12 +208,12 @@ def _ignore(body: bytes) -> None:
     """Default of `forward`: there are no other workers."""
 
 
-def _in_parts(news: list[ReservationNews]) -> Iterator[list[ReservationNews]]:
+def _in_parts(updates: list[ReservationUpdate]) -> Iterator[list[ReservationUpdate]]:
     """Split changes into messages of limited size; a single empty one (a heartbeat) if there are
     none."""
-    part: list[ReservationNews] = []
+    part: list[ReservationUpdate] = []
     size = 0
-    for each in news:
+    for each in updates:
         if part and size + len(each.changes) > MAX_MESSAGE_BYTES:
             yield part
             part, size = [], 0

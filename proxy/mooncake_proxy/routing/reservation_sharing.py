@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 MAX_PART_BYTES = 60_000
 
 
-class ReservationNews(Struct, tag="reservations"):
+class ReservationUpdate(Struct, tag="reservations"):
     """Reservation changes of one process, for one model.
 
     `is_whole`: they are of instances that serve whole requests, not of the model's pairs.
@@ -53,7 +53,7 @@ class ReservationReport(Struct):
     begins_snapshot: bool = False
     is_snapshot: bool = False
     ends_snapshot: bool = False
-    news: list[ReservationNews] = []
+    updates: list[ReservationUpdate] = []
 
 
 @dataclass(slots=True)
@@ -73,9 +73,9 @@ class ReceivedReports:
         self.number = report.number
         if report.begins_snapshot:
             self.named = set()
-        for news in report.news:
-            if news.owner == report.owner:
-                named = sharing.apply(news, is_snapshot=report.is_snapshot)
+        for update in report.updates:
+            if update.owner == report.owner:
+                named = sharing.apply(update, is_snapshot=report.is_snapshot)
                 if self.named is not None:
                     self.named |= named
         if report.ends_snapshot and self.named is not None:
@@ -98,13 +98,13 @@ class ReservationSharing:
     def __init__(self, routers: ModelRouters, loop: AbstractEventLoop) -> None:
         self._routers = routers
         self._loop = loop
-        self._listeners: list[Callable[[ReservationNews], None]] = []
+        self._listeners: list[Callable[[ReservationUpdate], None]] = []
         self._pending: dict[tuple[str, bool], list[ReservationChange]] = {}
         # Reports received from the other workers of this proxy, by owner.
         self._received: dict[str, ReceivedReports] = {}
         routers.on_router(self._join)
 
-    def add_listener(self, send: Callable[[ReservationNews], None]) -> None:
+    def add_listener(self, send: Callable[[ReservationUpdate], None]) -> None:
         """Add a function that sends this process's changes to other processes."""
         self._listeners.append(send)
 
@@ -117,29 +117,31 @@ class ReservationSharing:
         report = _report_decoder.decode(message)
         self._received.setdefault(report.owner, ReceivedReports()).apply(report, self)
 
-    def apply(self, news: ReservationNews, *, is_snapshot: bool = False) -> set[str]:
+    def apply(self, update: ReservationUpdate, *, is_snapshot: bool = False) -> set[str]:
         """Apply another process's changes. Those of a model without instances here are ignored.
 
         Returns:
             The ids of the requests that the changes are about.
         """
-        changes = _decoder.decode(news.changes)
+        changes = _decoder.decode(update.changes)
         for router in self._routers:
-            if router.model == news.model and router.conductor is not None:
-                router.conductor.apply(news.owner, news.is_whole, changes, is_snapshot=is_snapshot)
+            if router.model == update.model and router.conductor is not None:
+                router.conductor.apply(
+                    update.owner, update.is_whole, changes, is_snapshot=is_snapshot
+                )
         return {change.request_id for change in changes}
 
-    def snapshot(self) -> list[ReservationNews]:
+    def snapshot(self) -> list[ReservationUpdate]:
         """All reservations of this process."""
         return [
-            news
+            update
             for router in self._routers
             if router.conductor is not None
             for is_whole, changes in router.conductor.snapshot()
-            for news in _in_parts(router.model, is_whole, changes)
+            for update in _in_parts(router.model, is_whole, changes)
         ]
 
-    def portions(self) -> Iterator[list[ReservationNews]]:
+    def portions(self) -> Iterator[list[ReservationUpdate]]:
         """Yield the snapshot in portions.
 
         Pending changes are published before each portion, never after one that includes them.
@@ -175,9 +177,9 @@ class ReservationSharing:
     def _flush(self) -> None:
         pending, self._pending = self._pending, {}
         for (model, is_whole), changes in pending.items():
-            for news in _in_parts(model, is_whole, changes):
+            for update in _in_parts(model, is_whole, changes):
                 for send in self._listeners:
-                    send(news)
+                    send(update)
 
 
 class WorkerReports:
@@ -191,7 +193,7 @@ class WorkerReports:
         self._sharing = sharing
         self._send = send
         self._number = 0
-        self._portions: Iterator[list[ReservationNews]] | None = None
+        self._portions: Iterator[list[ReservationUpdate]] | None = None
         sharing.add_listener(self._add)
 
     @property
@@ -214,11 +216,11 @@ class WorkerReports:
             self._portions = None
             self._report(ends_snapshot=True)
             return
-        for news in portion:
-            self._report(is_snapshot=True, news=[news])
+        for update in portion:
+            self._report(is_snapshot=True, updates=[update])
 
-    def _add(self, news: ReservationNews) -> None:
-        self._report(news=[news])
+    def _add(self, update: ReservationUpdate) -> None:
+        self._report(updates=[update])
 
     def _report(self, **fields: Any) -> None:
         self._send(OWNER, _encode(ReservationReport(OWNER, self._number, **fields)))
@@ -227,18 +229,18 @@ class WorkerReports:
 
 def _in_parts(
     model: str, is_whole: bool, changes: Sequence[ReservationChange]
-) -> Iterator[ReservationNews]:
+) -> Iterator[ReservationUpdate]:
     part: list[bytes] = []
     size = 0
     for each in map(_encode, changes):
         if part and size + len(each) > MAX_PART_BYTES:
-            yield _news(model, is_whole, part)
+            yield _update(model, is_whole, part)
             part, size = [], 0
         part.append(each)
         size += len(each)
     if part:
-        yield _news(model, is_whole, part)
+        yield _update(model, is_whole, part)
 
 
-def _news(model: str, is_whole: bool, part: list[bytes]) -> ReservationNews:
-    return ReservationNews(OWNER, model, is_whole, Raw(b"[%b]" % b",".join(part)))
+def _update(model: str, is_whole: bool, part: list[bytes]) -> ReservationUpdate:
+    return ReservationUpdate(OWNER, model, is_whole, Raw(b"[%b]" % b",".join(part)))

@@ -25,7 +25,7 @@ from mooncake_proxy.errors import (
     Recomputed,
     Rejected,
     UpstreamError,
-    is_leaving,
+    is_draining,
     is_loss,
 )
 from mooncake_proxy.flows.metaserver import Metaserver
@@ -502,13 +502,13 @@ class RequestRouter:
         untried = any(instance not in tried for instance in self.pool.live(role))
         if not untried or self.now() >= context.deadline:
             return False
-        if is_leaving(error):  # an instance that shuts down has not failed: spend no budget
+        if is_draining(error):  # an instance that shuts down has not failed: spend no budget
             return True
         return len(tried) < self.config.max_attempts and self.budget.take()
 
     def _count_failure(self, instance: Instance, role: Role, error: UpstreamError) -> None:
         self.metrics.attempts.add(instance.name, role.label, error.reason)
-        if is_leaving(error) or self.passive.failed(instance.name, error):
+        if is_draining(error) or self.passive.failed(instance.name, error):
             self.pool.set_up(instance, up=False, error=str(error))
 
     # ------------------------------------------------ suspects

@@ -23,7 +23,12 @@ from mooncake_conductor.policies.situation import Plan
 from mooncake_proxy.config_from_options import config_from
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.http1.http_wire import signed_head
-from mooncake_proxy.ops.worker_link import PeerNews, WorkerLink, decode_message, encode_message
+from mooncake_proxy.ops.worker_link import (
+    PeerProxyMessage,
+    WorkerLink,
+    decode_message,
+    encode_message,
+)
 from mooncake_proxy.proxy_options import build_parser
 from mooncake_proxy.routing import peer_proxies
 from mooncake_proxy.routing.conductor_fleet import OWNER
@@ -148,10 +153,10 @@ async def _peer_message(s: Stand) -> ReservationReport:
     """A message as another process with this one's reservations would send it."""
     sharing = s.app.routers.share_reservations()
     assert sharing is not None
-    [news] = sharing.snapshot()
-    changes = bytes(news.changes).replace(OWNER.encode(), b"another")
-    model_news = type(news)("another", news.model, news.is_whole, msgspec.Raw(changes))
-    return ReservationReport("another", 0, news=[model_news])
+    [update] = sharing.snapshot()
+    changes = bytes(update.changes).replace(OWNER.encode(), b"another")
+    model_update = type(update)("another", update.model, update.is_whole, msgspec.Raw(changes))
+    return ReservationReport("another", 0, updates=[model_update])
 
 
 async def _send(
@@ -206,13 +211,13 @@ def test_snapshot_replaces_earlier_reservations() -> None:
             report, peers = await _peer_message(s), peers_of(s)
             peers.apply(msgspec.json.encode(report))
             [kept] = [made for made in book._live.values() if made.request.owner == "another"]
-            news = report.news[0]
-            more = bytes(news.changes).replace(b"another-", b"another-more-")
-            second = type(news)("another", news.model, news.is_whole, msgspec.Raw(more))
-            peers.apply(msgspec.json.encode(ReservationReport("another", 1, news=[second])))
+            update = report.updates[0]
+            more = bytes(update.changes).replace(b"another-", b"another-more-")
+            second = type(update)("another", update.model, update.is_whole, msgspec.Raw(more))
+            peers.apply(msgspec.json.encode(ReservationReport("another", 1, updates=[second])))
             assert len(book) == 3
             whole = ReservationReport(
-                "another", 2, begins_snapshot=True, is_snapshot=True, news=[news]
+                "another", 2, begins_snapshot=True, is_snapshot=True, updates=[update]
             )
             peers.apply(msgspec.json.encode(whole))
             assert len(book) == 3, "the snapshot is not complete"
@@ -289,10 +294,15 @@ def test_worker_relays_peer_reservations_to_other_workers() -> None:
             assert await _send(s, report) == 200
             await until(lambda: len(book) == 2)
             passed_on = decode_message(ours.recv(1 << 20))
-            assert isinstance(passed_on, PeerNews)
+            assert isinstance(passed_on, PeerProxyMessage)
             again = msgspec.json.decode(bytes(passed_on.body), type=ReservationReport)
-            again.number, again.begins_snapshot, again.ends_snapshot, again.news = 9, True, True, []
-            ours.send(encode_message(PeerNews(msgspec.Raw(msgspec.json.encode(again)))))
+            again.number, again.begins_snapshot, again.ends_snapshot, again.updates = (
+                9,
+                True,
+                True,
+                [],
+            )
+            ours.send(encode_message(PeerProxyMessage(msgspec.Raw(msgspec.json.encode(again)))))
             await until(lambda: len(book) == 1)
             own.cancel()
 

@@ -15,7 +15,7 @@ from support.proxy_fakes_client import BODY, post
 from mooncake_proxy.ops import worker_link
 from mooncake_proxy.ops.worker_link import (
     ReservationMessage,
-    WorkerGone,
+    WorkerExited,
     WorkerLink,
     WorkerLoads,
     decode_message,
@@ -67,7 +67,7 @@ def test_reservations_are_exchanged_and_counted() -> None:
             assert b'"finished"' in reports
             assert b"another" not in reports, "only the owner sends its reservations"
             assert len(fleet.book) == 1
-            ours.send(encode_message(WorkerGone(7)))
+            ours.send(encode_message(WorkerExited(7)))
             await asyncio.sleep(0.05)
             assert len(fleet.book) == 0
 

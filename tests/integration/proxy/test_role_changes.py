@@ -93,8 +93,8 @@ def test_autoscaler_metrics_show_load_of_both_sides() -> None:
             overload_prefill(s)
             after = await gauges(s)
             assert after['mooncake_proxy_load{model="",role="prefill"}'] > 10
-            assert after['mooncake_proxy_wanted_instances{model="",role="prefill"}'] > 20
-            assert after['mooncake_proxy_wanted_instances{model="",role="decode"}'] == 1
+            assert after['mooncake_proxy_desired_instances{model="",role="prefill"}'] > 20
+            assert after['mooncake_proxy_desired_instances{model="",role="decode"}'] == 1
 
     uvloop.run(main())
 

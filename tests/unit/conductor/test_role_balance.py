@@ -44,8 +44,8 @@ def test_balance_state_has_hysteresis() -> None:
 def test_shortage_of_both_roles_is_left_to_the_autoscaler() -> None:
     balancer = RoleBalancer(RULE)
     assert balancer.observe(load(2.0, 2.0), 0.0) is Balance.EVEN
-    assert load(1.4, 0.35).wanted(0.7) == (8, 2)
-    assert load(0.0, 0.0).wanted() == (1, 1)
+    assert load(1.4, 0.35).desired_instances(0.7) == (8, 2)
+    assert load(0.0, 0.0).desired_instances() == (1, 1)
 
 
 def test_change_is_proposed_after_a_delay_for_the_least_loaded_instance() -> None:

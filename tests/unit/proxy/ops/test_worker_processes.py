@@ -11,7 +11,7 @@ import pytest
 from mooncake_proxy.config_from_options import config_from
 from mooncake_proxy.ops.worker_link import (
     ChangeMessage,
-    WorkerGone,
+    WorkerExited,
     WorkerLink,
     WorkerMessage,
     decode_message,
@@ -31,7 +31,7 @@ def fill(link: socket.socket) -> None:
     link.setblocking(False)
     with suppress(BlockingIOError):
         while True:
-            link.send(encode_message(WorkerGone(99)))
+            link.send(encode_message(WorkerExited(99)))
 
 
 def read_all(link: socket.socket) -> list[WorkerMessage]:
@@ -41,7 +41,7 @@ def read_all(link: socket.socket) -> list[WorkerMessage]:
         try:
             found.append(decode_message(link.recv(1 << 20)))
         except BlockingIOError:
-            return [each for each in found if each != WorkerGone(99)]
+            return [each for each in found if each != WorkerExited(99)]
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_late_worker_receives_all_missed_changes(
     supervisor._resend_missed()
     [history, gone] = read_all(seconds)
     assert history.changes == [ADDED, DRAINED]
-    assert gone == WorkerGone(7)
+    assert gone == WorkerExited(7)
     supervisor._resend_missed()
     assert read_all(seconds) == [], "it is sent once"
     for each in (first, firsts, supervisor._reserved):

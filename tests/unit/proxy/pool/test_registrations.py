@@ -90,9 +90,9 @@ def test_deregistered_instance_is_removed_when_idle(
     registrations: Registrations, pools: ModelPools
 ) -> None:
     announce(registrations, 0)
-    announce(registrations, 1, is_leaving=True)
+    announce(registrations, 1, is_draining=True)
     assert names(pools) == []
-    announce(registrations, 2, is_leaving=True)  # of an unknown instance
+    announce(registrations, 2, is_draining=True)  # of an unknown instance
 
 
 def test_replayed_messages_are_rejected(registrations: Registrations) -> None:
@@ -175,6 +175,6 @@ def test_other_workers_keep_the_same_leases(pools: ModelPools, clock: Clock) -> 
     clock.now += 14
     second.expire()
     assert names(pools) == [URL]
-    announce(first, 2, is_leaving=True)
+    announce(first, 2, is_draining=True)
     second.apply(told[-1])
     assert names(pools) == []
