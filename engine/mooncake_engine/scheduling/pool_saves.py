@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count
@@ -9,6 +10,7 @@ from itertools import count
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.kv_cache.block_pool import BlockPool
 from mooncake_engine.scheduling.request import Request, RequestStatus
+from mooncake_engine.scheduling.request_queues import RequestQueues
 from mooncake_engine.scheduling.scheduler_interface import ChunkPool
 from mooncake_engine.scheduling.step_plan import StepPlan
 from mooncake_kv.pool.pool_events import ChunksCopied, SaveRequest
@@ -19,7 +21,11 @@ CHUNKS_PER_COPY = 4
 """Chunks per save when a load is copied to the own store: lookups find these while later chunks are
 still being copied."""
 MAX_REJECTED = 64
-"""Maximum number of requests whose rejected chunks are kept to be offered again."""
+"""Maximum number of requests whose rejected chunks are kept to be offered again, and of saves that
+are kept because the store had no memory for them."""
+MIN_RETRY_S, MAX_RETRY_S = 0.5, 30.0
+"""Seconds after which a save is offered again if the store had no memory for it. They double with
+every refusal, and start anew once the store has accepted a save."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,21 +49,21 @@ class BlockSnapshot:
         return self.uses == pool.uses(self.block_ids)
 
 
-@dataclass(slots=True, eq=False)
-class _RejectedSave:
-    """A save that the pool rejected, to be offered again.
+@dataclass(frozen=True, slots=True, eq=False)
+class _OfferedSave:
+    """A save that was offered to the pool, and may have to be offered again.
 
     Args:
         request: the request whose chunks were offered.
-        save: the rejected save.
-        snapshot: the leading blocks of the request's table, up to the save's end.
-        is_computed: whether the KV of all its chunks has been computed.
+        save: the save.
+        snapshot: the blocks of the chunks to save.
+        step: the step that computes its last chunk; None if all were computed when it was offered.
     """
 
     request: Request
     save: SaveRequest
     snapshot: BlockSnapshot
-    is_computed: bool
+    step: int | None
 
 
 class PoolSaves:
@@ -70,19 +76,30 @@ class PoolSaves:
     A save does not pin its blocks: they may be freed and allocated again while they are copied. The
     block pool counts the allocations of each block, so a copy whose blocks have been allocated
     again is known to be invalid, and is discarded. For the same reason, chunks that were rejected
-    when a request ended can be offered again while its blocks are still cached.
+    when a request ended can be offered again while its blocks are still cached, and so can chunks
+    that the store had no memory for: one save at a time, after a delay, since it asks a full store.
 
     Args:
         blocks: owner of the block tables.
         pool: copies and stores chunks.
+        queues: the time.
+
+    Attributes:
+        last_step: number of the latest step that has completed.
     """
 
-    def __init__(self, blocks: BlockManager, pool: ChunkPool) -> None:
+    def __init__(self, blocks: BlockManager, pool: ChunkPool, queues: RequestQueues) -> None:
         self._blocks = blocks
         self._pool = pool
+        self._queues = queues
+        self.last_step = -1
         self._ids = count()
-        self._copying: dict[str, BlockSnapshot] = {}
-        self._rejected: dict[str, _RejectedSave] = {}  # by request id, the oldest first
+        self._copying: dict[str, _OfferedSave] = {}
+        self._rejected: dict[str, _OfferedSave] = {}  # by request id, the oldest first
+        self._refused: deque[_OfferedSave] = deque(maxlen=MAX_REJECTED)  # by a store without memory
+        self._retry: str | None = None  # the one of them that is offered again
+        self._retry_s = MIN_RETRY_S
+        self._retry_at = 0.0
 
     def offer_planned(self, plan: StepPlan, requests: Sequence[Request]) -> None:
         """Offer the prompt chunks that a planned step completes.
@@ -93,6 +110,7 @@ class PoolSaves:
                 by those of its siblings.
         """
         self._retry_rejected()
+        self._retry_refused()
         if not plan.sequences or plan.sequences[-1].count == 1:
             return
         size, running = self._pool.chunk_tokens, iter(requests)
@@ -122,7 +140,8 @@ class PoolSaves:
         if not request.has_verified_kv or stop <= first + num_refused:
             return
         block_ids = tuple(request.block_ids[: stop * size // self._blocks.block_size])
-        snapshot = BlockSnapshot.now(block_ids, self._blocks.pool)
+        new_blocks = block_ids[first * size // self._blocks.block_size :]
+        snapshot = BlockSnapshot.now(new_blocks, self._blocks.pool)
         keys, salt = self._pool.keys(request, stop), request.spec.cache_salt
         save = SaveRequest(
             *(f"save#{next(self._ids)}", keys, first, block_ids, salt, step),
@@ -131,23 +150,18 @@ class PoolSaves:
             num_refused=num_refused,
         )
         self._rejected.pop(request.request_id, None)
-        if self._begin(save, snapshot):
+        offered = _OfferedSave(request, save, snapshot, step)
+        if self._begin(offered):
             request.num_saved = stop * size
             return
-        is_computed = step is None
-        self._rejected[request.request_id] = _RejectedSave(request, save, snapshot, is_computed)
+        self._rejected[request.request_id] = offered
         if len(self._rejected) > MAX_REJECTED:
             del self._rejected[next(iter(self._rejected))]
 
     def computed(self, request: Request) -> None:
-        """Offer the chunks that a completed step has computed; a rejected save whose chunks it has
-        computed can now be offered again even after the request ends."""
-        size, num_tokens = self._pool.chunk_tokens, request.num_computed
-        rejected = self._rejected.get(request.request_id)
-        if rejected is not None and num_tokens >= len(rejected.save.keys) * size:
-            rejected.is_computed = True
-        if num_tokens >= request.num_offered + size:
-            self.offer(request, num_tokens)
+        """Offer the chunks that a completed step has computed."""
+        if request.num_computed >= request.num_offered + self._pool.chunk_tokens:
+            self.offer(request, request.num_computed)
 
     def _retry_rejected(self) -> None:
         """Offer rejected saves of ended requests again, oldest first, until the pool rejects one.
@@ -155,17 +169,57 @@ class PoolSaves:
         for request_id, rejected in list(self._rejected.items()):
             if rejected.request.state is not RequestStatus.FINISHED:
                 continue  # offered again with the request's next chunk
-            save = rejected.save
-            again = replace(
-                save,
-                save_id=f"save#{next(self._ids)}",
-                step=None,
-                num_refused=len(save.keys) - save.first_chunk,
-            )
-            is_intact = rejected.is_computed and rejected.snapshot.is_unchanged(self._blocks.pool)
-            if is_intact and not self._begin(again, rejected.snapshot):
-                return
+            is_unchanged = rejected.snapshot.is_unchanged(self._blocks.pool)
+            if is_unchanged and self._is_computed(rejected):
+                again = self._again(rejected, rejected.save.first_chunk)
+                if not self._begin(again):
+                    return
             del self._rejected[request_id]
+
+    def _retry_refused(self) -> None:
+        """Offer the oldest save again that the store had no memory for, if it is time; the next one
+        follows when the store has answered. Saves whose blocks have been allocated again since are
+        dropped."""
+        if self._retry is not None or self._queues.now < self._retry_at:
+            return
+        for _ in range(len(self._refused)):
+            refused = self._refused.popleft()
+            if not refused.snapshot.is_unchanged(self._blocks.pool):
+                continue
+            if not self._is_computed(refused):
+                self._refused.append(refused)
+                continue
+            if self._begin(refused):
+                self._retry = refused.save.save_id
+            else:
+                self._keep_refused(refused)
+            return
+
+    def _is_computed(self, offered: _OfferedSave) -> bool:
+        """Whether the KV of all chunks to save has been computed."""
+        return offered.step is None or offered.step <= self.last_step
+
+    def _keep_refused(self, refused: _OfferedSave) -> None:
+        """Keep a save that the store had no memory for, to be offered again after a delay."""
+        self._refused.append(refused)
+        if self._queues.now >= self._retry_at:
+            self._retry_at = self._queues.now + self._retry_s
+            self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+
+    def _again(self, offered: _OfferedSave, first: int) -> _OfferedSave:
+        """The save of those chunks of ``offered`` that were not accepted: ``first`` and later."""
+        save, size = offered.save, self._pool.chunk_tokens
+        skipped = (first - save.first_chunk) * size
+        again = replace(
+            save,
+            save_id=f"save#{next(self._ids)}",
+            first_chunk=first,
+            step=None,
+            token_ids=save.token_ids[skipped:],
+            num_refused=len(save.keys) - first,
+        )
+        start, stop = skipped // self._blocks.block_size, len(offered.snapshot.block_ids)
+        return replace(offered, save=again, snapshot=offered.snapshot.between(start, stop))
 
     def offer_copies(
         self,
@@ -192,7 +246,9 @@ class PoolSaves:
             block_ids = tuple(snapshot.block_ids[: stop * blocks_per_chunk])
             tokens = self._published_tokens(request, start, stop)
             ids = f"copy#{next(self._ids)}", keys[:stop], start, block_ids, salt
-            if not self._begin(SaveRequest(*ids, copy=terms, token_ids=tokens), snapshot):
+            save = SaveRequest(*ids, copy=terms, token_ids=tokens)
+            copied = snapshot.between(start * blocks_per_chunk, stop * blocks_per_chunk)
+            if not self._begin(_OfferedSave(request, save, copied, None)):
                 return
 
     def _published_tokens(self, request: Request, first: int, stop: int) -> Sequence[int]:
@@ -202,18 +258,26 @@ class PoolSaves:
         size = self._pool.chunk_tokens
         return request.token_ids[first * size : stop * size]
 
-    def _begin(self, save: SaveRequest, snapshot: BlockSnapshot) -> bool:
+    def _begin(self, offered: _OfferedSave) -> bool:
         """Start a save; False if the pool rejects it."""
-        first = save.first_chunk * self._pool.chunk_tokens // self._blocks.block_size
-        is_accepted = self._pool.save(save)
+        is_accepted = self._pool.save(offered.save)
         if is_accepted:
-            self._copying[save.save_id] = snapshot.between(first, len(save.block_ids))
+            self._copying[offered.save.save_id] = offered
         return is_accepted
 
     def copied(self, event: ChunksCopied) -> None:
-        """Commit a copied save if its blocks have kept their content, otherwise discard it."""
-        copied = self._copying.pop(event.save_id)
+        """Commit a copied save if its blocks have kept their content, otherwise discard it. Keep
+        the chunks that the store had no memory for; a copy of another store's is not worth that."""
+        offered = self._copying.pop(event.save_id)
         if event.is_complete:
-            is_unchanged = copied.is_unchanged(self._blocks.pool)
+            is_unchanged = offered.snapshot.is_unchanged(self._blocks.pool)
             self._pool.end_save(event.save_id, is_unchanged=is_unchanged)
+        if event.save_id == self._retry:
+            self._retry = None
+        if event.refused_chunk is not None:
+            if offered.save.copy is None:
+                self._keep_refused(self._again(offered, event.refused_chunk))
+        elif event.is_complete:
+            self._retry_s, self._retry_at = MIN_RETRY_S, 0.0
         self._retry_rejected()
+        self._retry_refused()

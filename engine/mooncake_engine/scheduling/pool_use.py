@@ -50,7 +50,7 @@ class PoolUse:
         self.chunk_tokens = pool.chunk_tokens
         self._queues = queues
         self._prefill = PrefillCosts()
-        self.saves = PoolSaves(blocks, pool)
+        self.saves = PoolSaves(blocks, pool, queues)
         self.loads = PoolLoads(
             queues,
             blocks,

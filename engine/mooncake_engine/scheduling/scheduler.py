@@ -257,6 +257,8 @@ class Scheduler:
             flight, seconds = self._in_flight.pop(plan, now)
             if seconds is not None:
                 self._learn(flight, result, seconds)
+            if self._pool is not None:
+                self._pool.saves.last_step = plan.step
             requests = iter(flight.requests)
             for sequence in plan.sequences:
                 request = next(requests)
@@ -311,10 +313,7 @@ class Scheduler:
             return
         if stop // self.blocks.block_size > request.num_published:
             self.blocks.publish(request)
-        if self._pool is not None and (
-            stop >= request.num_offered + self._pool.chunk_tokens
-            or request.num_saved < request.num_offered
-        ):
+        if self._pool is not None and stop >= request.num_offered + self._pool.chunk_tokens:
             self._pool.saves.computed(request)
         if result.prompt_logprobs:
             scores = result.prompt_logprobs.get(request.request_id, ())

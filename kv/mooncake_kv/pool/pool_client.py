@@ -61,6 +61,7 @@ from mooncake_kv.store.chunk_keys import KVIdentity
 from mooncake_kv.store.chunk_layout import chunk_bytes
 from mooncake_kv.store.chunk_store import (
     ChunkStore,
+    PutRefusal,
     Residence,
     Tier,
     WriteHandle,
@@ -78,6 +79,20 @@ MAX_SAVES = 512
 """Upper bound of the saves queued or in flight, which take a few numbers each. More are refused."""
 SAVES_AT_ONCE = 2
 """Saves whose ranks copy at the same time. Saves that wait for ``end_save`` don't count."""
+
+
+_RETRIED = PutRefusal.NO_SPACE, PutRefusal.UNREACHABLE
+"""Refusals that may not be repeated when a chunk is offered again."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Grants:
+    """What a store granted of a save: handles, the runs to write, and the chunk of
+    ``ChunksCopied.refused_chunk``."""
+
+    handles: Sequence[WriteHandle] = ()
+    runs: tuple[ChunkRun, ...] = ()
+    refused_chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,31 +425,32 @@ class PoolClient:
             self.load_costs.learn_late(sources.pop(), nbytes, least_s, began, now)
 
     async def _save(self, save: SaveRequest) -> None:
-        handles: list[WriteHandle] = []
+        grants = _Grants()
         was_copied = is_unchanged = is_copying = False
         try:
             async with self._save_slots:
-                handles, runs = await self._reserve(save)
-                is_copying = bool(runs)
-                failure = await self._write(save, runs) if runs else None
+                grants = await self._reserve(save)
+                is_copying = bool(grants.runs)
+                failure = await self._write(save, grants.runs) if grants.runs else None
                 is_copying = False
             if failure is not None:
                 logger.info("%s was not saved: %s", save.save_id, failure)
-                self._refuse("failed", len(handles))
-            elif runs:
+                self._refuse("failed", len(grants.handles))
+            elif grants.runs:
                 was_copied = True
-                is_unchanged = await self._ask_core(save.save_id)
+                is_unchanged = await self._ask_core(save.save_id, grants.refused_chunk)
                 self.stats.num_layerwise_saves += is_unchanged and save.step is not None
-                self._refuse("reused", 0 if is_unchanged else len(handles))
+                self._refuse("reused", 0 if is_unchanged else len(grants.handles))
         finally:
             if not was_copied:
-                self._post(ChunksCopied(save.save_id, is_complete=False))
+                refused = grants.refused_chunk
+                self._post(ChunksCopied(save.save_id, False, refused))
             try:
                 # Ranks that have not reported may still write. The store gets their memory back
                 # when the instance disconnects from it, after its ranks are closed.
-                if handles and not is_copying:
+                if grants.handles and not is_copying:
                     await self._end_writes(
-                        handles, is_complete=is_unchanged, is_copy=save.copy is not None
+                        grants.handles, is_complete=is_unchanged, is_copy=save.copy is not None
                     )
             finally:
                 self._saving.discard(save.save_id)
@@ -464,9 +480,9 @@ class PoolClient:
             self.stats.saved_bytes += num_stored * self.chunk_bytes
             self._refuse("late", len(handles) - num_stored)
 
-    async def _reserve(self, save: SaveRequest) -> tuple[list[WriteHandle], tuple[ChunkRun, ...]]:
+    async def _reserve(self, save: SaveRequest) -> _Grants:
         """Reserve memory for the chunks to save. Chunks that another store has are left out, unless
-        the save is a copy; those that are refused are counted."""
+        the save is a copy; those that are refused are counted, once for lack of memory."""
         keys, positions = save.keys, range(save.first_chunk, len(save.keys))
         elsewhere = await self._held_elsewhere([keys[position] for position in positions])
         copy, missing = save.copy, list(positions)
@@ -477,7 +493,7 @@ class PoolClient:
             num_copies = max(1, *(elsewhere.get(keys[p], 0) for p in positions))
             copy = replace(copy, num_copies=num_copies)
         if not missing:
-            return [], ()
+            return _Grants()
         size = self._chunk_tokens, self.chunk_bytes
         chunks = [save.chunk(position, *size, self.namespace) for position in missing]
         lease_s = self._timeout_s + LEASE_MARGIN_S
@@ -487,15 +503,19 @@ class PoolClient:
         epoch = self._introduce(0)
         if arena is None or epoch != arena.epoch:
             epoch = None  # the store has restarted: the handles' epoch is unknown, so write nothing
-        handles, placed = [], []
+        handles, placed, retried = [], [], []
+        num_counted = save.first_chunk + save.num_refused
         for position, grant in zip(missing, grants, strict=True):
             if isinstance(grant, WriteHandle):
                 handles.append(grant)
                 if epoch is not None:
                     placed.append(PlacedChunk(epoch, position, grant.offset))
-            else:
+                continue
+            if grant in _RETRIED:
+                retried.append(position)
+            if grant not in _RETRIED or position >= num_counted:
                 self._refuse(grant.value, 1)
-        return handles, tuple(consecutive_runs(placed))
+        return _Grants(handles, tuple(consecutive_runs(placed)), next(iter(retried), None))
 
     async def _held_elsewhere(self, keys: Sequence[bytes]) -> Counter[bytes]:
         """How many other stores have each chunk, or are receiving it."""
@@ -506,10 +526,10 @@ class PoolClient:
             found.update(k for k, p in zip(keys, places, strict=True) if p is not Residence.ABSENT)
         return found
 
-    async def _ask_core(self, save_id: str) -> bool:
+    async def _ask_core(self, save_id: str, refused_chunk: int | None) -> bool:
         """Post ``ChunksCopied`` and wait for the core's answer; False if there is none in time."""
         verdict = self._verdicts[save_id] = asyncio.get_running_loop().create_future()
-        self._post(ChunksCopied(save_id))
+        self._post(ChunksCopied(save_id, refused_chunk=refused_chunk))
         try:
             done, _ = await asyncio.wait({verdict}, timeout=VERDICT_TIMEOUT_S)
             return bool(done) and verdict.result()

@@ -203,10 +203,14 @@ class ChunksCopied:
     Args:
         save_id: id of the save.
         is_complete: False if the save has failed: nothing is stored, and no answer is expected.
+        refused_chunk: position of the first chunk for which the store has no memory at present, or
+            did not reply; it accepted none of the later ones. They may be offered again later.
+            None: there is no such chunk.
     """
 
     save_id: str
     is_complete: bool = True
+    refused_chunk: int | None = None
 
 
 PoolEvent = ChunksFound | LoadReleased | PoolLoadEnded | ChunksCopied
@@ -237,8 +241,8 @@ class PoolStats:
         num_copied_chunks: the part of num_saved_chunks that came from another store.
         num_layerwise_saves: the part of num_saves that was copied layer by layer during the steps.
         num_save_refusals: chunks that were not stored, by reason. Those of ``busy`` (too many saves
-            in flight) and ``unreachable`` may have been stored later, if their request had more to
-            save, or their blocks were still cached.
+            in flight), ``unreachable`` and lack of memory may have been stored later, if their
+            request had more to save, or their blocks were still cached.
         loads_in_flight, saves_in_flight: loads and saves in flight (gauges).
     """
 

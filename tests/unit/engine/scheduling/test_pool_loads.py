@@ -89,6 +89,12 @@ class PoolBench(Bench):
         self.pool = Pool(answers_at_once)
         super().__init__(pool=self.pool, **options)
         self.tokens = {}
+        self.now = 0.0
+
+    def wait(self, seconds):
+        """Let time pass before the next step."""
+        self.now += seconds
+        self.scheduler.expire(self.now)
 
     def add(self, name, prompt, **options):
         request = super().add(name, prompt, **options)
@@ -442,6 +448,98 @@ def test_requests_with_rejected_chunks_are_bounded(monkeypatch):
     bench.add("next", prompt_of(CHUNK - 1, seed=50), max_tokens=1)
     bench.run()
     assert len(bench.pool.saves) == 3
+
+
+def refused_by_full_store(bench, name, seed, first=0):
+    """Return the save of a finished request of two chunks; the store had no memory for those from
+    ``first`` on."""
+    bench.add(name, prompt_of(2 * CHUNK + 1, seed=seed), max_tokens=1)
+    bench.run()
+    save_id, save = list(bench.pool.saves.items())[-1]
+    refuse(bench, save_id, first)
+    return save
+
+
+def refuse(bench, save_id, first=0):
+    """Have a store without memory answer a save, of which it stores the chunks before ``first``."""
+    bench.scheduler.take_pool_event(ChunksCopied(save_id, first > 0, first))
+    bench.pool.saves.pop(save_id, None)
+
+
+def step_after(bench, seconds):
+    """Run a step of another request that completes no chunk, this much later."""
+    bench.wait(seconds)
+    bench.add(f"later{bench.now}", prompt_of(3, seed=99), max_tokens=1)
+    bench.run()
+
+
+def test_chunks_without_memory_are_offered_again_while_their_blocks_are_cached():
+    bench = PoolBench(num_blocks=64)
+    save = refused_by_full_store(bench, "short", seed=1, first=1)
+    assert not bench.pool.saves, "a full store is not asked again at once"
+    assert bench.scheduler.blocks.pool.num_free == 64, "no blocks are held for the retry"
+    step_after(bench, pool_saves.MIN_RETRY_S)
+    [again] = bench.pool.saves.values()
+    assert (again.first_chunk, again.num_refused, again.step) == (1, 1, None)
+    assert (again.keys, again.block_ids) == (save.keys, save.block_ids)
+    bench.save_all()
+    assert bench.pool.stored == set(save.keys)
+
+
+def test_a_full_store_is_asked_for_one_save_at_a_time_and_ever_less_often():
+    bench = PoolBench(num_blocks=256)
+    for seed in range(4):
+        refused_by_full_store(bench, f"r{seed}", seed)
+    num_retries, began = 0, bench.now
+    while bench.now < began + 10 * pool_saves.MAX_RETRY_S:
+        step_after(bench, pool_saves.MIN_RETRY_S / 2)
+        assert len(bench.pool.saves) <= 1
+        for save_id in list(bench.pool.saves):
+            num_retries += 1
+            refuse(bench, save_id)
+    assert 10 < num_retries < 20
+    step_after(bench, pool_saves.MAX_RETRY_S)
+    for _ in range(4):  # the store has memory again: each save follows the one before it
+        assert len(bench.pool.saves) == 1
+        bench.save_all()
+    assert len(bench.pool.stored) == 8
+    assert not bench.pool.saves
+
+
+def test_chunks_without_memory_are_dropped_with_their_blocks():
+    bench = PoolBench(num_blocks=64)
+    refused_by_full_store(bench, "short", seed=1)
+    pool = bench.scheduler.blocks.pool
+    pool.release(pool.allocate(64))
+    step_after(bench, pool_saves.MIN_RETRY_S)
+    assert not bench.pool.saves
+
+
+def test_chunks_refused_before_their_step_ends_are_offered_once_they_are_computed():
+    bench = PoolBench(num_blocks=64)
+    bench.add("short", prompt_of(2 * CHUNK + 1), max_tokens=3)
+    bench.submit()
+    [save] = bench.pool.saves
+    bench.wait(1)
+    refuse(bench, save)
+    assert not bench.pool.saves
+    bench.land()
+    bench.wait(1)
+    bench.run()
+    [again] = bench.pool.saves.values()
+    assert (again.first_chunk, len(again.keys)) == (0, 2)
+
+
+def test_saves_without_memory_are_bounded():
+    bench = PoolBench(num_blocks=1024)
+    for seed in range(pool_saves.MAX_REJECTED + 6):
+        refused_by_full_store(bench, f"r{seed}", seed)
+    step_after(bench, pool_saves.MAX_RETRY_S)
+    num_stored = 0
+    while bench.pool.saves:
+        num_stored += 1
+        bench.save_all()
+    assert num_stored == pool_saves.MAX_REJECTED
 
 
 def test_copied_chunks_are_found_while_later_ones_are_saved():

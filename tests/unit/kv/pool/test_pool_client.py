@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import Future
 from dataclasses import replace
 from queue import Queue
 from types import SimpleNamespace
@@ -28,7 +29,7 @@ from mooncake_kv.pool.pool_messages import (
     encode,
 )
 from mooncake_kv.store.chunk_keys import KVIdentity
-from mooncake_kv.store.chunk_store import Tier
+from mooncake_kv.store.chunk_store import PutRefusal, Tier, WriteHandle
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 
 WAIT_S = 60
@@ -180,6 +181,30 @@ def test_rejected_chunk_is_counted_once(instance, monkeypatch):
     instance.user.is_away = True
     assert not instance.client.save(SaveRequest("third", keys, 0, (0,)))
     assert instance.client.stats.num_save_refusals == {"busy": 3, "failed": 1, "unreachable": 4}
+
+
+def test_chunks_without_memory_are_reported_and_counted_once(instance, monkeypatch):
+    size = instance.client.chunk_bytes
+    grants = [WriteHandle(1, b"a" * 16, 0, size, 1, 9.0), *[PutRefusal.NO_SPACE] * 2]
+    answer = Future()
+    answer.set_result(grants)
+    monkeypatch.setattr(instance.user, "reserve", lambda *_, **__: answer, raising=False)
+    events = Queue()
+    monkeypatch.setattr(instance.client, "_post", events.put)
+    keys = tuple(b"%16d" % number for number in range(4))
+    assert instance.client.save(SaveRequest("save", keys, 1, (0,)))
+    assert instance.is_writing.wait(WAIT_S)
+    instance.client.on_rank_message(0, encode(RunsEnded("save", "no", 0, 0.0, 0.0)))
+    event = events.get(timeout=WAIT_S)
+    assert event == ChunksCopied("save", is_complete=False, refused_chunk=2)
+    again = Future()
+    again.set_result(grants[1:])
+    monkeypatch.setattr(instance.user, "reserve", lambda *_, **__: again, raising=False)
+    assert instance.client.save(SaveRequest("again", keys, 2, (0,), num_refused=2))
+    event = events.get(timeout=WAIT_S)
+    assert event == ChunksCopied("again", is_complete=False, refused_chunk=2)
+    instance.await_saves()
+    assert instance.client.stats.num_save_refusals == {"no_space": 2, "failed": 1}
 
 
 def test_nothing_is_written_to_a_store_that_restarted_after_its_grant(instance):
