@@ -3,8 +3,8 @@ request ends.
 
 So other requests find a long prompt while its first answer is still generated, and a preempted
 request finds its own. While a request runs, vLLM may free blocks that are being copied; such a copy
-is detected and discarded. After a request has ended, its blocks are held until all copies are
-complete.
+is detected and discarded. Chunks that the store has no memory for are offered once more when the
+request ends. After that its blocks are held until all copies are complete.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class SavedRequest:
     Attributes:
         keys: keys of its leading chunks, as far as they were needed.
         num_known: leading chunks that stores had at the look-up.
-        num_saved: these, plus the chunks that were saved since.
+        num_saved: these, plus the chunks that were saved since, up to the first refused one.
+        was_refused: whether the store had no memory for a chunk since the latest first step.
         first_step: its latest first step; None if it never ran.
         table: its vLLM block table, while its prompt is not completely saved.
     """
@@ -68,6 +69,7 @@ class SavedRequest:
     keys: list[bytes] = field(default_factory=list)
     num_known: int = 0
     num_saved: int = 0
+    was_refused: bool = False
     first_step: FirstStep | None = None
     table: list[int] = field(default_factory=list)
 
@@ -172,11 +174,14 @@ class PoolSaves:
                 elif tables and (saved := self._filling.get(name)) is not None:
                     saved.table += tables[0]
         for name, saved in list(self._filling.items()):
+            if saved.was_refused:
+                del self._filling[name]
+                continue
             num_whole = num_computed_so_far(saved.request, saved.first_step)
             stop = min(num_whole // saved.identity.chunk_tokens, saved.num_prompt_chunks)
             is_taken = self._save(saved, saved.table, stop)
             if not is_taken or saved.num_saved >= saved.num_prompt_chunks:
-                del self._filling[name]  # refused chunks are offered again when the request ends
+                del self._filling[name]  # rejected chunks are offered again when the request ends
 
     def end(self, request: Request, table: Sequence[int]) -> bool:
         """Process the end of a request; returns whether its blocks must be held until a report."""
@@ -216,8 +221,12 @@ class PoolSaves:
             saved, name = copy.saved, copy.saved.request.request_id
             is_held = self._held.get(name) is saved
             is_current = is_held or self._current.get(name) is saved
-            is_unchanged = is_current and saved.request.num_preemptions == copy.num_preemptions
+            is_same_run = saved.request.num_preemptions == copy.num_preemptions
+            is_unchanged = is_current and is_same_run
             is_last = is_held and not self._is_copied_from(saved)
+            if event.refused_chunk is not None and is_same_run:
+                saved.num_saved = min(saved.num_saved, event.refused_chunk)
+                saved.was_refused = True
             if is_last:
                 del self._held[name]
         if event.is_complete:
@@ -230,14 +239,17 @@ class PoolSaves:
         saved = self._current.get(name)
         if saved is None:
             return
-        saved.first_step = FirstStep(saved.request.num_preemptions, num_initial_tokens)
-        saved.num_saved = saved.num_known  # copies from blocks that it has lost are discarded
+        with self._lock:
+            saved.first_step = FirstStep(saved.request.num_preemptions, num_initial_tokens)
+            saved.num_saved = saved.num_known  # copies from blocks that it has lost are discarded
+            saved.was_refused = False
         if is_plain(saved.request) and saved.num_saved < saved.num_prompt_chunks:
             saved.table = list(tables[0])
             self._filling[name] = saved
 
     def _save(self, saved: SavedRequest, table: Sequence[int], stop: int) -> bool:
-        """Offer the chunks up to ``stop`` to the pool; returns False if it refuses them."""
+        """Offer the chunks up to ``stop`` to the pool; returns False if it refuses them at
+        once."""
         first = saved.num_saved
         if stop <= first:
             return True
@@ -250,11 +262,12 @@ class PoolSaves:
         )
         with self._lock:
             self._copies[save_id] = _Copy(saved, request.num_preemptions)
+            saved.num_saved = stop  # before the store's answer, which may take it back
         if self._client.save(save):
-            saved.num_saved = stop
             return True
         with self._lock:
             del self._copies[save_id]
+            saved.num_saved = min(saved.num_saved, first)
         return False
 
     def _is_copied_from(self, saved: SavedRequest) -> bool:

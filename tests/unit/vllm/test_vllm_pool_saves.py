@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.vllm_instance import Asked
+from support.vllm_instance import FakeRequest
 
 from mooncake_kv.pool.pool_events import ChunksCopied, SaveRequest
 from mooncake_kv.store.chunk_keys import KVIdentity, chunk_keys
@@ -22,9 +22,9 @@ def ended(
     num_in_flight: int,
     num_preemptions: int = 0,
     num_sampled: int = 0,
-) -> Asked:
+) -> FakeRequest:
     """A request of 40 tokens, as vLLM passes it at its end."""
-    return Asked(
+    return FakeRequest(
         "a",
         PROMPT,
         num_computed_tokens=num_computed,
@@ -74,7 +74,7 @@ CASES = {
 
 @pytest.mark.parametrize(("request_", "first_step", "wanted"), CASES.values(), ids=list(CASES))
 def test_tokens_known_to_be_computed(
-    request_: Asked, first_step: FirstStep | None, wanted: int
+    request_: FakeRequest, first_step: FirstStep | None, wanted: int
 ) -> None:
     assert num_certain_tokens(request_, first_step) == wanted
 
@@ -109,7 +109,7 @@ class Saves:
         self.client = Client()
         self.reported: list[str] = []
         self.saves = PoolSaves(self.client, 1, publishes_tokens=False, report=self.reported.append)
-        self.request = Asked("a", PROMPT)
+        self.request = FakeRequest("a", PROMPT)
         self.saves.add(self.request, IDENTITY)
 
     def begin(self, num_initial_tokens: int = 0) -> None:
@@ -252,6 +252,61 @@ def test_rejected_saves_are_retried_at_the_end() -> None:
     it.copy_all()
     assert it.client.judged == [(0, 5, True)]
     assert it.reported == ["a"]
+
+
+def test_chunks_without_memory_are_offered_again_at_the_end() -> None:
+    """The store has memory for the first of two chunks only; the rest follows at the end."""
+    it = Saves()
+    it.begin()
+    it.compute(16)
+    [first] = it.client.saves
+    it.saves.copied(ChunksCopied(first, refused_chunk=1))
+    assert it.client.judged == [(0, 2, True)]
+    it.compute(32)
+    assert not it.client.saves, "a full store is not asked in every step"
+    it.request.output_token_ids = [7]
+    it.request.num_computed_tokens = 40
+    assert it.end()
+    it.copy_all()
+    assert it.client.judged[1:] == [(1, 5, True)]
+    assert it.reported == ["a"]
+
+
+def test_store_may_refuse_before_the_offer_returns() -> None:
+    """The client's thread completes before vLLM's continues."""
+    it = Saves()
+    it.begin()
+    give = it.client.save
+
+    def save(save: SaveRequest) -> bool:
+        give(save)
+        it.saves.copied(ChunksCopied(save.save_id, False, 0))
+        del it.client.saves[save.save_id]
+        return True
+
+    it.client.save = save  # type: ignore[method-assign]
+    it.compute(16)
+    it.client.save = give  # type: ignore[method-assign]
+    it.request.output_token_ids = [7]
+    it.compute(40)
+    assert it.end()
+    it.copy_all()
+    assert it.client.judged == [(0, 5, True)]
+
+
+def test_refusal_of_a_preempted_request_changes_nothing() -> None:
+    it = Saves()
+    it.begin()
+    it.compute(16)
+    [early] = it.client.saves
+    it.request.num_preemptions, it.request.num_computed_tokens = 1, 0
+    it.begin()
+    it.compute(16)
+    it.saves.copied(ChunksCopied(early, False, 0))
+    del it.client.saves[early]
+    it.compute(32)
+    it.copy_all()
+    assert it.client.judged == [(0, 2, True), (2, 4, True)]
 
 
 def test_copy_completed_during_further_saves_frees_no_blocks() -> None:
