@@ -44,6 +44,7 @@ from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from mooncake_hal.kv.geometry import AttentionKind, KVGroup
+from mooncake_vllm.transfer_stats import GAUGES
 from mooncake_vllm.vllm_connectors import HalConnector, HalPoolConnector
 from mooncake_vllm.vllm_instance import worker_sockets
 from mooncake_vllm.vllm_memory import ModelKV
@@ -94,6 +95,7 @@ def engine_config(
     *,
     is_async: bool,
     pool: str | None = None,
+    is_pool_first: bool = False,
     is_hybrid: bool = False,
     has_events: bool = False,
     num_ubatches: int = 1,
@@ -106,6 +108,7 @@ def engine_config(
         policy: ``kv_load_failure_policy``.
         is_async: whether a step is scheduled before the previous one has ended.
         pool: address for the pool's connector.
+        is_pool_first: whether MultiConnector lists the pool's connector before the other one.
         is_hybrid: whether each kind of layers has a block table of its own.
         has_events: whether KV events are enabled.
         num_ubatches: number of overlapping microbatches per step.
@@ -118,7 +121,7 @@ def engine_config(
     if pool is not None and connector != "HalPoolConnector":
         pooled = transfer | {"kv_connector": "HalPoolConnector", "kv_role": "kv_both"}
         alone = transfer | {"kv_connector_extra_config": EXTRA}
-        both = {"connectors": [alone, pooled]}
+        both = {"connectors": [pooled, alone] if is_pool_first else [alone, pooled]}
         transfer = {
             "kv_connector": "MultiConnector",
             "kv_role": "kv_both",
@@ -305,6 +308,7 @@ class VllmInstance:
         self._is_behind = is_behind
         self._num_ubatches = config.parallel_config.ubatch_size
         self.answers: dict[str, Answer] = {}
+        self.published: dict[str, float] = {}  # by vLLM's own statistics: counters are added
         self.num_wrong = 0
 
     def submit(
@@ -453,12 +457,23 @@ class VllmInstance:
         if output is None:
             output = self._execute(step)
         for outputs in self.scheduler.update_from_output(step, output).values():
+            if outputs.scheduler_stats is not None:
+                self._publish(outputs.scheduler_stats.kv_connector_stats or {})
             for item in outputs.outputs:
                 answer = self.answers[item.request_id]
                 answer.tokens += item.new_token_ids
                 answer.params = item.kv_transfer_params or answer.params
                 if item.finish_reason is not None:
                     answer.finish = str(item.finish_reason)
+
+    def _publish(self, stats: dict[str, Any]) -> None:
+        for name, value in stats.items():
+            if isinstance(value, dict):  # of a child of a MultiConnector
+                self._publish(value)
+            elif name in GAUGES:
+                self.published[name] = value
+            else:
+                self.published[name] = self.published.get(name, 0.0) + value
 
 
 def attention(window: int) -> AttentionSpec:

@@ -68,6 +68,11 @@ class RemotePrompts:
         with self._lock:
             return any(each.state is PromptState.LOADING for each in self._by_name.values())
 
+    def is_known(self, key: PeerKey) -> bool:
+        """Whether a live request, or a load in flight, is for this prompt."""
+        with self._lock:
+            return key in self._by_key
+
     def expect(self, request_id: str, key: PeerKey, num_tokens: int, num_more: int = 0) -> bool:
         """Add a request; returns whether it is the first for this prompt."""
         with self._lock:

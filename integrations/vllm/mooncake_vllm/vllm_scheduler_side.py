@@ -9,6 +9,7 @@ such reports from workers only.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,9 @@ COMPLETE_FOR_WAITING = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 """Finish statuses of a prefill whose KV is transferred. If the first token ends the answer, no
 decode instance is asked to pull the KV; one that has reserved blocks (push, early pull), however,
 waits for it."""
+
+LATER_CHOICE = re.compile(r"[1-9][0-9]*_")
+"""Start of vLLM's ids for the choices of a request with ``n`` > 1, except the first, ``0_``."""
 
 NULL_BLOCK = 0
 """Id of the placeholder in vLLM's block tables for blocks that were dropped."""
@@ -185,6 +189,7 @@ class SchedulerSide:
         self._death: BaseException | None = None
         self._steps = StepWatch(STALLED_SHARE * instance.step_timeout_s)
         self.num_refused = 0
+        self._has_separate_choices = False
         self._ranks = Ranks(paths, self._on_death)
         try:
             self._start()
@@ -238,6 +243,9 @@ class SchedulerSide:
         elif params.metaserver is not None:
             key = params.metaserver, NOT_REQUESTED  # the URL is unique per attempt
         else:
+            return
+        if LATER_CHOICE.match(request_id) and not self._prompts.is_known(key):
+            self._note_separate_choice(request_id)
             return
         num_computed_here = len(request.prompt_token_ids or ()) - len(transferred_prompt(request))
         if self._prompts.expect(
@@ -500,6 +508,18 @@ class SchedulerSide:
                     f"from {first} on for a sliding window of {group.window}, but the last token, "
                     "which is recomputed here, needs one more"
                 )
+
+    def _note_separate_choice(self, request_id: str) -> None:
+        """Log, once, that a choice computes its prompt because vLLM gave the first choice to
+        another data-parallel rank. The KV has one reader, which is the first choice's rank."""
+        if not self._has_separate_choices:
+            logger.warning(
+                "%s runs without KV transfer: the first choice of its request is on another data-"
+                "parallel rank, which reads the KV; to keep the choices of a request on one rank, "
+                "name it in the header X-data-parallel-rank",
+                request_id,
+            )
+        self._has_separate_choices = True
 
     def _release(self, request_id: str, raw: KVTransferDict) -> None:
         """Notify the holder of a request's KV, if any, that it will not be read."""
