@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from support.asgi import AsgiClient, Json, events
 from support.byte_tokenizer import write_byte_tokenizer
-from support.fake_engine import FakeEngine, saying
+from support.fake_engine import FakeEngine, text_script
 
 from mooncake_engine.server.app import create_app
 from mooncake_engine.text.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ def without_volatile(value: Any) -> Any:
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> AsgiClient:
     tokenizer = Tokenizer.load(write_byte_tokenizer(tmp_path_factory.mktemp("byte-level")))
-    engine = FakeEngine(saying("é!"), num_cached_tokens=1)
+    engine = FakeEngine(text_script("é!"), num_cached_tokens=1)
     return AsgiClient(create_app(engine, tokenizer), {"X-Request-Id": "req-1"})
 
 

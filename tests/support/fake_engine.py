@@ -40,7 +40,7 @@ def upper_case(request: EngineRequest) -> list[int]:
     return [*bytes(request.prompt_token_ids).upper(), EOS]
 
 
-def saying(*texts: str | bytes) -> Script:
+def text_script(*texts: str | bytes) -> Script:
     """Generates these texts (bytes), then ends; of several texts, request ``-i`` gets text i."""
     encoded = [text.encode() if isinstance(text, str) else text for text in texts]
 
@@ -100,17 +100,17 @@ class FakeEngine:
         self.seen.append(request)
         if self.refusal is not None:
             raise self.refusal
-        saying = self._say(self._updates(request), on_update)  # the script may raise, too
-        self._live[request.request_id] = asyncio.create_task(saying)
+        generation = self._generate(self._updates(request), on_update)  # the script may raise, too
+        self._live[request.request_id] = asyncio.create_task(generation)
         return request.request_id
 
     def unsubscribe(self, name: str) -> None:
-        saying = self._live.pop(name, None)
-        if saying is not None:
+        generation = self._live.pop(name, None)
+        if generation is not None:
             self.left_early.append(name)
-            saying.cancel()
+            generation.cancel()
 
-    async def _say(self, updates: Sequence[TokenUpdate], on_update: OnUpdate) -> None:
+    async def _generate(self, updates: Sequence[TokenUpdate], on_update: OnUpdate) -> None:
         try:
             for position, update in enumerate(updates):
                 await self._interfere(update.request_id, position)

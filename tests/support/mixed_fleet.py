@@ -17,7 +17,7 @@ from typing import Any
 import httpx
 from support.emulated_devices import ALL_KINDS, DeviceKind
 from support.metaserver import metaserver
-from support.npu import FEW, LATENT, Case, Say, clear_cases, clear_continuation
+from support.npu import FEW, LATENT, Case, Completer, clear_cases, clear_continuation
 from support.pd import Instance, write_model
 from support.pd_grid import PULL
 from support.pd_processes import Served, body_of
@@ -140,19 +140,19 @@ def tokens_of(answer: dict[str, Any]) -> list[int]:
     return tokens
 
 
-def saying(served: Served, salt: str | None = None) -> Say:
+def completer(served: Served, salt: str | None = None) -> Completer:
     """Asks one instance; a salt keeps it from finding other requests' KV."""
 
-    async def say(prompt: Sequence[int]) -> list[int]:
+    async def complete(prompt: Sequence[int]) -> list[int]:
         return tokens_of(await served.complete(body_of(prompt, FEW, salt=salt)))
 
-    return say
+    return complete
 
 
 async def make_cases(on_cpu: Instance, alone: Sequence[Served] = ()) -> list[Case]:
     """Prompts and their answers on which the CPU and each of ``alone`` agree; the last prompt
     begins with the one before it."""
-    others = [saying(served) for served in alone]
+    others = [completer(served) for served in alone]
     cases = await clear_cases(on_cpu, LENGTHS, others)
     return [*cases, await clear_continuation(on_cpu, cases[-1].prompt, 40, others)]
 

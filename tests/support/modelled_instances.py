@@ -7,7 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-from support.proxy_fakes import Behaviour, FakeInstance, Json, Seen, Stand, stand_of
+from support.proxy_fakes import (
+    Behaviour,
+    FakeDeployment,
+    FakeInstance,
+    Json,
+    Seen,
+    fake_deployment_of,
+)
 
 from mooncake_conductor.cost.latency_model import LatencyModel
 
@@ -52,11 +59,11 @@ class ModelledInstance(FakeInstance):
 
 
 @asynccontextmanager
-async def modelled_stand(
+async def modelled_deployment(
     num_prefills: int, num_decodes: int, latency: LatencyModel, **config: Any
-) -> AsyncIterator[Stand]:
+) -> AsyncIterator[FakeDeployment]:
     """A proxy in front of modelled instances."""
     prefills = [ModelledInstance(f"p{number}", latency) for number in range(num_prefills)]
     decodes = [ModelledInstance(f"d{number}", latency) for number in range(num_decodes)]
-    async with stand_of(prefills, decodes, **config) as running:
+    async with fake_deployment_of(prefills, decodes, **config) as running:
         yield running

@@ -32,7 +32,7 @@ _CLEAR = 0.1
 """Minimum logprob difference between the two likeliest tokens; bfloat16 rounds logits of a few
 units by 0.03."""
 _MOST_TRIES = 500
-Say = Callable[[Sequence[int]], Awaitable[list[int]]]
+Completer = Callable[[Sequence[int]], Awaitable[list[int]]]
 """Answers a prompt with the sampling parameters FEW; returns the tokens."""
 
 
@@ -58,7 +58,7 @@ async def cpu(model: Path) -> AsyncIterator[Instance]:
 
 
 async def clear_cases(
-    on_cpu: Instance, lengths: Sequence[int] = LENGTHS, others: Sequence[Say] = ()
+    on_cpu: Instance, lengths: Sequence[int] = LENGTHS, others: Sequence[Completer] = ()
 ) -> list[Case]:
     """A prompt of each length whose answer depends on no near tie, which rounding might decide.
 
@@ -72,7 +72,7 @@ async def clear_cases(
 
 
 async def clear_continuation(
-    on_cpu: Instance, prompt: tuple[int, ...], length: int, others: Sequence[Say] = ()
+    on_cpu: Instance, prompt: tuple[int, ...], length: int, others: Sequence[Completer] = ()
 ) -> Case:
     """Extend ``prompt`` by ``length`` tokens such that the answer depends on no near tie.
 
@@ -85,7 +85,7 @@ async def clear_continuation(
         answer = await ask(on_cpu, longer, replace(FEW, logprobs=2))
         if _least_gap(answer) < _CLEAR:
             continue
-        if all([await say(longer) == answer.tokens for say in others]):
+        if all([await complete(longer) == answer.tokens for complete in others]):
             return Case(longer, answer.tokens)
     raise AssertionError(f"no answers agree in {_MOST_TRIES} prompts of {length} tokens")
 

@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from itertools import count
 
-from support.modelled_instances import modelled_stand
+from support.modelled_instances import modelled_deployment
 from support.proxy_conductor import check_nothing_is_reserved, settings
 
 from mooncake_conductor.cost.latency_model import LatencyModel
@@ -56,7 +56,7 @@ async def overload(seconds: float, factor: float, admission: str) -> OverloadRep
     capacity = 2 / PREFILL_S
     slo = RequestClass("default", f"{1000 * TTFT_SLO_S}", f"{1000 * TBT_SLO_S}")
     config = settings(admission=admission, default_class=slo)
-    async with modelled_stand(2, 2, LATENCY, **config) as s:
+    async with modelled_deployment(2, 2, LATENCY, **config) as s:
         for _ in range(WARM_UP_REQUESTS // 2):  # the proxy learns the instances' costs
             pair = (_ask(s.app.port, next(numbers), OverloadReport()) for _ in range(2))
             await asyncio.gather(*pair)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.emulated_devices import KINDS
-from support.mixed_fleet import DEADLINE_S, START_S, TOKENS_IN_POOL, saying, tokens_of
+from support.mixed_fleet import DEADLINE_S, START_S, TOKENS_IN_POOL, completer, tokens_of
 from support.npu import FEW, Case, clear_continuation
 from support.pd import Instance
 from support.pd_grid import read_size
@@ -80,7 +80,7 @@ async def make_case(on_cpu: Instance, pair: Sequence[Served]) -> Case:
     """A prompt with a unique prefix, and the answer on which the CPU and each of the pair alone
     agree: in a mixture of experts, rounding decides near ties."""
     first = next(_firsts)
-    alone = [saying(served, f"{first}-{number}") for number, served in enumerate(pair)]
+    alone = [completer(served, f"{first}-{number}") for number, served in enumerate(pair)]
     case = await clear_continuation(on_cpu, (first,), LENGTH, alone)
     for served in pair:
         await _await_saves(served)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from support.proxy_fakes import Stand
+from support.proxy_fakes import FakeDeployment
 
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.routing.conductor_routing import ConductorRouting
@@ -21,12 +21,12 @@ def settings(policy: str = "cost", flow: str = "pull", **conductor: Any) -> dict
     }
 
 
-def conductor_of(s: Stand) -> ConductorRouting:
+def conductor_of(s: FakeDeployment) -> ConductorRouting:
     assert s.app.router.conductor is not None
     return s.app.router.conductor
 
 
-def check_nothing_is_reserved(s: Stand) -> None:
+def check_nothing_is_reserved(s: FakeDeployment) -> None:
     """Check that no prefill time and no decode slot is still reserved."""
     for fleet in (conductor_of(s).pairs.conductor, conductor_of(s).coupled.conductor):
         assert len(fleet.book) == 0

@@ -119,7 +119,7 @@ class Behaviour:
     topology: Json | None = None
     # D, push flow: how often it posts to the metaserver, and the event of free blocks before that.
     num_posts: int = 1
-    has_room: asyncio.Event | None = None
+    has_free_blocks: asyncio.Event | None = None
 
     def take_recomputation(self) -> int | None:
         """After how many events this request is recomputed; the next one may have another value."""
@@ -314,8 +314,8 @@ class FakeInstance:
             "remote_cached_tokens": 0,
         }
         arrived = self.arrived.setdefault(request_id, asyncio.Event())
-        if self.behaviour.has_room is not None:
-            await self.behaviour.has_room.wait()
+        if self.behaviour.has_free_blocks is not None:
+            await self.behaviour.has_free_blocks.wait()
         for _ in range(self.behaviour.num_posts):
             self.metaserver_statuses.append(await post_json(metaserver, body))
         await arrived.wait()
@@ -584,7 +584,7 @@ def _respond(
 
 
 @dataclass
-class Stand:
+class FakeDeployment:
     """A proxy with its instances, all in this event loop on real sockets."""
 
     app: ProxyApplication
@@ -616,20 +616,20 @@ class Stand:
 
 
 @asynccontextmanager
-async def stand(
+async def fake_deployment(
     num_prefills: int = 1, num_decodes: int = 1, num_both: int = 0, **config: Any
-) -> AsyncIterator[Stand]:
+) -> AsyncIterator[FakeDeployment]:
     """Start fakes and a proxy in front of them; health checks only if the test configures them."""
     prefills = [FakeInstance(f"p{i}") for i in range(num_prefills)]
     decodes = [FakeInstance(f"d{i}") for i in range(num_decodes + num_both)]
     for prefill in prefills:
         prefill.peers = {decode.name: decode for decode in decodes}
-    async with stand_of(prefills, decodes, num_both=num_both, **config) as running:
+    async with fake_deployment_of(prefills, decodes, num_both=num_both, **config) as running:
         yield running
 
 
 @asynccontextmanager
-async def stand_of(
+async def fake_deployment_of(
     prefills: Sequence[FakeInstance],
     decodes: Sequence[FakeInstance],
     *,
@@ -637,7 +637,7 @@ async def stand_of(
     emits_first_token: bool = False,
     recomputes: bool = False,
     **config: Any,
-) -> AsyncIterator[Stand]:
+) -> AsyncIterator[FakeDeployment]:
     """Start these fakes, the last ``num_both`` decodes of which also prefill, and a proxy."""
     specs = []
     for position, fake in enumerate((*prefills, *decodes)):
@@ -658,7 +658,7 @@ async def stand_of(
     app = ProxyApplication(ProxyConfig(**(settings | config)))
     await app.start()
     try:
-        yield Stand(app, list(prefills), list(decodes))
+        yield FakeDeployment(app, list(prefills), list(decodes))
     finally:
         await app.close()
         for fake in (*prefills, *decodes):

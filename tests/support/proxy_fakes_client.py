@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from support.proxy_fakes import Stand
+from support.proxy_fakes import FakeDeployment
 
 Json = dict[str, Any]
 # Without the default CA certificates, whose loading takes longer than most tests here.
@@ -41,12 +41,14 @@ def streamed_text(events: list[Any]) -> str:
     return "".join(pieces)
 
 
-async def post(s: Stand, body: Json, path: str = "/v1/completions") -> httpx.Response:
+async def post(s: FakeDeployment, body: Json, path: str = "/v1/completions") -> httpx.Response:
     async with httpx.AsyncClient(base_url=s.url, verify=NO_TLS) as client:
         return await client.post(path, json=body, headers={"x-request-id": "abc"})
 
 
-async def send_raw(s: Stand, body: Json) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def send_raw(
+    s: FakeDeployment, body: Json
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Send a completion request on a connection of its own, which the test may cut any time."""
     reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
     data = json.dumps(body).encode()

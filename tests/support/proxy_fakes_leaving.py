@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from support.proxy_fakes import stand, word
+from support.proxy_fakes import fake_deployment, word
 from support.proxy_fakes_client import STREAM, send_raw
 
 # (flow, where the request waits, what the proxy counts it as). In the gap P has answered and D not
@@ -20,7 +20,7 @@ STAGES = [
 
 async def leave(flow: str, stage: str, counted_as: str) -> float:
     """Seconds from the disconnect until every instance that works on the request is notified."""
-    async with stand(flow=flow) as s:
+    async with fake_deployment(flow=flow) as s:
         waiting_at = s.prefill if stage in {"prefill", "meeting"} else s.decode
         if stage == "decode":
             s.decode.behaviour.hang_after = 2

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from support.proxy_fakes import FakeInstance, Json, Seen, Stand
+from support.proxy_fakes import FakeDeployment, FakeInstance, Json, Seen
 
 from mooncake_proxy.api.application import ProxyApplication
 from mooncake_proxy.config import ProxyConfig
@@ -55,9 +55,9 @@ class SGLangInstance(FakeInstance):
 
 
 @asynccontextmanager
-async def sglang_stand(
+async def sglang_deployment(
     num_prefills: int = 1, num_decodes: int = 1, **config: Any
-) -> AsyncIterator[Stand]:
+) -> AsyncIterator[FakeDeployment]:
     """Pairs with a proxy in front of them."""
     rooms: dict[tuple[str, int, int], Room] = {}
     prefills = [SGLangInstance(f"p{i}", Role.PREFILL, rooms) for i in range(num_prefills)]
@@ -80,7 +80,7 @@ async def sglang_stand(
     app = ProxyApplication(ProxyConfig(**(settings | config)))
     await app.start()
     try:
-        yield Stand(app, prefills, decodes)
+        yield FakeDeployment(app, prefills, decodes)
     finally:
         await app.close()
         for fake in (*prefills, *decodes):

@@ -12,12 +12,12 @@ from typing import Any
 from support.proxy_fakes import (
     STREAM_HEAD,
     Behaviour,
+    FakeDeployment,
     FakeInstance,
     Json,
     Seen,
-    Stand,
     _respond,
-    stand_of,
+    fake_deployment_of,
 )
 
 from mooncake_conductor.cost.link_calendar import LinkCalendar
@@ -153,7 +153,7 @@ def _write_chunk(writer: asyncio.StreamWriter, data: bytes) -> None:
 
 
 @asynccontextmanager
-async def simulated_stand(cluster: Cluster, **config: Any) -> AsyncIterator[Stand]:
+async def simulated_deployment(cluster: Cluster, **config: Any) -> AsyncIterator[FakeDeployment]:
     """A proxy in front of a cluster's nodes."""
     num_slots = cluster.num_prefill + cluster.num_decode
     links = LinkCalendar([cluster.link_gb_s * 1e9] * num_slots, 0.002)
@@ -162,5 +162,5 @@ async def simulated_stand(cluster: Cluster, **config: Any) -> AsyncIterator[Stan
         SimulatedDecode(f"d{index}", cluster.num_prefill + index, cluster, links)
         for index in range(cluster.num_decode)
     ]
-    async with stand_of(prefills, decodes, **config) as running:
+    async with fake_deployment_of(prefills, decodes, **config) as running:
         yield running

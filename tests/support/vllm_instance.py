@@ -44,7 +44,7 @@ def each_table(blocks: Tables) -> tuple[list[int], ...]:
 
 
 @dataclass
-class Asked:
+class FakeRequest:
     """The fields of vLLM's Request that the connector reads."""
 
     request_id: str
@@ -123,7 +123,7 @@ class FakeVllm:
             self.step()
             time.sleep(0.001)  # vLLM's own pause between empty steps
 
-    def finish(self, request: Asked, blocks: Tables) -> tuple[bool, dict[str, Any] | None]:
+    def finish(self, request: FakeRequest, blocks: Tables) -> tuple[bool, dict[str, Any] | None]:
         """Finish a request; if its blocks are held, the next step names it."""
         is_held, params = self.scheduler.request_finished(request, each_table(blocks))
         if is_held:
@@ -132,7 +132,7 @@ class FakeVllm:
 
     def compute(
         self,
-        request: Asked,
+        request: FakeRequest,
         blocks: Tables,
         chunks: Sequence[int],
         *,
@@ -162,7 +162,7 @@ class FakeVllm:
         request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
         return self.finish(request, blocks)
 
-    def prefill(self, request: Asked, blocks: Tables) -> dict[str, Any]:
+    def prefill(self, request: FakeRequest, blocks: Tables) -> dict[str, Any]:
         """Finish a prefill; returns the params in its answer."""
         self.scheduler.on_new_request(request)
         assert request.prompt_token_ids is not None
@@ -174,7 +174,7 @@ class FakeVllm:
         assert params is not None
         return params
 
-    def admit(self, request: Asked, blocks: Tables, num_computed: int = 0) -> int | None:
+    def admit(self, request: FakeRequest, blocks: Tables, num_computed: int = 0) -> int | None:
         """Look up and allocate, as vLLM's scheduler does; returns the number of tokens to load."""
         count = self.scheduler.num_to_load(request, num_computed)
         if count is not None:

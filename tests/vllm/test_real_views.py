@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 from support.vllm_caches import ORDERS, Caches, make_caches
-from support.vllm_instance import Asked, FakeVllm, running
+from support.vllm_instance import FakeRequest, FakeVllm, running
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -134,8 +134,8 @@ def test_complete_prompt_is_transferred(
                 ("d", ranks(model, other, decode_tp, 2)),
             )
         )
-        params = prefill.prefill(Asked("p", PROMPT, {"do_remote_decode": True}), P_BLOCKS)
-        request = Asked("d", PROMPT, params)
+        params = prefill.prefill(FakeRequest("p", PROMPT, {"do_remote_decode": True}), P_BLOCKS)
+        request = FakeRequest("d", PROMPT, params)
         decode.scheduler.on_new_request(request)
         decode.admit(request, D_BLOCKS)
         decode.step_until(decode.reports.received, "d")

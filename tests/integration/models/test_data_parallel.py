@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
-from support.asked_events import FROM_THE_START, ask_events
 from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import random_prompt, run_load, serve_all
+from support.event_requests import FROM_THE_START, request_events
 
 from mooncake_conductor.index.kv_event_messages import (
     BlocksStored,
@@ -198,7 +198,7 @@ def test_each_rank_publishes_its_own_blocks(core: DataParallelCore) -> None:
 def replayed(endpoint: str | None, until: tuple[int, ...]) -> list[EventBatch]:
     """The events of a publisher, once it has published a prompt with this prefix."""
     for _ in range(100):
-        batches = [batch for _, batch in ask_events(endpoint, FROM_THE_START)]
+        batches = [batch for _, batch in request_events(endpoint, FROM_THE_START)]
         stored = [event for batch in batches for event in batch.events]
         if any(isinstance(e, BlocksStored) and e.token_ids[:16] == until for e in stored):
             return [batch for batch in batches if batch.events]

@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from support.asked_events import ask_events
 from support.checkpoints import random_model, write_checkpoint
 from support.core_runs import random_prompt, serve_all
+from support.event_requests import request_events
 from support.pool_engine import engine, settle
 from support.portions import apply_all
 from support.store_process import SECRET, StoreProcess
@@ -35,7 +35,7 @@ def snapshot(endpoint: str, namespace: str) -> ChunkIndex:
     """The view of the store of a router that subscribes late."""
     index = ChunkIndex(1)
     stream = EventStream(index, 0, PublishedBlocks(), supports_snapshots=True, namespace=namespace)
-    found = ask_events(endpoint, SNAPSHOT_REQUEST)
+    found = request_events(endpoint, SNAPSHOT_REQUEST)
     apply_all(stream.apply_snapshot(found[0][0], [batch for _, batch in found]))
     return index
 

@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
-from support.proxy_fakes import Stand, stand
+from support.proxy_fakes import FakeDeployment, fake_deployment
 from support.proxy_fakes_client import BODY, post
 
 from mooncake_proxy.routing.prefix_index import load_tokenizer
@@ -18,7 +18,7 @@ PAGE = (Path(MODEL) / "page.txt").read_text("utf-8")
 OTHER = PAGE[::-1]
 
 
-async def prefillers(s: Stand, prompt: str | list[int], times: int) -> set[str]:
+async def prefillers(s: FakeDeployment, prompt: str | list[int], times: int) -> set[str]:
     """The instances that prefilled these prompts."""
     before = {fake.name: len(fake.generated) for fake in s.prefills}
     for _ in range(times):
@@ -30,7 +30,7 @@ async def prefillers(s: Stand, prompt: str | list[int], times: int) -> set[str]:
 @pytest.mark.parametrize("prompt", [PAGE, PAGE[:600], [7] * 900], ids=["long", "short", "ids"])
 def test_same_prefix_goes_to_same_instance(prompt: Any, tokenizer: str | None) -> None:
     async def main() -> None:
-        async with stand(
+        async with fake_deployment(
             num_prefills=3,
             prefill_policy="prefix",
             tokenizers={"": str(tokenizer)} if tokenizer else {},
@@ -44,7 +44,9 @@ def test_same_prefix_goes_to_same_instance(prompt: Any, tokenizer: str | None) -
 
 def test_text_and_token_ids_share_affinity() -> None:
     async def main() -> None:
-        async with stand(num_prefills=3, prefill_policy="prefix", tokenizers={"": str(MODEL)}) as s:
+        async with fake_deployment(
+            num_prefills=3, prefill_policy="prefix", tokenizers={"": str(MODEL)}
+        ) as s:
             [home] = await prefillers(s, PAGE, 1)
             assert await prefillers(s, list(load_tokenizer(MODEL).encode(PAGE)), 12) == {home}
             assert await prefillers(s, OTHER, 1)
@@ -55,7 +57,7 @@ def test_text_and_token_ids_share_affinity() -> None:
 @pytest.mark.parametrize("sent_in", ["header", "user"])
 def test_session_stays_on_its_instance(sent_in: str) -> None:
     async def main() -> None:
-        async with stand(num_prefills=3, num_decodes=3, prefill_policy="session") as s:
+        async with fake_deployment(num_prefills=3, num_decodes=3, prefill_policy="session") as s:
             homes = set()
             for session in ("anna", "bert", "cleo", "dora", "emil", "fred"):
                 headers = {"x-session-id": session} if sent_in == "header" else {}
@@ -75,7 +77,7 @@ def test_prefix_cached_by_another_key_is_ignored() -> None:
     async def main() -> None:
         keys = frozenset({"a", "b"})
         settings = {"prefill_policy": "prefix", "decode_policy": "prefix"}
-        async with stand(
+        async with fake_deployment(
             api_keys=keys, cache_salt_per_key=True, short_prompt_tokens=100, **settings
         ) as s:
             for key in ("a", "a", "b"):

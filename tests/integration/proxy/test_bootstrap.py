@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import uvloop
-from support.proxy_fakes import FakeInstance, Stand, stand, text_of
+from support.proxy_fakes import FakeDeployment, FakeInstance, fake_deployment, text_of
 from support.proxy_fakes_client import BODY, STREAM, events_of, post, streamed_text
 
 from mooncake_proxy.http1.http_wire import Origin
@@ -14,12 +14,14 @@ from mooncake_proxy.pool.instances import InstanceSpec, Role
 
 
 @asynccontextmanager
-async def stand_with_bootstrap(num_prefills: int = 1) -> AsyncIterator[tuple[Stand, FakeInstance]]:
-    """A stand whose P instances return no KV parameters, and their bootstrap server."""
+async def deployment_with_bootstrap(
+    num_prefills: int = 1,
+) -> AsyncIterator[tuple[FakeDeployment, FakeInstance]]:
+    """A deployment whose P instances return no KV parameters, and their bootstrap server."""
     bootstrap = FakeInstance("boot")
     await bootstrap.start()
     port = int(bootstrap.url.rpartition(":")[2])
-    async with stand(num_prefills=num_prefills, emits_first_token=True) as s:
+    async with fake_deployment(num_prefills=num_prefills, emits_first_token=True) as s:
         for fake in s.prefills:
             fake.behaviour.has_params = False
             spec = InstanceSpec(Origin.parse(fake.url), Role.PREFILL, bootstrap_port=port)
@@ -30,7 +32,7 @@ async def stand_with_bootstrap(num_prefills: int = 1) -> AsyncIterator[tuple[Sta
 
 def test_both_sides_get_one_transfer_id_and_decoder_the_bootstrap_address() -> None:
     async def main() -> None:
-        async with stand_with_bootstrap() as (s, bootstrap):
+        async with deployment_with_bootstrap() as (s, bootstrap):
             for _ in range(2):
                 answer = await post(s, STREAM)
                 assert streamed_text(events_of(answer.text)) == text_of(5)
@@ -56,7 +58,7 @@ def test_both_sides_get_one_transfer_id_and_decoder_the_bootstrap_address() -> N
 
 def test_bootstrap_request_ending_on_first_token_skips_decoder() -> None:
     async def main() -> None:
-        async with stand_with_bootstrap() as (s, _):
+        async with deployment_with_bootstrap() as (s, _):
             s.prefill.behaviour.stops_at_first = True
             assert (await post(s, BODY)).json()["choices"][0]["text"] == text_of(1)
             assert not s.decode.generated
@@ -66,7 +68,7 @@ def test_bootstrap_request_ending_on_first_token_skips_decoder() -> None:
 
 def test_failed_prefiller_is_looked_up_again() -> None:
     async def main() -> None:
-        async with stand_with_bootstrap() as (s, bootstrap):
+        async with deployment_with_bootstrap() as (s, bootstrap):
             await post(s, BODY)
             s.prefill.behaviour.status = 500
             assert (await post(s, BODY)).json()["choices"][0]["text"] == text_of(5)
@@ -79,7 +81,7 @@ def test_failed_prefiller_is_looked_up_again() -> None:
 
 def test_prefiller_without_bootstrap_server_counts_as_failed() -> None:
     async def main() -> None:
-        async with stand_with_bootstrap() as (s, bootstrap):
+        async with deployment_with_bootstrap() as (s, bootstrap):
             await bootstrap.kill()
             assert (await post(s, BODY)).json()["choices"][0]["text"] == text_of(5)
             assert not s.prefill.generated

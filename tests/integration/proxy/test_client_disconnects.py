@@ -10,7 +10,7 @@ import asyncio
 
 import pytest
 import uvloop
-from support.proxy_fakes import stand, text_of
+from support.proxy_fakes import fake_deployment, text_of
 from support.proxy_fakes_client import BODY, post, send_raw
 from support.proxy_fakes_leaving import STAGES, leave
 
@@ -27,7 +27,7 @@ def test_both_sides_are_cancelled(flow: str, stage: str, counted_as: str) -> Non
 
 def test_client_that_leaves_queue_uses_no_slot() -> None:
     async def main() -> None:
-        async with stand(admission=AdmissionConfig(max_running=1)) as s:
+        async with fake_deployment(admission=AdmissionConfig(max_running=1)) as s:
             s.decode.behaviour.hangs = True
             _, running = await send_raw(s, BODY)
             await s.decode.wait_for(lambda: len(s.decode.generated) == 1)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 import uvloop
 from support.proxy_conductor import check_nothing_is_reserved, conductor_of, settings
-from support.proxy_fakes import Stand, stand
+from support.proxy_fakes import FakeDeployment, fake_deployment
 from support.proxy_fakes_client import BODY, post
 
 from mooncake_proxy.config import CONDUCTOR_POLICIES, ConductorConfig, ProxyConfig
@@ -25,7 +25,7 @@ def no_measured_costs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ConductorFleet, "measure_prefill", lambda *args: None)
 
 
-async def prefillers(s: Stand, prompt: list[int], times: int) -> set[str]:
+async def prefillers(s: FakeDeployment, prompt: list[int], times: int) -> set[str]:
     before = {fake.name: len(fake.generated) for fake in s.prefills}
     for _ in range(times):
         assert (await post(s, BODY | {"prompt": prompt})).status_code == 200
@@ -36,7 +36,7 @@ async def prefillers(s: Stand, prompt: list[int], times: int) -> set[str]:
 @pytest.mark.parametrize("policy", ["cost", "mooncake", "cache-local"])
 def test_prompt_goes_to_instance_with_its_prefix(policy: str, flow: str) -> None:
     async def main() -> None:
-        async with stand(3, 2, **settings(policy, flow)) as s:
+        async with fake_deployment(3, 2, **settings(policy, flow)) as s:
             [home] = await prefillers(s, IDS, 1)
             assert await prefillers(s, [*IDS, 7, 8], 8) == {home}
             check_nothing_is_reserved(s)
@@ -47,7 +47,7 @@ def test_prompt_goes_to_instance_with_its_prefix(policy: str, flow: str) -> None
 @pytest.mark.parametrize("policy", CONDUCTOR_POLICIES)
 def test_every_policy_spreads_simultaneous_requests(policy: str) -> None:
     async def main() -> None:
-        async with stand(2, 2, **settings(policy)) as s:
+        async with fake_deployment(2, 2, **settings(policy)) as s:
             for fake in s.prefills:
                 fake.behaviour.delay_s = 0.05
             prompts = [[number] * 640 for number in range(8)]
@@ -62,7 +62,10 @@ def test_every_policy_spreads_simultaneous_requests(policy: str) -> None:
 
 def test_explain_lists_every_cost_term_and_outcome() -> None:
     async def main() -> None:
-        async with stand(2, 1, **settings()) as s, httpx.AsyncClient(base_url=s.url) as client:
+        async with (
+            fake_deployment(2, 1, **settings()) as s,
+            httpx.AsyncClient(base_url=s.url) as client,
+        ):
             for name in ("first", "second"):
                 headers = {"x-request-id": name}
                 body = BODY | {"prompt": IDS, "stream": True}
@@ -88,7 +91,7 @@ def test_explain_lists_every_cost_term_and_outcome() -> None:
 
 def test_explain_without_conductor_returns_404() -> None:
     async def main() -> None:
-        async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
+        async with fake_deployment() as s, httpx.AsyncClient(base_url=s.url) as client:
             answer = await client.get("/conductor/explain?request=first")
             assert answer.status_code == 404
             assert "--policy cost" in answer.json()["error"]["message"]
@@ -103,7 +106,7 @@ def test_failed_request_is_placed_elsewhere_and_releases_reservations(
     flow: str, side: str, fault: str
 ) -> None:
     async def main() -> None:
-        async with stand(2, 2, eject_after=0, **settings(flow=flow)) as s:
+        async with fake_deployment(2, 2, eject_after=0, **settings(flow=flow)) as s:
             for fake in getattr(s, side)[:1]:
                 if fault == "drops":
                     fake.behaviour.drops = True
@@ -119,7 +122,7 @@ def test_failed_request_is_placed_elsewhere_and_releases_reservations(
 
 def test_disconnects_and_instance_deaths_release_reservations() -> None:
     async def main() -> None:
-        async with stand(2, 2, **settings()) as s:
+        async with fake_deployment(2, 2, **settings()) as s:
             for fake in (*s.prefills, *s.decodes):
                 fake.behaviour.delay_s = 0.3
             async with httpx.AsyncClient(base_url=s.url, timeout=0.1) as client:
@@ -145,7 +148,7 @@ def test_disconnects_and_instance_deaths_release_reservations() -> None:
 
 def test_both_role_instances_are_chosen_by_prefix() -> None:
     async def main() -> None:
-        async with stand(0, 0, 3, **settings()) as s:
+        async with fake_deployment(0, 0, 3, **settings()) as s:
             for times in (1, 6):
                 for _ in range(times):
                     assert (await post(s, BODY | {"prompt": IDS})).status_code == 200
@@ -157,7 +160,7 @@ def test_both_role_instances_are_chosen_by_prefix() -> None:
 
 def test_removed_instance_is_forgotten() -> None:
     async def main() -> None:
-        async with stand(2, 1, **settings()) as s:
+        async with fake_deployment(2, 1, **settings()) as s:
             [home] = await prefillers(s, IDS, 1)
             pairs = conductor_of(s).pairs
             gone = next(fake for fake in s.prefills if fake.name == home)

@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
-from support.proxy_fakes import PROMPT_IDS, Stand, stand, text_of, token_id, word
+from support.proxy_fakes import PROMPT_IDS, FakeDeployment, fake_deployment, text_of, token_id, word
 from support.proxy_fakes_client import BODY, CHAT, STREAM, events_of, post, streamed_text
 
 Json = dict[str, Any]
@@ -21,9 +21,9 @@ PATHS = {"/v1/completions": BODY, "/v1/chat/completions": CHAT}
 
 
 @asynccontextmanager
-async def vllm_pair(**config: Any) -> AsyncIterator[Stand]:
+async def vllm_pair(**config: Any) -> AsyncIterator[FakeDeployment]:
     """A P and a D that behave as vLLM with our connector."""
-    async with stand(emits_first_token=True, **config) as s:
+    async with fake_deployment(emits_first_token=True, **config) as s:
         for fake in s.prefills:
             fake.behaviour.continues_prompt = True
             fake.behaviour.last_token_id = token_id(0)

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
-from support.proxy_fakes import FakeInstance, Stand, stand
+from support.proxy_fakes import FakeDeployment, FakeInstance, fake_deployment
 from support.proxy_fakes_client import BODY, NO_TLS
 
 from mooncake_proxy.pool.health_checks import HealthConfig
@@ -21,17 +21,17 @@ RANK = "x-data-parallel-rank"
 
 
 @asynccontextmanager
-async def ranked(prefill: int, decode: int, **options: Any) -> AsyncIterator[Stand]:
-    """A stand whose P and D have published this many data-parallel ranks."""
+async def ranked(prefill: int, decode: int, **options: Any) -> AsyncIterator[FakeDeployment]:
+    """A deployment whose P and D have published this many data-parallel ranks."""
     health = HealthConfig(interval_s=0.02)
-    async with stand(health=health, **options) as s:
+    async with fake_deployment(health=health, **options) as s:
         s.prefill.behaviour.dp_ranks = [(0, 0)] * prefill
         s.decode.behaviour.dp_ranks = [(0, 0)] * decode
         await until_seen(s)
         yield s
 
 
-async def until_seen(s: Stand) -> None:
+async def until_seen(s: FakeDeployment) -> None:
     """Wait until the live page shows the ranks that the instances published."""
     ranks_by_url = {}
     for fake in (s.prefill, s.decode):
@@ -50,11 +50,13 @@ async def until_seen(s: Stand) -> None:
             await asyncio.sleep(0.01)
 
 
-def _client(s: Stand) -> httpx.AsyncClient:
+def _client(s: FakeDeployment) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=s.url, verify=NO_TLS)
 
 
-async def ask(s: Stand, body: dict[str, Any] = BODY, rank: str | None = None) -> httpx.Response:
+async def ask(
+    s: FakeDeployment, body: dict[str, Any] = BODY, rank: str | None = None
+) -> httpx.Response:
     async with _client(s) as client:
         headers = {} if rank is None else {RANK: rank}
         return await client.post("/v1/completions", json=body, headers=headers)
@@ -81,7 +83,7 @@ def test_rank_in_client_header_decodes(streams: bool) -> None:
 
 def test_client_rank_is_forwarded_if_rank_count_is_unknown() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             await ask(s, rank="5")
             await ask(s)
             assert ranks_of(s.prefill) == ranks_of(s.decode) == ["5", None]

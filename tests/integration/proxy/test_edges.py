@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
-from support.proxy_fakes import Stand, stand, text_of
+from support.proxy_fakes import FakeDeployment, fake_deployment, text_of
 from support.proxy_fakes_client import BODY, events_of, make_certificate, post, streamed_text
 
 from mooncake_proxy.api.proxied_request import RequestContext
@@ -22,7 +22,7 @@ from mooncake_proxy.pool.instances import InstanceSpec, Role
 from mooncake_proxy.routing.router import RequestRouter
 
 
-async def raw(s: Stand, data: bytes) -> bytes:
+async def raw(s: FakeDeployment, data: bytes) -> bytes:
     """Send bytes and return everything received until the proxy closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
     writer.write(data)
@@ -33,7 +33,7 @@ async def raw(s: Stand, data: bytes) -> bytes:
 
 def test_api_keys() -> None:
     async def main() -> None:
-        async with stand(api_keys=frozenset({"k1", "k2"})) as s:
+        async with fake_deployment(api_keys=frozenset({"k1", "k2"})) as s:
             client = httpx.AsyncClient(base_url=s.url)
             async with client:
                 for headers in ({}, {"authorization": "Bearer no"}, {"authorization": "Basic k1"}):
@@ -52,7 +52,7 @@ def test_api_keys() -> None:
 @pytest.mark.parametrize("chunked", [False, True])
 def test_oversized_body_returns_413(chunked: bool) -> None:
     async def main() -> None:
-        async with stand(server=ServerLimits(max_body_bytes=1000)) as s:
+        async with fake_deployment(server=ServerLimits(max_body_bytes=1000)) as s:
             head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n"
             if chunked:
                 data = head + b"transfer-encoding: chunked\r\n\r\n7d0\r\n" + b"x" * 2000
@@ -81,7 +81,7 @@ def test_oversized_body_returns_413(chunked: bool) -> None:
 )
 def test_unusual_requests_get_a_response(data: bytes, status: int) -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             answer = await raw(s, data)
             assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:100]
             assert b'{"error":{"message":' in answer
@@ -91,7 +91,7 @@ def test_unusual_requests_get_a_response(data: bytes, status: int) -> None:
 
 def test_slow_request_returns_408() -> None:
     async def main() -> None:
-        async with stand(server=ServerLimits(head_timeout_s=0.2)) as s:
+        async with fake_deployment(server=ServerLimits(head_timeout_s=0.2)) as s:
             assert (await raw(s, b"POST /v1/completions HTTP/1.1\r\n")).startswith(b"HTTP/1.1 408 ")
 
     uvloop.run(main())
@@ -99,7 +99,7 @@ def test_slow_request_returns_408() -> None:
 
 def test_pipelined_requests_are_answered_in_order() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             one = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
             last = b"GET /nope HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
             answer = await raw(s, one + one + last)
@@ -111,7 +111,7 @@ def test_pipelined_requests_are_answered_in_order() -> None:
 
 def test_http_1_0_response_is_not_chunked() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             body = b'{"prompt":"x","max_tokens":3,"stream":true}'
             head = b"POST /v1/completions HTTP/1.0\r\ncontent-length: %d\r\n\r\n" % len(body)
             headers, _, rest = (await raw(s, head + body)).partition(b"\r\n\r\n")
@@ -124,7 +124,7 @@ def test_http_1_0_response_is_not_chunked() -> None:
 def test_full_queue_returns_429_with_retry_after() -> None:
     async def main() -> None:
         admission = AdmissionConfig(max_running=1, max_waiting=1, max_wait_s=10)
-        async with stand(admission=admission) as s:
+        async with fake_deployment(admission=admission) as s:
             s.prefill.behaviour.delay_s = 0.2
             answers = await asyncio.gather(*(post(s, BODY) for _ in range(4)))
             statuses = sorted(answer.status_code for answer in answers)
@@ -138,7 +138,7 @@ def test_full_queue_returns_429_with_retry_after() -> None:
 
 def test_request_deadline_is_enforced() -> None:
     async def main() -> None:
-        async with stand(request_timeout_s=0.2, local_prefill=False) as s:
+        async with fake_deployment(request_timeout_s=0.2, local_prefill=False) as s:
             s.prefill.behaviour.hangs = True
             answer = await post(s, BODY)
             assert answer.status_code == 504
@@ -148,7 +148,10 @@ def test_request_deadline_is_enforced() -> None:
 
 def test_client_may_shorten_its_deadline() -> None:
     async def main() -> None:
-        async with stand(local_prefill=False) as s, httpx.AsyncClient(base_url=s.url) as client:
+        async with (
+            fake_deployment(local_prefill=False) as s,
+            httpx.AsyncClient(base_url=s.url) as client,
+        ):
             s.prefill.behaviour.hangs = True
 
             async def ask(limit: str) -> httpx.Response:
@@ -169,7 +172,7 @@ def test_expired_client_deadlines_eject_no_instance(given: dict[str, Any]) -> No
     headers = {} if "timeout" in given else given
 
     async def main() -> None:
-        async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
+        async with fake_deployment() as s, httpx.AsyncClient(base_url=s.url) as client:
             s.decode.behaviour.hangs = True
             for _ in range(5):  # more than --eject-after
                 answer = await client.post("/v1/completions", json=in_body, headers=headers)
@@ -184,7 +187,7 @@ def test_expired_client_deadlines_eject_no_instance(given: dict[str, Any]) -> No
 
 def test_prefill_that_used_whole_deadline_is_not_repeated_on_decoder() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.prefill.behaviour.hangs = True
             answer = await post(s, BODY | {"timeout": 0.05})
             assert answer.json()["error"]["code"] == "deadline_exceeded"
@@ -198,7 +201,7 @@ def test_tls_and_ipv6(tmp_path: Path) -> None:
         certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
         make_certificate(certificate, key)
         tls = TlsConfig(str(certificate), str(key))
-        async with stand(host="::1", tls=tls) as s:
+        async with fake_deployment(host="::1", tls=tls) as s:
             trust = ssl.create_default_context(cafile=str(certificate))
             url = f"https://[::1]:{s.app.port}"
             async with httpx.AsyncClient(base_url=url, verify=trust) as client:
@@ -218,8 +221,8 @@ def test_instances_behind_tls(tmp_path: Path, is_trusted: bool) -> None:
         behind = TlsConfig(str(certificate), str(key))
         trust = TlsConfig(upstream_ca=str(certificate) if is_trusted else None)
         async with (
-            stand(host="::1", tls=behind) as s,
-            stand(num_prefills=0, num_decodes=0, tls=trust) as front,
+            fake_deployment(host="::1", tls=behind) as s,
+            fake_deployment(num_prefills=0, num_decodes=0, tls=trust) as front,
         ):
             origin = Origin("https", "::1", s.app.port)
             front.app.router.pool.add(InstanceSpec(origin, Role.BOTH))
@@ -257,7 +260,7 @@ def test_openai_client() -> None:
     import openai
 
     async def main() -> None:
-        async with stand() as s, httpx.AsyncClient() as http:
+        async with fake_deployment() as s, httpx.AsyncClient() as http:
             client = openai.AsyncOpenAI(base_url=f"{s.url}/v1", api_key="x", http_client=http)
             messages: list[Any] = [{"role": "user", "content": "hi"}]
             whole = await client.chat.completions.create(model="m", messages=messages, max_tokens=4)
@@ -273,7 +276,7 @@ def test_openai_client() -> None:
 
 def test_admin_port_serves_operator_endpoints() -> None:
     async def main() -> None:
-        async with stand(admin_port=0) as s:
+        async with fake_deployment(admin_port=0) as s:
             admin = f"http://127.0.0.1:{s.app.admin_port}"
             async with httpx.AsyncClient() as client:
                 for path in ("/", "/view", "/metrics", "/instances"):
@@ -306,7 +309,7 @@ def test_body_with_invalid_utf_8_is_rejected_and_counted(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async with stand(admin_keys=frozenset({"secret"})) as s:
+        async with fake_deployment(admin_keys=frozenset({"secret"})) as s:
             async with httpx.AsyncClient(base_url=s.url) as client:
                 body = b'{"model":"\xff","input":"x","messages":[],"max_tokens":1}'
                 answer = await client.post(
@@ -332,7 +335,7 @@ def test_internal_proxy_error_is_answered_and_counted(
         raise ZeroDivisionError("mine")
 
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.app._flow = fail
             answer = await post(s, BODY | {"stream": True})
             status = 200 if has_begun else 500

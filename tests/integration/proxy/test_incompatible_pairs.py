@@ -6,14 +6,14 @@ from __future__ import annotations
 import httpx
 import pytest
 import uvloop
-from support.proxy_fakes import Stand, stand, text_of
+from support.proxy_fakes import FakeDeployment, fake_deployment, text_of
 from support.proxy_fakes_client import BODY, post
 
 FLOWS = pytest.mark.parametrize("flow", ["pull", "push"])
 NUM_REQUESTS = 12
 
 
-async def ask(s: Stand) -> list[str]:
+async def ask(s: FakeDeployment) -> list[str]:
     """Send one request; returns which P prefilled it (if D did not) and which D decoded it."""
     fakes = (*s.prefills, *s.decodes)
     before = [len(fake.generated) for fake in fakes]
@@ -30,7 +30,9 @@ def test_no_request_uses_an_incompatible_pair(flow: str) -> None:
     """Either side may report it; p2 is incompatible with every D, and d2 with every P."""
 
     async def main() -> None:
-        async with stand(num_prefills=3, num_decodes=3, flow=flow, decode_policy="random") as s:
+        async with fake_deployment(
+            num_prefills=3, num_decodes=3, flow=flow, decode_policy="random"
+        ) as s:
             s.prefills[0].behaviour.refuses = ("d0", "d2")
             s.decodes[1].behaviour.refuses = ("p1", "p2")
             s.decodes[0].behaviour.refuses = ("p2",)
@@ -45,7 +47,7 @@ def test_no_request_uses_an_incompatible_pair(flow: str) -> None:
 @FLOWS
 def test_decode_prefills_locally_if_no_pair_is_compatible(flow: str) -> None:
     async def main() -> None:
-        async with stand(flow=flow) as s:
+        async with fake_deployment(flow=flow) as s:
             s.decode.behaviour.refuses = ("p0",)
             await s.app.checker.check_all()
             assert await ask(s) == ["d0"]
@@ -57,7 +59,7 @@ def test_decode_prefills_locally_if_no_pair_is_compatible(flow: str) -> None:
 @FLOWS
 def test_no_compatible_pair_without_local_prefill_returns_503(flow: str) -> None:
     async def main() -> None:
-        async with stand(flow=flow, local_prefill=False) as s:
+        async with fake_deployment(flow=flow, local_prefill=False) as s:
             s.decode.behaviour.refuses = ("p0",)
             await s.app.checker.check_all()
             answer = await post(s, BODY)
@@ -73,7 +75,7 @@ def test_no_compatible_pair_without_local_prefill_returns_503(flow: str) -> None
 @FLOWS
 def test_compatible_restarted_instance_is_used_again(flow: str) -> None:
     async def main() -> None:
-        async with stand(flow=flow) as s:
+        async with fake_deployment(flow=flow) as s:
             s.decode.behaviour.refuses = ("p0",)
             await s.app.checker.check_all()
             assert await ask(s) == ["d0"]
@@ -86,7 +88,7 @@ def test_compatible_restarted_instance_is_used_again(flow: str) -> None:
 
 def test_health_without_peer_report_is_healthy() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             for fake in (s.prefill, s.decode):
                 fake.behaviour.refuses = None
             await s.app.checker.check_all()
@@ -103,7 +105,9 @@ def test_incompatible_pair_is_known_before_any_request(
     flow: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async with stand(num_prefills=2, num_decodes=2, flow=flow, decode_policy="random") as s:
+        async with fake_deployment(
+            num_prefills=2, num_decodes=2, flow=flow, decode_policy="random"
+        ) as s:
             for fake in (*s.prefills, *s.decodes):
                 fake.behaviour.topology = TCP
             other = {**TCP, "must_match": {"model": "two"}}
@@ -125,7 +129,7 @@ def test_incompatible_pair_is_known_before_any_request(
 
 def test_no_compatible_topology_starts_no_prefill() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.prefill.behaviour.topology = TCP
             s.decode.behaviour.topology = {**TCP, "transports": {"rdma": {}}}
             await s.app.checker.check_all()
@@ -137,7 +141,7 @@ def test_no_compatible_topology_starts_no_prefill() -> None:
 
 def test_instance_without_topology_is_used() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.decode.behaviour.topology = TCP
             await s.app.checker.check_all()
             assert await ask(s) == ["p0", "d0"]

@@ -9,14 +9,16 @@ import json
 import httpx
 import pytest
 import uvloop
-from support.proxy_fakes import Stand, stand, text_of
+from support.proxy_fakes import FakeDeployment, fake_deployment, text_of
 from support.proxy_fakes_client import BODY
 
 KEYS = {"api_keys": frozenset({"secret"}), "admin_keys": frozenset({"admin"})}
 WITH_KEY = "authorization: Bearer secret\r\n"
 
 
-async def begin_post(s: Stand, path: str, headers: str = "", num_bytes: int = 30_000_000) -> bytes:
+async def begin_post(
+    s: FakeDeployment, path: str, headers: str = "", num_bytes: int = 30_000_000
+) -> bytes:
     """The response to headers that announce a large body, of which only a little is sent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\n{headers}content-length: {num_bytes}\r\n\r\n"
@@ -40,7 +42,7 @@ async def begin_post(s: Stand, path: str, headers: str = "", num_bytes: int = 30
 )
 def test_body_without_valid_key_is_not_read(path: str, status: int) -> None:
     async def main() -> None:
-        async with stand(**KEYS) as s:
+        async with fake_deployment(**KEYS) as s:
             reply = await begin_post(s, path)
             assert reply.startswith(b"HTTP/1.1 %d " % status), reply
             assert b"connection: close" in reply
@@ -52,7 +54,7 @@ def test_body_without_valid_key_is_not_read(path: str, status: int) -> None:
 
 def test_body_with_valid_key_is_read() -> None:
     async def main() -> None:
-        async with stand(**KEYS) as s:
+        async with fake_deployment(**KEYS) as s:
             body = json.dumps(BODY | {"user": "u" * 200_000}).encode()
             reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
             head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{WITH_KEY}"
@@ -64,7 +66,7 @@ def test_body_with_valid_key_is_read() -> None:
     uvloop.run(main())
 
 
-async def get(s: Stand, path: str) -> bytes:
+async def get(s: FakeDeployment, path: str) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
     head = f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{WITH_KEY}\r\n"
     writer.write(head.encode())
@@ -75,7 +77,7 @@ async def get(s: Stand, path: str) -> bytes:
 
 def test_key_is_forwarded_with_model_listing() -> None:
     async def main() -> None:
-        async with stand(**KEYS) as s:
+        async with fake_deployment(**KEYS) as s:
             assert (await get(s, "/v1/models")).startswith(b"HTTP/1.1 200 ")
             asked = [seen for seen in s.decode.seen if seen.path == "/v1/models"]
             assert [seen.headers.get("authorization") for seen in asked] == ["Bearer secret"]
@@ -86,14 +88,16 @@ def test_key_is_forwarded_with_model_listing() -> None:
 @pytest.mark.parametrize("path", ["/v1/models/../../metrics", "/v1/models/a/%2e%2e/x"])
 def test_model_path_cannot_escape_models_prefix(path: str) -> None:
     async def main() -> None:
-        async with stand(**KEYS) as s:
+        async with fake_deployment(**KEYS) as s:
             assert (await get(s, path)).startswith(b"HTTP/1.1 404 ")
             assert not s.decode.seen
 
     uvloop.run(main())
 
 
-async def sent_to_instances(s: Stand, body: dict[str, object], key: str) -> list[dict[str, object]]:
+async def sent_to_instances(
+    s: FakeDeployment, body: dict[str, object], key: str
+) -> list[dict[str, object]]:
     """The bodies that P and D received for one request."""
     async with httpx.AsyncClient(base_url=s.url) as client:
         headers = {"authorization": f"Bearer {key}"}
@@ -106,7 +110,7 @@ async def sent_to_instances(s: Stand, body: dict[str, object], key: str) -> list
 def test_each_key_has_its_own_cache_salt(flow: str) -> None:
     async def main() -> None:
         keys = frozenset({"one", "two"})
-        async with stand(api_keys=keys, cache_salt_per_key=True, flow=flow) as s:
+        async with fake_deployment(api_keys=keys, cache_salt_per_key=True, flow=flow) as s:
             salts = []
             for key, own in (("one", None), ("one", None), ("two", None), ("one", "own")):
                 body = BODY if own is None else BODY | {"cache_salt": own}
@@ -123,7 +127,7 @@ def test_each_key_has_its_own_cache_salt(flow: str) -> None:
 @pytest.mark.parametrize(("asked", "sent"), [(-(10**9), 0), (0, 0), (7, 7), (None, None)])
 def test_priorities_are_clamped(asked: int | None, sent: int | None) -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             body = BODY if asked is None else BODY | {"priority": asked}
             for got in await sent_to_instances(s, body, "any"):
                 assert got.get("priority") == sent
@@ -133,7 +137,7 @@ def test_priorities_are_clamped(asked: int | None, sent: int | None) -> None:
 
 def test_priority_of_plain_request_is_clamped() -> None:
     async def main() -> None:
-        async with stand(num_prefills=0, num_decodes=0, num_both=1) as s:
+        async with fake_deployment(num_prefills=0, num_decodes=0, num_both=1) as s:
             async with httpx.AsyncClient(base_url=s.url) as client:
                 await client.post("/v1/completions", json=BODY | {"priority": -5})
             assert s.decode.generated[-1].body["priority"] == 0

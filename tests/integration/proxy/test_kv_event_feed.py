@@ -15,7 +15,7 @@ import uvloop
 from msgspec.structs import replace
 from support.kv_publisher import FaultyPublisher
 from support.proxy_conductor import conductor_of, settings
-from support.proxy_fakes import Stand, stand
+from support.proxy_fakes import FakeDeployment, fake_deployment
 from support.proxy_fakes_client import BODY, post
 
 from mooncake_conductor.index.holder_sets import Tier
@@ -44,7 +44,7 @@ async def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
     raise AssertionError("it did not come about")
 
 
-def follow(s: Stand, url: str, *publishers: FaultyPublisher) -> ConductorFleet:
+def follow(s: FakeDeployment, url: str, *publishers: FaultyPublisher) -> ConductorFleet:
     """Subscribe the proxy to these publishers as the instance's ranks, as after a health check."""
     pool, fleet = s.app.router.pool, conductor_of(s).pairs
     first, *others = (
@@ -85,7 +85,7 @@ async def serve(publisher: FaultyPublisher) -> set[int]:
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_index_is_correct_after_lost_repeated_and_reordered_events(seed: int) -> None:
-    async def soak(s: Stand, publisher: FaultyPublisher) -> None:
+    async def soak(s: FakeDeployment, publisher: FaultyPublisher) -> None:
         url, rng = s.prefill.url, random.Random(seed)
         fleet = follow(s, url, publisher)
         known: set[int] = set()
@@ -106,7 +106,7 @@ def test_index_is_correct_after_lost_repeated_and_reordered_events(seed: int) ->
 
     async def main() -> None:
         with closing(FaultyPublisher(seed)) as publisher:
-            async with stand(2, 1, **settings()) as s:
+            async with fake_deployment(2, 1, **settings()) as s:
                 await soak(s, publisher)
 
     uvloop.run(main())
@@ -115,7 +115,7 @@ def test_index_is_correct_after_lost_repeated_and_reordered_events(seed: int) ->
 def test_index_without_replay_claims_no_evicted_blocks() -> None:
     async def main() -> None:
         with closing(FaultyPublisher(3, num_kept=0)) as publisher:
-            async with stand(1, 1, **settings()) as s:
+            async with fake_deployment(1, 1, **settings()) as s:
                 fleet = follow(s, s.prefill.url, publisher)
                 await asyncio.sleep(0.3)  # subscribing is asynchronous
                 known = await serve(publisher)
@@ -129,7 +129,7 @@ def test_index_is_correct_with_snapshots_and_no_replay(seed: int) -> None:
     async def main() -> None:
         with closing(FaultyPublisher(seed, num_kept=0, has_snapshots=True)) as publisher:
             publisher.store([5] * 300)  # before the proxy subscribes
-            async with stand(1, 1, **settings()) as s:
+            async with fake_deployment(1, 1, **settings()) as s:
                 known, fleet = publisher.keys(), follow(s, s.prefill.url, publisher)
                 known |= await serve(publisher)
                 held = publisher.keys()
@@ -145,7 +145,7 @@ def test_chunks_of_store_stay_indexed_after_device_eviction(tmp_path: Path) -> N
 
     async def main() -> None:
         with closing(NodeStore(NodeStoreConfig(1 << 20, kv_events=events))) as store:
-            async with stand(3, 1, **settings()) as s:
+            async with fake_deployment(3, 1, **settings()) as s:
                 url = s.prefills[2].url
                 fleet = follow_store(s, url, store)
                 device = set(token_keys(list(range(64))))
@@ -167,7 +167,7 @@ def test_chunks_of_store_stay_indexed_after_device_eviction(tmp_path: Path) -> N
     uvloop.run(main())
 
 
-def follow_store(s: Stand, url: str, store: NodeStore) -> ConductorFleet:
+def follow_store(s: FakeDeployment, url: str, store: NodeStore) -> ConductorFleet:
     """Subscribe the proxy to the instance's store, as after a health check."""
     pool, fleet = s.app.router.pool, conductor_of(s).pairs
     found = store.arena.kv_events
@@ -203,7 +203,7 @@ def put(store: NodeStore, ids: list[int]) -> None:
 def test_prompt_cached_through_another_proxy_is_found() -> None:
     async def main() -> None:
         with closing(FaultyPublisher(4, loss=0.0)) as publisher:
-            async with stand(3, 1, **settings()) as s:
+            async with fake_deployment(3, 1, **settings()) as s:
                 ids = list(range(500, 500 + 640))
                 publisher.store(ids)  # before the proxy subscribes: the replay has it
                 url = s.prefills[2].url
@@ -224,7 +224,7 @@ def test_prompts_of_adapter_and_model_are_distinct() -> None:
             closing(FaultyPublisher(11, loss=0.0)) as of_adapter,
             closing(FaultyPublisher(12, loss=0.0)) as of_model,
         ):
-            async with stand(3, 1, **settings()) as s:
+            async with fake_deployment(3, 1, **settings()) as s:
                 ids, urls = list(range(640)), [each.url for each in s.prefills]
                 of_adapter.store_for("sql", ids)
                 of_model.store(ids)
@@ -244,7 +244,7 @@ def test_prompts_of_adapter_and_model_are_distinct() -> None:
 
 def test_unpublished_model_names_have_separate_chain_roots() -> None:
     async def main() -> None:
-        async with stand(1, 1, **settings()) as s:
+        async with fake_deployment(1, 1, **settings()) as s:
             ids = list(range(640))
             for name in ("sql", "m", "sql"):
                 body = BODY | {"prompt": ids, "model": name}
@@ -264,7 +264,7 @@ def test_prompt_goes_to_rank_that_published_it() -> None:
             closing(FaultyPublisher(6, loss=0.0)) as first,
             closing(FaultyPublisher(7, loss=0.0)) as second,
         ):
-            async with stand(1, 1, **settings()) as s:
+            async with fake_deployment(1, 1, **settings()) as s:
                 shared, own = list(range(640)), list(range(640, 1280))
                 first.store(shared)
                 second.store(shared)
@@ -289,7 +289,7 @@ def test_prompt_goes_to_rank_that_published_it() -> None:
 def test_removed_instance_is_unsubscribed() -> None:
     async def main() -> None:
         with closing(FaultyPublisher(5, loss=0.0)) as publisher:
-            async with stand(2, 1, **settings()) as s:
+            async with fake_deployment(2, 1, **settings()) as s:
                 ids, url, pool = list(range(640)), s.prefill.url, s.app.router.pool
                 publisher.store(ids)
                 fleet = follow(s, url, publisher)
@@ -309,7 +309,7 @@ def test_removed_instance_is_unsubscribed() -> None:
 def test_briefly_unreachable_instance_stays_subscribed() -> None:
     async def main() -> None:
         with closing(FaultyPublisher(5, loss=0.0)) as publisher:
-            async with stand(2, 1, **settings()) as s:
+            async with fake_deployment(2, 1, **settings()) as s:
                 url, pool = s.prefill.url, s.app.router.pool
                 publisher.store(list(range(640)))
                 fleet = follow(s, url, publisher)
@@ -324,7 +324,7 @@ def test_briefly_unreachable_instance_stays_subscribed() -> None:
 
 def test_configured_ports_override_published_ones() -> None:
     async def main() -> None:
-        async with stand(1, 1) as s:
+        async with fake_deployment(1, 1) as s:
             instance = s.app.router.pool.get(s.prefill.url)
             assert instance.kv_events is None
             instance.set_spec(replace_field(instance.spec, kv_events_port=5557))
@@ -346,7 +346,7 @@ def test_late_replay_answer_is_not_matched_to_next_request(
         publisher = FaultyPublisher(10, loss=0.0, has_snapshots=True, delay_s=0.5)
         with closing(publisher):
             publisher.store([1] * 300)
-            async with stand(1, 1, **settings()) as s:
+            async with fake_deployment(1, 1, **settings()) as s:
                 fleet, url = follow(s, s.prefill.url, publisher), s.prefill.url
                 await asyncio.sleep(0.8)  # timed out, and answered late
                 publisher.delay_s = 0.0

@@ -6,13 +6,13 @@ from __future__ import annotations
 import httpx
 import pytest
 import uvloop
-from support.proxy_fakes import Stand, stand
+from support.proxy_fakes import FakeDeployment, fake_deployment
 from support.proxy_fakes_client import BODY, post
 
 STREAM = {**BODY, "stream": True}
 
 
-async def metric(s: Stand, name: str) -> dict[str, float]:
+async def metric(s: FakeDeployment, name: str) -> dict[str, float]:
     """Labels of a metric's samples -> their values."""
     async with httpx.AsyncClient(base_url=s.url) as client:
         lines = (await client.get("/metrics")).text.splitlines()
@@ -28,7 +28,7 @@ async def metric(s: Stand, name: str) -> dict[str, float]:
 @pytest.mark.parametrize("flow", ["pull", "push"])
 def test_time_between_tokens_is_observed(flow: str) -> None:
     async def main() -> None:
-        async with stand(flow=flow) as s:
+        async with fake_deployment(flow=flow) as s:
             s.decode.behaviour.token_delay_s = 0.03
             await post(s, STREAM)
             gaps = await metric(s, "time_between_tokens_seconds_count")
@@ -43,7 +43,7 @@ def test_time_between_tokens_is_observed(flow: str) -> None:
 
 def test_slo_results_are_counted_by_class() -> None:
     async def main() -> None:
-        async with stand(slo_ttft_s=60.0, slo_tbt_s=1e-9) as s:
+        async with fake_deployment(slo_ttft_s=60.0, slo_tbt_s=1e-9) as s:
             s.decode.behaviour.token_delay_s = 0.03  # otherwise all tokens may arrive in one chunk
             await post(s, STREAM)
             await post(s, {**STREAM, "priority": 1000})
@@ -65,7 +65,7 @@ def test_slo_results_are_counted_by_class() -> None:
 
 def test_no_slo_metrics_without_objectives() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             await post(s, STREAM)
             assert await metric(s, "slo_requests_total{") == {}
 

@@ -7,7 +7,15 @@ from typing import Any
 import pytest
 import uvloop
 from support.proxy_conductor import check_nothing_is_reserved, settings
-from support.proxy_fakes import PROMPT_IDS, Behaviour, Seen, Stand, stand, text_of, token_id
+from support.proxy_fakes import (
+    PROMPT_IDS,
+    Behaviour,
+    FakeDeployment,
+    Seen,
+    fake_deployment,
+    text_of,
+    token_id,
+)
 from support.proxy_fakes_client import BODY, CHAT, events_of, post, streamed_text
 
 from mooncake_proxy.http1.upstream_connection import ClientLimits
@@ -17,7 +25,7 @@ PATHS = ("/v1/completions", "/v1/chat/completions")
 MIGRATES: dict[str, Any] = {"num_decodes": 2, "migrates_streams": True}
 
 
-def let_fail(s: Stand, **behaviour: Any) -> None:
+def let_fail(s: FakeDeployment, **behaviour: Any) -> None:
     """Make whichever D receives a request first fail it in this way."""
     for decode in s.decodes:
         emits = decode.behaviour.emits_first_token
@@ -55,7 +63,7 @@ def test_stream_of_lost_decoder_is_migrated(
 ) -> None:
     async def main() -> None:
         emits = first_token != "by the proxy"
-        async with stand(emits_first_token=emits, flow=flow, **MIGRATES) as s:
+        async with fake_deployment(emits_first_token=emits, flow=flow, **MIGRATES) as s:
             s.prefill.behaviour.continues_prompt = first_token == "as prompt"
             s.prefill.behaviour.last_token_id = None
             let_fail(s, die_after=die_after, cut=cut)
@@ -82,7 +90,7 @@ def test_stream_of_lost_decoder_is_migrated(
 def test_stream_of_lost_both_role_instance_is_migrated(path: str) -> None:
     async def main() -> None:
         settings = {"num_prefills": 0, "num_decodes": 0, "num_both": 2, "migrates_streams": True}
-        async with stand(**settings) as s:
+        async with fake_deployment(**settings) as s:
             let_fail(s, die_after=3)
             body = (CHAT if "chat" in path else BODY) | USAGE
             check_complete(events_of((await post(s, body, path)).text))
@@ -93,7 +101,7 @@ def test_stream_of_lost_both_role_instance_is_migrated(path: str) -> None:
 def test_hung_decoder_is_abandoned_and_not_retried() -> None:
     async def main() -> None:
         limits = ClientLimits(stall_timeout_s=0.3, first_byte_timeout_s=0.3)
-        async with stand(client=limits, **MIGRATES) as s:
+        async with fake_deployment(client=limits, **MIGRATES) as s:
             let_fail(s, hang_after=2)
             check_complete(events_of((await post(s, BODY | USAGE)).text))
             assert sorted(len(decode.generated) for decode in s.decodes) == [1, 1]
@@ -103,7 +111,7 @@ def test_hung_decoder_is_abandoned_and_not_retried() -> None:
 
 def test_decoder_shutdown_uses_no_retry_and_loses_no_stream() -> None:
     async def main() -> None:
-        async with stand(retry_ratio=0.0, retry_reserve=0, **MIGRATES) as s:
+        async with fake_deployment(retry_ratio=0.0, retry_reserve=0, **MIGRATES) as s:
             let_fail(s, error_after=2, error_code="shutting_down", token_delay_s=0.01)
             check_complete(events_of((await post(s, BODY | USAGE)).text))
             assert s.count("migrated") == 1
@@ -113,7 +121,7 @@ def test_decoder_shutdown_uses_no_retry_and_loses_no_stream() -> None:
 
 def test_decoder_lost_after_last_token_needs_no_new_prefill() -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True, **MIGRATES) as s:
+        async with fake_deployment(emits_first_token=True, **MIGRATES) as s:
             let_fail(s, die_after=5)
             check_complete(events_of((await post(s, BODY | USAGE)).text))
             assert len(s.prefill.generated) == 1
@@ -125,7 +133,7 @@ def test_decoder_lost_after_last_token_needs_no_new_prefill() -> None:
 @pytest.mark.parametrize("path", PATHS)
 def test_migrated_stream_ends_if_prefill_ends_it(path: str, first_token: str) -> None:
     async def main() -> None:
-        async with stand(emits_first_token=first_token == "by D", **MIGRATES) as s:
+        async with fake_deployment(emits_first_token=first_token == "by D", **MIGRATES) as s:
             s.prefill.behaviour.stops_later_passes = True
             let_fail(s, die_after=3)
             answer = await post(s, (CHAT if "chat" in path else BODY) | USAGE, path)
@@ -142,7 +150,7 @@ def test_migrated_stream_ends_if_prefill_ends_it(path: str, first_token: str) ->
 
 def test_stream_without_another_decoder_ends_with_error() -> None:
     async def main() -> None:
-        async with stand(num_decodes=1, migrates_streams=True) as s:
+        async with fake_deployment(num_decodes=1, migrates_streams=True) as s:
             let_fail(s, drops=True)
             events = events_of((await post(s, BODY | USAGE)).text)
             assert streamed_text(events) == text_of(1)
@@ -164,7 +172,7 @@ def test_stream_without_another_decoder_ends_with_error() -> None:
 )
 def test_stream_with_state_beyond_tokens_ends_with_error(more: dict[str, Any]) -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True, **MIGRATES) as s:
+        async with fake_deployment(emits_first_token=True, **MIGRATES) as s:
             s.prefill.behaviour.continues_prompt = True
             let_fail(s, die_after=3)
             events = events_of((await post(s, BODY | USAGE | more)).text)
@@ -176,7 +184,7 @@ def test_stream_with_state_beyond_tokens_ends_with_error(more: dict[str, Any]) -
 
 def test_request_fails_after_two_lost_decoders() -> None:
     async def main() -> None:
-        async with stand(num_decodes=3, migrates_streams=True) as s:
+        async with fake_deployment(num_decodes=3, migrates_streams=True) as s:
             for decode in s.decodes:
                 decode.behaviour.die_after = 2
             events = events_of((await post(s, BODY | USAGE)).text)
@@ -189,7 +197,7 @@ def test_request_fails_after_two_lost_decoders() -> None:
 
 def test_truncated_prompt_is_not_truncated_again() -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True, **MIGRATES) as s:
+        async with fake_deployment(emits_first_token=True, **MIGRATES) as s:
             let_fail(s, die_after=3)
             cut = {"truncate_prompt_tokens": len(PROMPT_IDS), "truncation_side": "left"}
             check_complete(events_of((await post(s, BODY | USAGE | cut)).text))
@@ -202,7 +210,7 @@ def test_truncated_prompt_is_not_truncated_again() -> None:
 
 def test_min_tokens_counts_over_all_passes() -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True, **MIGRATES) as s:
+        async with fake_deployment(emits_first_token=True, **MIGRATES) as s:
             let_fail(s, die_after=3)
             body = BODY | USAGE | {"min_tokens": 4}
             check_complete(events_of((await post(s, body)).text))
@@ -219,7 +227,7 @@ def test_min_tokens_counts_over_all_passes() -> None:
 @pytest.mark.parametrize("flow", ["pull", "push"])
 def test_conductor_places_remaining_tokens_and_releases_reservations(flow: str) -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True, **settings(flow=flow), **MIGRATES) as s:
+        async with fake_deployment(emits_first_token=True, **settings(flow=flow), **MIGRATES) as s:
             let_fail(s, die_after=3)
             check_complete(events_of((await post(s, BODY | USAGE)).text))
             check_nothing_is_reserved(s)

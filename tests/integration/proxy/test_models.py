@@ -11,7 +11,7 @@ import httpx
 import pytest
 import uvloop
 from support.proxy_conductor import settings
-from support.proxy_fakes import FakeInstance, Stand, stand
+from support.proxy_fakes import FakeDeployment, FakeInstance, fake_deployment
 from support.proxy_fakes_client import BODY, post
 
 from mooncake_proxy.config import ProxyConfig
@@ -27,7 +27,7 @@ def spec(fake: FakeInstance, role: Role, *models: str) -> InstanceSpec:
     return InstanceSpec(Origin.parse(fake.url), role, models=models)
 
 
-def name_the_models(s: Stand) -> None:
+def name_the_models(s: FakeDeployment) -> None:
     """The first pair serves `qwen`, also as `chatty`; the second `llama`."""
     pools = s.app.process.pools
     for fake in (*s.prefills, *s.decodes):
@@ -37,7 +37,7 @@ def name_the_models(s: Stand) -> None:
         pools.add(spec(s.decodes[position], Role.DECODE, *names))
 
 
-async def get(s: Stand, path: str) -> httpx.Response:
+async def get(s: FakeDeployment, path: str) -> httpx.Response:
     async with httpx.AsyncClient(base_url=s.url) as client:
         return await client.get(path)
 
@@ -45,7 +45,7 @@ async def get(s: Stand, path: str) -> httpx.Response:
 @pytest.mark.parametrize("conductor", [{}, settings("cost")])
 def test_requests_go_to_the_pool_of_their_model(conductor: dict[str, object]) -> None:
     async def main() -> None:
-        async with stand(2, 2, **conductor) as s:
+        async with fake_deployment(2, 2, **conductor) as s:
             name_the_models(s)
             for model, position in (("qwen", 0), ("chatty", 0), ("llama", 1)):
                 before = len(s.prefills[position].generated), len(s.decodes[position].generated)
@@ -59,7 +59,7 @@ def test_requests_go_to_the_pool_of_their_model(conductor: dict[str, object]) ->
 
 def test_unknown_model_gets_openai_error() -> None:
     async def main() -> None:
-        async with stand(2, 2) as s:
+        async with fake_deployment(2, 2) as s:
             name_the_models(s)
             answer = await post(s, BODY | {"model": "gpt"})
             assert answer.status_code == 404
@@ -80,7 +80,7 @@ def test_unknown_model_gets_openai_error() -> None:
 
 def test_instance_without_model_name_serves_all_other_models() -> None:
     async def main() -> None:
-        async with stand(3, 3) as s:
+        async with fake_deployment(3, 3) as s:
             name_the_models(s)
             pools = s.app.process.pools
             pools.add(spec(s.prefills[2], Role.PREFILL))
@@ -95,7 +95,7 @@ def test_instance_without_model_name_serves_all_other_models() -> None:
 
 def test_all_models_are_listed() -> None:
     async def main() -> None:
-        async with stand(2, 2) as s:
+        async with fake_deployment(2, 2) as s:
             name_the_models(s)
             listed = (await get(s, "/v1/models")).json()
             assert listed["object"] == "list"
@@ -112,7 +112,7 @@ def test_all_models_are_listed() -> None:
 
 def test_model_without_instances_is_unknown_others_are_served() -> None:
     async def main() -> None:
-        async with stand(2, 2) as s:
+        async with fake_deployment(2, 2) as s:
             name_the_models(s)
             for fake in (s.prefills[1], s.decodes[1]):
                 s.app.process.pools.drain(fake.url, then_remove=True)
@@ -124,7 +124,7 @@ def test_model_without_instances_is_unknown_others_are_served() -> None:
 
 def test_instance_cannot_change_its_model_in_place() -> None:
     async def main() -> None:
-        async with stand(2, 2, admin_keys=frozenset({"admin"})) as s:
+        async with fake_deployment(2, 2, admin_keys=frozenset({"admin"})) as s:
             name_the_models(s)
             change = {"operation": "add", "url": s.decodes[0].url, "role": "decode"}
             async with httpx.AsyncClient(base_url=s.url) as client:

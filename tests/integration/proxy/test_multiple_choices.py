@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from support.proxy_fakes import Stand, stand, text_of, token_id
+from support.proxy_fakes import FakeDeployment, fake_deployment, text_of, token_id
 from support.proxy_fakes_client import BODY, CHAT, events_of, post
 
 from mooncake_proxy.http1.http_wire import Origin
@@ -18,7 +18,7 @@ PATHS = {"/v1/completions": BODY, "/v1/chat/completions": CHAT}
 SEVERAL: Json = {"n": 3}
 
 
-def continue_prompts(s: Stand) -> None:
+def continue_prompts(s: FakeDeployment) -> None:
     """Make every P behave as vLLM with our connector."""
     for fake in s.prefills:
         fake.behaviour.continues_prompt = True
@@ -42,7 +42,7 @@ def test_vllm_prefill_computes_one_choice(
     path: str, *, emits_first_token: bool, is_streamed: bool
 ) -> None:
     async def main() -> None:
-        async with stand(emits_first_token=emits_first_token) as s:
+        async with fake_deployment(emits_first_token=emits_first_token) as s:
             continue_prompts(s)
             ends = {"stop": ["t9"], "stop_token_ids": [9], "min_tokens": 2}
             body = PATHS[path] | SEVERAL | ends | {"stream": is_streamed, "best_of": 3}
@@ -67,7 +67,7 @@ def test_vllm_prefill_computes_one_choice(
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_prefill_that_leases_every_choice_gets_full_n(*, is_streamed: bool) -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.publish_topologies(splits_choices=True)
             answer = await post(s, BODY | SEVERAL | {"stream": is_streamed})
             assert texts(answer, is_streamed=is_streamed) == [text_of(5)] * 3
@@ -83,7 +83,7 @@ def test_vllm_decode_gets_one_lease_from_our_prefill() -> None:
     """vLLM would fetch one of several leases, and the others would expire."""
 
     async def main() -> None:
-        async with stand(emits_first_token=True) as s:
+        async with fake_deployment(emits_first_token=True) as s:
             pool = s.app.router.pool
             pool.note_topology(pool.get(s.prefill.url), PairTopology("p", splits_choices=True))
             answer = await post(s, BODY | SEVERAL)
@@ -98,7 +98,7 @@ def test_vllm_decode_gets_one_lease_from_our_prefill() -> None:
 
 def test_prefill_stopped_on_first_token_falls_back_to_decode() -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True) as s:
+        async with fake_deployment(emits_first_token=True) as s:
             continue_prompts(s)
             s.prefill.behaviour.stops_at_first = True
             answer = await post(s, BODY | SEVERAL)
@@ -114,7 +114,7 @@ def test_nixl_lease_serves_one_choice() -> None:
     whatever the blocks contain by then."""
 
     async def main() -> None:
-        async with stand(emits_first_token=True) as s:
+        async with fake_deployment(emits_first_token=True) as s:
             answer = await post(s, BODY | SEVERAL)
             assert texts(answer, is_streamed=False) == [text_of(5)] * 3
             assert "kv_transfer_params" not in s.decode.generated[0].body
@@ -126,7 +126,7 @@ def test_nixl_lease_serves_one_choice() -> None:
 
 def test_transfer_named_by_proxy_serves_one_choice() -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True) as s:
+        async with fake_deployment(emits_first_token=True) as s:
             origin = Origin.parse(s.prefill.url)
             s.app.router.pool.add(InstanceSpec(origin, Role.PREFILL, bootstrap_port=origin.port))
             s.prefill.behaviour.has_params = False
@@ -142,7 +142,7 @@ def test_transfer_named_by_proxy_serves_one_choice() -> None:
 
 def test_push_prefill_computes_one_choice() -> None:
     async def main() -> None:
-        async with stand(flow="push") as s:
+        async with fake_deployment(flow="push") as s:
             s.publish_topologies(splits_choices=True)
             await post(s, BODY | SEVERAL | {"best_of": 3, "stop": ["t9"]})
             [asked] = s.prefill.generated

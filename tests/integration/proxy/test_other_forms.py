@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
-from support.proxy_fakes import Stand, stand, text_of
+from support.proxy_fakes import FakeDeployment, fake_deployment, text_of
 from support.proxy_fakes_client import NO_TLS
 
 from mooncake_proxy.api.api_keys import tenant_salt
@@ -26,7 +26,7 @@ BODIES: dict[str, Json] = {
 }
 
 
-async def post(s: Stand, path: str, headers: Any = None, **more: Any) -> httpx.Response:
+async def post(s: FakeDeployment, path: str, headers: Any = None, **more: Any) -> httpx.Response:
     body = BODIES[path.partition("?")[0]] | more
     async with httpx.AsyncClient(base_url=s.url, verify=NO_TLS) as client:
         return await client.post(path, json=body, headers=headers)
@@ -52,7 +52,7 @@ def whole_text(answer: Json) -> str:
 @pytest.mark.parametrize("path", BODIES)
 def test_instances_receive_chat_requests(path: str, flow: str) -> None:
     async def main() -> None:
-        async with stand(flow=flow) as s:
+        async with fake_deployment(flow=flow) as s:
             answer = await post(s, path)
             assert answer.status_code == 200, answer.text
             assert whole_text(answer.json()) == text_of(5)
@@ -72,7 +72,7 @@ def test_instances_receive_chat_requests(path: str, flow: str) -> None:
 @pytest.mark.parametrize("path", BODIES)
 def test_errors_have_the_format_of_the_api(path: str) -> None:
     async def main() -> None:
-        async with stand(local_prefill=False) as s:
+        async with fake_deployment(local_prefill=False) as s:
             refused = await post(s, path, n=2)
             assert refused.status_code == 400
             assert "n is not supported" in refused.json()["error"]["message"]
@@ -92,7 +92,7 @@ def test_errors_have_the_format_of_the_api(path: str) -> None:
 @pytest.mark.parametrize("path", BODIES)
 def test_broken_stream_ends_with_error(path: str) -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.decode.behaviour.error_after = 2
             found = payloads((await post(s, path, stream=True)).text)
             assert found[-1]["type"] in ("response.failed", "error")
@@ -102,7 +102,7 @@ def test_broken_stream_ends_with_error(path: str) -> None:
 
 def test_query_string_is_ignored_and_adds_no_metric_label() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             answer = await post(s, "/v1/messages?beta=true")
             assert whole_text(answer.json()) == text_of(5)
             assert s.count("requests", "/v1/messages", "200") == 1
@@ -112,7 +112,7 @@ def test_query_string_is_ignored_and_adds_no_metric_label() -> None:
 
 def test_key_is_accepted_in_anthropic_header() -> None:
     async def main() -> None:
-        async with stand(api_keys=frozenset({"good"})) as s:
+        async with fake_deployment(api_keys=frozenset({"good"})) as s:
             for headers in ({"x-api-key": "bad"}, {}):
                 refused = await post(s, "/v1/messages", headers)
                 assert refused.status_code == 401
@@ -136,7 +136,7 @@ def test_cache_salt_does_not_depend_on_key_header() -> None:
 
 def test_client_disconnect_aborts_request_on_instances() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.decode.behaviour.token_delay_s = 0.05
             async with (
                 httpx.AsyncClient(base_url=s.url, verify=NO_TLS) as client,

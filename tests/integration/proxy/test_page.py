@@ -9,7 +9,7 @@ from pathlib import Path
 import httpx
 import pytest
 import uvloop
-from support.proxy_fakes import stand
+from support.proxy_fakes import fake_deployment
 from support.proxy_fakes_client import BODY, post
 
 from mooncake_proxy.pool.health_checks import HealthConfig
@@ -24,7 +24,7 @@ def test_page_shows_instances_and_figures(tmp_path: Path) -> None:
     flags += ["--virtual-time-budget=4000", "--dump-dom"]
 
     async def main() -> None:
-        async with stand(num_decodes=2) as s:
+        async with fake_deployment(num_decodes=2) as s:
             for _ in range(3):
                 await post(s, BODY)
             await s.decodes[1].kill()
@@ -52,7 +52,7 @@ def test_pool_hits_are_shown_by_tier() -> None:
     health = HealthConfig(interval_s=0.02)
 
     async def main() -> None:
-        async with stand(health=health) as s, httpx.AsyncClient(base_url=s.url) as client:
+        async with fake_deployment(health=health) as s, httpx.AsyncClient(base_url=s.url) as client:
             s.prefills[0].behaviour.kv_pool = {"saved": 9, "found": {"dram": 4, "ssd": 1}}
             s.decodes[0].behaviour.kv_pool = {"saved": "many"}  # metrics of another engine
             for _ in range(200):
@@ -72,7 +72,7 @@ def test_pool_hits_are_shown_by_tier() -> None:
 
 def test_history_is_kept_by_server_and_page_requests_new_samples() -> None:
     async def main() -> None:
-        async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
+        async with fake_deployment() as s, httpx.AsyncClient(base_url=s.url) as client:
             process = s.app.process
             for _ in range(3):
                 await post(s, BODY)
@@ -92,7 +92,7 @@ def test_history_is_kept_by_server_and_page_requests_new_samples() -> None:
 def test_received_kv_is_shown_by_pair() -> None:
     async def main() -> None:
         health = HealthConfig(interval_s=0.02)
-        async with stand(health=health) as s, httpx.AsyncClient(base_url=s.url) as client:
+        async with fake_deployment(health=health) as s, httpx.AsyncClient(base_url=s.url) as client:
             sender = f"engine-{s.prefills[0].name}"
             received = {sender: 100, f"{sender}-dp1": 20, "engine-of-yesterday": 3}
             s.decodes[0].behaviour.bytes_received = received
@@ -113,7 +113,7 @@ def test_received_kv_is_shown_by_pair() -> None:
 
 def test_prometheus_targets_list_all_instances() -> None:
     async def main() -> None:
-        async with stand(num_decodes=2) as s, httpx.AsyncClient(base_url=s.url) as client:
+        async with fake_deployment(num_decodes=2) as s, httpx.AsyncClient(base_url=s.url) as client:
             answer = await client.get("/metrics/targets")
             assert answer.headers["content-type"] == "application/json"
             roles = {fake.url: "prefill" for fake in s.prefills}
@@ -135,7 +135,7 @@ def test_prometheus_targets_list_all_instances() -> None:
 
 def test_rejections_are_counted_by_reason() -> None:
     async def main() -> None:
-        async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
+        async with fake_deployment() as s, httpx.AsyncClient(base_url=s.url) as client:
             s.app.process.router.metrics.requests.add("/v1/completions", "429")
             s.app.process.router.metrics.rate_limited.add("team", "tokens")
             s.app.process.router.metrics.requests.add("/v1/completions", "429")
@@ -149,7 +149,7 @@ def test_rejections_are_counted_by_reason() -> None:
 
 def test_page_is_self_contained() -> None:
     async def main() -> None:
-        async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
+        async with fake_deployment() as s, httpx.AsyncClient(base_url=s.url) as client:
             page = await client.get("/")
             assert page.headers["content-type"] == "text/html; charset=utf-8"
             # an XML namespace, which nothing fetches

@@ -16,7 +16,7 @@ import pytest
 import uvloop
 from support.ports import free_range
 from support.proxy_conductor import conductor_of, settings
-from support.proxy_fakes import Stand, stand
+from support.proxy_fakes import FakeDeployment, fake_deployment
 from support.proxy_fakes_client import BODY, post
 
 from mooncake_conductor.policies.situation import Plan
@@ -46,7 +46,7 @@ def peered(url: str) -> dict[str, object]:
     return settings("cost", peers=(url,), peer_secret=SECRET)
 
 
-def peers_of(s: Stand) -> PeerProxies:
+def peers_of(s: FakeDeployment) -> PeerProxies:
     assert s.app.peers is not None
     return s.app.peers
 
@@ -68,9 +68,9 @@ def secret(tmp_path: Path) -> Path:
 
 @asynccontextmanager
 async def other_proxy(
-    s: Stand, port: int, secret: Path
+    s: FakeDeployment, port: int, secret: Path
 ) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A proxy process over the same instances that exchanges reservations with the stand's
+    """A proxy process over the same instances that exchanges reservations with the deployment's
     proxy."""
     flags = [part for fake in s.prefills for part in ("--prefill", fake.url)]
     flags += [part for fake in s.decodes for part in ("--decode", fake.url)]
@@ -98,7 +98,10 @@ def test_peer_reservations_count_until_they_end(
     async def main() -> None:
         port = free_range(1).first
         url = f"http://127.0.0.1:{port}"
-        async with stand(2, 1, **peered(url)) as s, httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+        async with (
+            fake_deployment(2, 1, **peered(url)) as s,
+            httpx.AsyncClient(timeout=TIMEOUT_S) as client,
+        ):
             book = conductor_of(s).pairs.conductor.book
             for fake in s.prefills:
                 fake.behaviour.hangs = True
@@ -131,7 +134,10 @@ def test_late_peer_receives_full_snapshot(secret: Path) -> None:
     async def main() -> None:
         port = free_range(1).first
         url = f"http://127.0.0.1:{port}"
-        async with stand(1, 1, **peered(url)) as s, httpx.AsyncClient(timeout=TIMEOUT_S) as client:
+        async with (
+            fake_deployment(1, 1, **peered(url)) as s,
+            httpx.AsyncClient(timeout=TIMEOUT_S) as client,
+        ):
             s.prefill.behaviour.hangs = True
             own = asyncio.ensure_future(post(s, STREAM))
             [peer] = peers_of(s)._peers
@@ -149,7 +155,7 @@ def test_late_peer_receives_full_snapshot(secret: Path) -> None:
     uvloop.run(main())
 
 
-async def _peer_message(s: Stand) -> ReservationReport:
+async def _peer_message(s: FakeDeployment) -> ReservationReport:
     """A message as another process with this one's reservations would send it."""
     sharing = s.app.routers.share_reservations()
     assert sharing is not None
@@ -160,7 +166,7 @@ async def _peer_message(s: Stand) -> ReservationReport:
 
 
 async def _send(
-    s: Stand, message: ReservationReport, *, secret: str = SECRET, body: bytes = b""
+    s: FakeDeployment, message: ReservationReport, *, secret: str = SECRET, body: bytes = b""
 ) -> int:
     encoded = msgspec.json.encode(message)
     signed = signed_head(secret.encode(), f"{message.owner}.{message.number:x}", encoded)
@@ -174,7 +180,7 @@ async def _send(
 
 def test_unauthenticated_altered_and_replayed_messages_are_dropped() -> None:
     async def main() -> None:
-        async with stand(1, 1, **peered(UNREACHABLE)) as s:
+        async with fake_deployment(1, 1, **peered(UNREACHABLE)) as s:
             s.prefill.behaviour.hangs = True
             own = asyncio.ensure_future(post(s, STREAM))
             book = conductor_of(s).pairs.conductor.book
@@ -203,7 +209,7 @@ def test_unauthenticated_altered_and_replayed_messages_are_dropped() -> None:
 
 def test_snapshot_replaces_earlier_reservations() -> None:
     async def main() -> None:
-        async with stand(1, 1, **peered(UNREACHABLE)) as s:
+        async with fake_deployment(1, 1, **peered(UNREACHABLE)) as s:
             s.prefill.behaviour.hangs = True
             own = asyncio.ensure_future(post(s, STREAM))
             book = conductor_of(s).pairs.conductor.book
@@ -234,7 +240,7 @@ def test_reservations_of_silent_peer_expire(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(peer_proxies, name, 0.1)
 
     async def main() -> None:
-        async with stand(1, 1, **peered(UNREACHABLE)) as s:
+        async with fake_deployment(1, 1, **peered(UNREACHABLE)) as s:
             s.prefill.behaviour.hangs = True
             own = asyncio.ensure_future(post(s, STREAM))
             book = conductor_of(s).pairs.conductor.book
@@ -275,7 +281,7 @@ def test_worker_relays_peer_reservations_to_other_workers() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         ours.setblocking(False)
         async with AsyncExitStack() as stack:
-            s = await stack.enter_async_context(stand(1, 1, **peered(UNREACHABLE)))
+            s = await stack.enter_async_context(fake_deployment(1, 1, **peered(UNREACHABLE)))
             link = WorkerLink(0, theirs)
             link.open(s.app.routers, s.app.admission, s.app.process.tenants.limits)
             stack.callback(ours.close)

@@ -10,7 +10,7 @@ import httpx
 import msgspec
 import pytest
 import uvloop
-from support.proxy_fakes import FakeInstance, Stand, stand, text_of
+from support.proxy_fakes import FakeDeployment, FakeInstance, fake_deployment, text_of
 from support.proxy_fakes_client import BODY, STREAM, events_of, post, streamed_text
 
 from mooncake_proxy.http1.upstream_connection import ClientContext
@@ -27,16 +27,16 @@ from mooncake_proxy.pool.pool_file import PoolFileWatch
 ADMIN = {"authorization": "Bearer secret"}
 
 
-async def change(s: Stand, **body: Any) -> httpx.Response:
+async def change(s: FakeDeployment, **body: Any) -> httpx.Response:
     async with httpx.AsyncClient(base_url=s.url) as client:
         return await client.post("/instances", json=body, headers=ADMIN)
 
 
 def test_changes_need_an_admin_key() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             assert (await change(s, operation="drain", url=s.decode.url)).status_code == 403
-        async with stand(admin_keys=frozenset({"other"})) as s:
+        async with fake_deployment(admin_keys=frozenset({"other"})) as s:
             answer = await change(s, operation="drain", url=s.decode.url)
             assert answer.status_code == 401
             assert answer.headers["www-authenticate"] == "Bearer"
@@ -48,7 +48,7 @@ def test_instance_is_added_and_removed_at_run_time() -> None:
     async def main() -> None:
         extra = FakeInstance("extra")
         await extra.start()
-        async with stand(num_decodes=0, admin_keys=frozenset({"secret"})) as s:
+        async with fake_deployment(num_decodes=0, admin_keys=frozenset({"secret"})) as s:
             assert (await post(s, BODY)).status_code == 503
             added = await change(s, operation="add", url=extra.url, role="decode")
             assert added.json()["instance"]["role"] == "decode"
@@ -62,7 +62,7 @@ def test_instance_is_added_and_removed_at_run_time() -> None:
 
 def test_invalid_change_returns_its_reason() -> None:
     async def main() -> None:
-        async with stand(admin_keys=frozenset({"secret"})) as s:
+        async with fake_deployment(admin_keys=frozenset({"secret"})) as s:
             missing = await change(s, operation="drain", url="http://127.0.0.1:1")
             assert missing.status_code == 404
             assert s.decode.url in missing.json()["error"]["message"]
@@ -75,7 +75,7 @@ def test_invalid_change_returns_its_reason() -> None:
 
 def test_drained_instance_completes_requests_and_gets_no_new_ones_under_load() -> None:
     async def main() -> None:
-        async with stand(num_decodes=2, admin_keys=frozenset({"secret"})) as s:
+        async with fake_deployment(num_decodes=2, admin_keys=frozenset({"secret"})) as s:
             s.decodes[0].behaviour.token_delay_s = 0.02
             s.decodes[1].behaviour.status = 500
             running = asyncio.ensure_future(post(s, BODY | {"stream": True}))
@@ -94,7 +94,7 @@ def test_drained_instance_completes_requests_and_gets_no_new_ones_under_load() -
 
 def test_only_an_idle_instance_switches_its_role() -> None:
     async def main() -> None:
-        async with stand(num_decodes=2, admin_keys=frozenset({"secret"})) as s:
+        async with fake_deployment(num_decodes=2, admin_keys=frozenset({"secret"})) as s:
             for fake in s.decodes:
                 fake.behaviour.hangs = True
             running = asyncio.ensure_future(post(s, BODY))
@@ -119,7 +119,7 @@ def test_only_an_idle_instance_switches_its_role() -> None:
 
 def test_pool_file_changes_are_applied(tmp_path: Path) -> None:
     async def main() -> None:
-        async with stand(num_decodes=2) as s:
+        async with fake_deployment(num_decodes=2) as s:
             for fake in s.decodes:
                 s.app.router.pool.remove(fake.url)
             path = tmp_path / "pools.yaml"
@@ -146,7 +146,7 @@ def test_labelled_pod_changes_are_applied() -> None:
         api = await asyncio.start_server(_api(pods), "127.0.0.1", 0)
         url = f"http://127.0.0.1:{api.sockets[0].getsockname()[1]}"
         settings = {"kubernetes": "serving/app=llm", "kubernetes_api": url}
-        async with stand(num_prefills=0, num_decodes=0, **settings) as s:
+        async with fake_deployment(num_prefills=0, num_decodes=0, **settings) as s:
             names = [i.name for i in s.app.router.pool]
             assert names == ["http://127.0.0.1:8101"]
         api.close()
@@ -212,7 +212,7 @@ def _api(pods: list[dict[str, Any]]) -> Any:
 def test_ejected_instance_without_health_checks_returns_by_operator_only(operation: str) -> None:
     async def main() -> None:
         settings: dict[str, Any] = {"eject_after": 2, "admin_keys": frozenset({"secret"})}
-        async with stand(num_decodes=2, **settings) as s:
+        async with fake_deployment(num_decodes=2, **settings) as s:
             broken = s.decodes[0]
             broken.behaviour.drops = True
             for _ in range(20):
@@ -236,7 +236,7 @@ def test_ejected_instance_without_health_checks_returns_by_operator_only(operati
 
 def test_busy_instance_is_drained_before_role_change_by_file(tmp_path: Path) -> None:
     async def main() -> None:
-        async with stand(num_decodes=2) as s:
+        async with fake_deployment(num_decodes=2) as s:
             pool = s.app.router.pool
             for fake in s.decodes:
                 pool.remove(fake.url)
@@ -282,7 +282,7 @@ def test_unresponsive_cluster_api_blocks_neither_start_nor_pool(
         api = await asyncio.start_server(serve, "127.0.0.1", 0)
         url = f"http://127.0.0.1:{api.sockets[0].getsockname()[1]}"
         settings = {"kubernetes": "serving/app=llm", "kubernetes_api": url}
-        async with stand(num_prefills=0, num_decodes=0, **settings) as s:
+        async with fake_deployment(num_prefills=0, num_decodes=0, **settings) as s:
             assert not list(s.app.router.pool)
             is_silent = False
             while not list(s.app.router.pool):  # noqa: ASYNC110  # of the watch

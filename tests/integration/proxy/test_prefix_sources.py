@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import uvloop
 from support.proxy_conductor import check_nothing_is_reserved, conductor_of, settings
-from support.proxy_fakes import FakeInstance, Stand, stand
+from support.proxy_fakes import FakeDeployment, FakeInstance, fake_deployment
 from support.proxy_fakes_client import BODY, post
 
 from mooncake_kv.params import PrefixSource, parse_kv_transfer_params
@@ -34,7 +34,7 @@ def _use_pool(fake: FakeInstance, port: int, **store: Any) -> None:
 
 
 async def _second_turn(
-    s: Stand, between: Callable[[], None] = lambda: None
+    s: FakeDeployment, between: Callable[[], None] = lambda: None
 ) -> tuple[FakeInstance, dict[str, Any]]:
     """The busy holder of a prompt's prefix, and the parameters that another instance receives with
     the prompt. `between` runs before the second request."""
@@ -55,7 +55,7 @@ async def _second_turn(
 @pytest.mark.parametrize("flow", ["pull", "push"])
 def test_prefill_instance_receives_fetch_source(flow: str) -> None:
     async def main() -> None:
-        async with stand(2, 1, **settings(flow=flow)) as s:
+        async with fake_deployment(2, 1, **settings(flow=flow)) as s:
             for number, fake in enumerate(s.prefills):
                 _use_pool(fake, 7701 + number)
             home, params = await _second_turn(s)
@@ -76,7 +76,7 @@ def test_prefill_instance_receives_fetch_source(flow: str) -> None:
 @pytest.mark.parametrize("missing", ["pool", "store"])
 def test_holder_that_cannot_send_is_no_fetch_source(missing: str) -> None:
     async def main() -> None:
-        async with stand(2, 1, **settings()) as s:
+        async with fake_deployment(2, 1, **settings()) as s:
             if missing == "store":
                 for fake in s.prefills:
                     fake.behaviour.kv_pool = {"saved": 1, "found": {}}
@@ -90,7 +90,7 @@ def test_holder_that_cannot_send_is_no_fetch_source(missing: str) -> None:
 
 def test_restarted_store_is_named_with_new_epoch() -> None:
     async def main() -> None:
-        async with stand(2, 1, **settings()) as s:
+        async with fake_deployment(2, 1, **settings()) as s:
             for number, fake in enumerate(s.prefills):
                 _use_pool(fake, 7701 + number)
 
@@ -106,7 +106,7 @@ def test_restarted_store_is_named_with_new_epoch() -> None:
 
 def test_engine_parses_fetch_source_of_proxy() -> None:
     async def main() -> None:
-        async with stand(2, 1, **settings()) as s:
+        async with fake_deployment(2, 1, **settings()) as s:
             for number, fake in enumerate(s.prefills):
                 _use_pool(fake, 7701 + number)
             home, params = await _second_turn(s)
@@ -121,7 +121,7 @@ def test_engine_parses_fetch_source_of_proxy() -> None:
 
 def test_instance_of_both_roles_receives_fetch_source() -> None:
     async def main() -> None:
-        async with stand(0, 0, 2, **settings()) as s:
+        async with fake_deployment(0, 0, 2, **settings()) as s:
             for number, fake in enumerate(s.decodes):
                 _use_pool(fake, 7701 + number)
             await s.app.checker.check_all()

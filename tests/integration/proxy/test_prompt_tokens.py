@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 import uvloop
-from support.proxy_fakes import Stand, stand
+from support.proxy_fakes import FakeDeployment, fake_deployment
 from support.proxy_fakes_client import BODY, post
-from support.sglang_pair import sglang_stand
+from support.sglang_pair import sglang_deployment
 
 from mooncake_proxy.routing.prefix_index import Tokenizer, load_tokenizer
 from mooncake_proxy.routing.prompt_tokens import PROBE
@@ -24,7 +24,7 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(MODEL)
 
 
-async def agree(s: Stand) -> None:
+async def agree(s: FakeDeployment) -> None:
     """Send one request, and wait until all instances have answered the tokenizer probe."""
     tokens = s.app.router.prompt_tokens
     assert tokens is not None
@@ -37,7 +37,7 @@ async def agree(s: Stand) -> None:
 @pytest.mark.parametrize("flow", ["pull", "push"])
 def test_both_instances_receive_ids_instead_of_text(flow: str, tokenizer: Tokenizer) -> None:
     async def main() -> None:
-        async with stand(**WITH_TOKENIZER, flow=flow) as s:
+        async with fake_deployment(**WITH_TOKENIZER, flow=flow) as s:
             for fake in (s.prefill, s.decode):
                 fake.behaviour.tokens = tokenizer.encode(PROBE, add_special_tokens=True)
             await agree(s)
@@ -58,7 +58,7 @@ def test_sglang_pair_receives_ids(tokenizer: Tokenizer) -> None:
     vLLM's."""
 
     async def main() -> None:
-        async with sglang_stand(**WITH_TOKENIZER) as s:
+        async with sglang_deployment(**WITH_TOKENIZER) as s:
             for fake in (s.prefill, s.decode):
                 fake.behaviour.tokens = tokenizer.encode(PROBE, add_special_tokens=True)
             await agree(s)
@@ -73,7 +73,7 @@ def test_sglang_pair_receives_ids(tokenizer: Tokenizer) -> None:
 
 def test_instance_with_another_tokenizer_receives_text(tokenizer: Tokenizer) -> None:
     async def main() -> None:
-        async with stand(**WITH_TOKENIZER) as s:
+        async with fake_deployment(**WITH_TOKENIZER) as s:
             s.prefill.behaviour.tokens = tokenizer.encode(PROBE, add_special_tokens=True)
             s.decode.behaviour.tokens = [1, 2, 3]
             await agree(s)
@@ -89,7 +89,7 @@ def test_prompt_that_ids_cannot_express_is_forwarded_unchanged(
     fields: dict[str, object], tokenizer: Tokenizer
 ) -> None:
     async def main() -> None:
-        async with stand(**WITH_TOKENIZER) as s:
+        async with fake_deployment(**WITH_TOKENIZER) as s:
             for fake in (s.prefill, s.decode):
                 fake.behaviour.tokens = tokenizer.encode(PROBE, add_special_tokens=True)
             await agree(s)

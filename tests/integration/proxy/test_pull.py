@@ -7,13 +7,13 @@ import asyncio
 import httpx
 import pytest
 import uvloop
-from support.proxy_fakes import PROMPT_IDS, stand, text_of, token_id, word
+from support.proxy_fakes import PROMPT_IDS, fake_deployment, text_of, token_id, word
 from support.proxy_fakes_client import BODY, CHAT, STREAM, events_of, post, streamed_text
 
 
 def test_whole_completion() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             answer = await post(s, BODY)
             assert answer.status_code == 200
             assert answer.json()["choices"][0]["text"] == text_of(5)
@@ -37,7 +37,7 @@ def test_whole_completion() -> None:
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_stream_is_one_coherent_answer(cut: str, path: str) -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.decode.behaviour.cut = cut
             body = CHAT if "chat" in path else BODY
             options = {"stream": True, "stream_options": {"include_usage": True}}
@@ -64,7 +64,7 @@ def test_stream_is_one_coherent_answer(cut: str, path: str) -> None:
 
 def test_first_token_arrives_before_decoder_responds() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.decode.behaviour.hangs = True
             async with (
                 httpx.AsyncClient(base_url=s.url) as client,
@@ -78,7 +78,7 @@ def test_first_token_arrives_before_decoder_responds() -> None:
 
 def test_first_token_repeated_by_decoder_is_sent_once() -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True) as s:
+        async with fake_deployment(emits_first_token=True) as s:
             answer = await post(s, BODY | {"stream": True})
             assert streamed_text(events_of(answer.text)) == text_of(5)
 
@@ -88,7 +88,7 @@ def test_first_token_repeated_by_decoder_is_sent_once() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_request_ending_on_first_token_skips_decoder(stream: bool) -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.prefill.behaviour.stops_at_first = True
             s.prefill.behaviour.first_text = ""
             options = {"stream": stream, "stream_options": {"include_usage": True}}
@@ -112,7 +112,7 @@ def test_stream_ending_on_first_token_has_requested_token_ids(
     path: str, is_asked: bool, recomputes: bool
 ) -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True, recomputes=recomputes) as s:
+        async with fake_deployment(emits_first_token=True, recomputes=recomputes) as s:
             s.prefill.behaviour.stops_at_first = s.prefill.behaviour.continues_prompt = True
             body = (CHAT if "chat" in path else BODY) | STREAM | {"return_token_ids": is_asked}
             events = events_of((await post(s, body, path)).text)
@@ -128,7 +128,7 @@ def test_stream_ending_on_first_token_has_requested_token_ids(
 
 def test_max_tokens_of_one_is_answered_by_prefiller() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             answer = await post(s, BODY | {"max_tokens": 1})
             assert answer.json()["choices"][0]["text"] == word(0)
             assert "kv_transfer_params" not in s.prefill.generated[0].body
@@ -139,7 +139,7 @@ def test_max_tokens_of_one_is_answered_by_prefiller() -> None:
 
 def test_min_tokens_is_sent_only_if_client_sent_it() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             await post(s, BODY)
             await post(s, BODY | {"min_tokens": 4})
             first, second = s.prefill.generated
@@ -152,7 +152,7 @@ def test_min_tokens_is_sent_only_if_client_sent_it() -> None:
 
 def test_several_choices_stream_side_by_side() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.publish_topologies(splits_choices=True)
             answer = await post(s, BODY | {"stream": True, "n": 2, "logprobs": 1})
             assert s.prefill.generated[0].body["n"] == 2
@@ -168,7 +168,7 @@ def test_several_choices_stream_side_by_side() -> None:
 
 def test_model_and_tokenize_requests_are_forwarded_to_one_instance() -> None:
     async def main() -> None:
-        async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
+        async with fake_deployment() as s, httpx.AsyncClient(base_url=s.url) as client:
             assert (await client.get("/v1/models/m")).json() == {"id": "m"}
             unknown = await client.get("/v1/models/other")
             assert (unknown.status_code, unknown.json()) == (404, {"error": "unknown"})
@@ -181,7 +181,7 @@ def test_model_and_tokenize_requests_are_forwarded_to_one_instance() -> None:
 
 def test_models_metrics_health() -> None:
     async def main() -> None:
-        async with stand() as s, httpx.AsyncClient(base_url=s.url) as client:
+        async with fake_deployment() as s, httpx.AsyncClient(base_url=s.url) as client:
             assert (await client.get("/v1/models")).json()["data"][0]["id"] == "m"
             health = (await client.get("/health")).json()
             assert [i["role"] for i in health["instances"]] == ["prefill", "decode"]
@@ -198,7 +198,7 @@ def test_models_metrics_health() -> None:
 @pytest.mark.parametrize("flow", ["pull", "push"])
 def test_short_prompts_bypass_prefill_instances(flow: str) -> None:
     async def main() -> None:
-        async with stand(flow=flow, short_prompt_tokens=40) as s:
+        async with fake_deployment(flow=flow, short_prompt_tokens=40) as s:
             answer = await post(s, BODY | {"prompt": [7] * 40})
             assert answer.json()["choices"][0]["text"] == text_of(5)
             assert not s.prefill.generated

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import uvloop
-from support.proxy_fakes import Stand, stand, text_of, word
+from support.proxy_fakes import FakeDeployment, fake_deployment, text_of, word
 from support.proxy_fakes_client import (
     BODY,
     CHAT,
@@ -39,7 +39,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
 @pytest.mark.parametrize("stream", [False, True])
 def test_no_live_decoder_returns_503_without_prefill(stream: bool) -> None:
     async def main() -> None:
-        async with stand(num_decodes=0) as s:
+        async with fake_deployment(num_decodes=0) as s:
             answer = await post(s, BODY | {"stream": stream})
             assert answer.status_code == 503
             assert error_of(answer)["code"] == "no_live_decode"
@@ -50,7 +50,7 @@ def test_no_live_decoder_returns_503_without_prefill(stream: bool) -> None:
 
 def test_dead_decoder_returns_error_status_and_releases_prefill_kv() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             await s.decode.kill()
             answer = await post(s, BODY)
             assert answer.status_code == 502
@@ -62,7 +62,7 @@ def test_dead_decoder_returns_error_status_and_releases_prefill_kv() -> None:
 
 def test_dead_decoder_after_first_token_sends_error_event() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             await s.decode.kill()
             answer = await post(s, STREAM)
             events = events_of(answer.text)
@@ -76,13 +76,13 @@ def test_dead_decoder_after_first_token_sends_error_event() -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_decoder_failure_before_first_event_fails_over(stream: bool) -> None:
     async def main() -> None:
-        async with stand(num_decodes=2, decode_policy="round-robin") as s:
+        async with fake_deployment(num_decodes=2, decode_policy="round-robin") as s:
             for fake in s.decodes:
                 for _ in range(2):
                     assert await _with_one_dead(s, fake, stream) == text_of(5)
             assert s.count("retries", "decode") >= 2
 
-    async def _with_one_dead(s: Stand, fake: Any, stream: bool) -> str:
+    async def _with_one_dead(s: FakeDeployment, fake: Any, stream: bool) -> str:
         fake.behaviour.drops = True
         answer = await post(s, BODY | {"stream": stream})
         fake.behaviour.drops = False
@@ -98,7 +98,7 @@ def test_decoder_failure_before_first_event_fails_over(stream: bool) -> None:
 
 def test_second_attempt_has_new_request_id() -> None:
     async def main() -> None:
-        async with stand(num_prefills=2, prefill_policy="round-robin") as s:
+        async with fake_deployment(num_prefills=2, prefill_policy="round-robin") as s:
             for fake in s.prefills:
                 fake.behaviour.status = 500
             await post(s, BODY)
@@ -110,7 +110,7 @@ def test_second_attempt_has_new_request_id() -> None:
 
 def test_dead_prefiller_fails_over_and_then_the_decoder_prefills() -> None:
     async def main() -> None:
-        async with stand(num_prefills=2) as s:
+        async with fake_deployment(num_prefills=2) as s:
             await s.prefills[0].kill()
             for _ in range(4):
                 assert (await post(s, BODY)).json()["choices"][0]["text"] == text_of(5)
@@ -125,7 +125,7 @@ def test_dead_prefiller_fails_over_and_then_the_decoder_prefills() -> None:
 
 def test_dead_prefiller_without_local_prefill_returns_error() -> None:
     async def main() -> None:
-        async with stand(local_prefill=False) as s:
+        async with fake_deployment(local_prefill=False) as s:
             await s.prefill.kill()
             answer = await post(s, BODY)
             assert answer.status_code == 502
@@ -136,7 +136,7 @@ def test_dead_prefiller_without_local_prefill_returns_error() -> None:
 
 def test_idle_decoders_share_the_requests() -> None:
     async def main() -> None:
-        async with stand(num_decodes=2) as s:
+        async with fake_deployment(num_decodes=2) as s:
             for _ in range(24):
                 await post(s, BODY)
             counts = [len(fake.generated) for fake in s.decodes]
@@ -148,7 +148,7 @@ def test_idle_decoders_share_the_requests() -> None:
 @pytest.mark.parametrize("cut", ["two", "split"])
 def test_error_event_split_over_packets_reaches_client(cut: str) -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.decode.behaviour.error_after = 2
             s.decode.behaviour.cut = cut
             s.decode.behaviour.token_delay_s = 0.005
@@ -164,7 +164,7 @@ def test_error_event_split_over_packets_reaches_client(cut: str) -> None:
 
 def test_error_as_first_event_after_200_sets_response_status() -> None:
     async def main() -> None:
-        async with stand(num_prefills=0, num_decodes=0, num_both=1) as s:
+        async with fake_deployment(num_prefills=0, num_decodes=0, num_both=1) as s:
             s.decode.behaviour.error_after = 0
             answer = await post(s, STREAM)
             assert answer.status_code == 500
@@ -175,7 +175,7 @@ def test_error_as_first_event_after_200_sets_response_status() -> None:
 
 def test_decoder_lost_mid_stream_leaves_no_partial_event() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.decode.behaviour.cut = "split"
             s.decode.behaviour.die_after = 7
             answer = await post(s, STREAM)
@@ -189,7 +189,7 @@ def test_decoder_lost_mid_stream_leaves_no_partial_event() -> None:
 def test_silent_decoder_times_out() -> None:
     async def main() -> None:
         limits = ClientLimits(stall_timeout_s=0.3, first_byte_timeout_s=0.3)
-        async with stand(client=limits) as s:
+        async with fake_deployment(client=limits) as s:
             s.decode.behaviour.hang_after = 2
             events = events_of((await post(s, STREAM)).text)
             assert streamed_text(events) == text_of(3)
@@ -201,7 +201,7 @@ def test_silent_decoder_times_out() -> None:
 @pytest.mark.parametrize("status", [400, 404, 422])
 def test_client_error_is_not_retried(status: int) -> None:
     async def main() -> None:
-        async with stand(num_prefills=2) as s:
+        async with fake_deployment(num_prefills=2) as s:
             for fake in s.prefills:
                 fake.behaviour.status = status
             answer = await post(s, STREAM)
@@ -214,7 +214,7 @@ def test_client_error_is_not_retried(status: int) -> None:
 
 def test_busy_instance_is_retried_and_retry_after_forwarded() -> None:
     async def main() -> None:
-        async with stand(num_prefills=2, local_prefill=False) as s:
+        async with fake_deployment(num_prefills=2, local_prefill=False) as s:
             for fake in s.prefills:
                 fake.behaviour.status = 429
                 fake.behaviour.headers = {"retry-after": "7"}
@@ -228,7 +228,7 @@ def test_busy_instance_is_retried_and_retry_after_forwarded() -> None:
 
 def test_missing_kv_transfer_params_fall_back_to_local_prefill() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.prefill.behaviour.has_params = False
             answer = await post(s, STREAM)
             assert streamed_text(events_of(answer.text)) == text_of(5)
@@ -242,7 +242,7 @@ def test_missing_kv_transfer_params_fall_back_to_local_prefill() -> None:
 
 def test_no_key_means_no_authorization_header() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             await post(s, BODY)
             assert "authorization" not in s.prefill.generated[0].headers
 
@@ -252,7 +252,7 @@ def test_no_key_means_no_authorization_header() -> None:
 def test_dead_instance_is_marked_down_and_recovers() -> None:
     async def main() -> None:
         health = HealthConfig(interval_s=0.02, timeout_s=0.5, rise=2, fall=2)
-        async with stand(num_decodes=2, health=health) as s:
+        async with fake_deployment(num_decodes=2, health=health) as s:
             await s.decodes[0].kill()
             await _until(lambda: len(s.app.router.pool.live(_decode())) == 1)
             for _ in range(6):
@@ -265,7 +265,7 @@ def test_dead_instance_is_marked_down_and_recovers() -> None:
 
 def test_repeated_request_failures_eject_instance() -> None:
     async def main() -> None:
-        async with stand(num_decodes=2, eject_after=2) as s:
+        async with fake_deployment(num_decodes=2, eject_after=2) as s:
             s.decodes[0].behaviour.drops = True
             for _ in range(20):
                 assert (await post(s, BODY)).status_code == 200
@@ -277,7 +277,7 @@ def test_repeated_request_failures_eject_instance() -> None:
 def test_retries_stay_within_their_budget() -> None:
     async def main() -> None:
         settings = {"retry_ratio": 0.0, "retry_reserve": 2, "eject_after": 0}
-        async with stand(num_prefills=2, local_prefill=False, **settings) as s:
+        async with fake_deployment(num_prefills=2, local_prefill=False, **settings) as s:
             for fake in s.prefills:
                 fake.behaviour.status = 500
             for _ in range(10):
@@ -289,7 +289,7 @@ def test_retries_stay_within_their_budget() -> None:
 
 def test_chat_without_live_prefiller_is_answered() -> None:
     async def main() -> None:
-        async with stand(num_prefills=0) as s:
+        async with fake_deployment(num_prefills=0) as s:
             answer = await post(s, CHAT | {"stream": True}, "/v1/chat/completions")
             assert streamed_text(events_of(answer.text)) == text_of(5)
             assert s.count("fallbacks", "no_live_prefill") == 1
@@ -314,7 +314,7 @@ async def _until(condition: Any) -> None:
 def test_proxy_out_of_descriptors_does_not_mark_instances_down() -> None:
     async def main() -> None:
         health = HealthConfig(interval_s=0.02, timeout_s=0.5, rise=2, fall=1)
-        async with stand(num_prefills=2, health=health, eject_after=1) as s:
+        async with fake_deployment(num_prefills=2, health=health, eject_after=1) as s:
             states = {i.name: i for i in s.app.router.pool}
             for instance in states.values():
                 instance.connections.close()
@@ -353,7 +353,7 @@ def test_connection_lost_after_done_counts_as_complete_stream() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         spec = InstanceSpec(Origin("http", "127.0.0.1", port), Role.BOTH)
-        async with stand(1, 1, instances=(spec,)) as s:
+        async with fake_deployment(1, 1, instances=(spec,)) as s:
             answer = await post(s, STREAM)
             assert streamed_text(events_of(answer.text)) == "a"
             assert answer.text.endswith("data: [DONE]\n\n")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import uvloop
-from support.proxy_fakes import post_json, stand, text_of
+from support.proxy_fakes import fake_deployment, post_json, text_of
 from support.proxy_fakes_client import BODY, events_of, post, send_raw, streamed_text
 
 from mooncake_proxy.errors import MalformedResponse
@@ -15,7 +15,7 @@ from mooncake_proxy.errors import MalformedResponse
 
 def test_prefiller_receives_params_posted_by_decoder() -> None:
     async def main() -> None:
-        async with stand(flow="push") as s:
+        async with fake_deployment(flow="push") as s:
             answer = await post(s, BODY | {"stream": True})
             assert streamed_text(events_of(answer.text)) == text_of(5)
             [asked] = s.decode.generated
@@ -35,7 +35,7 @@ def test_prefiller_receives_params_posted_by_decoder() -> None:
 
 def test_repeated_post_is_acknowledged_without_second_prefill() -> None:
     async def main() -> None:
-        async with stand(flow="push") as s:
+        async with fake_deployment(flow="push") as s:
             s.decode.behaviour.num_posts = 2
             await post(s, BODY)
             assert s.decode.metaserver_statuses == [202, 202]
@@ -49,7 +49,7 @@ def test_post_is_acknowledged_before_prefill_completes() -> None:
     prefill."""
 
     async def main() -> None:
-        async with stand(flow="push") as s:
+        async with fake_deployment(flow="push") as s:
             s.prefill.behaviour.hangs = True
             _, writer = await send_raw(s, BODY)
             await s.prefill.wait_for(lambda: bool(s.prefill.generated))
@@ -69,7 +69,7 @@ def test_second_attempt_reaches_prefiller() -> None:
     """The field's proxy answers the second post with 200 and sends nothing to P."""
 
     async def main() -> None:
-        async with stand(num_decodes=2, flow="push", decode_policy="round-robin") as s:
+        async with fake_deployment(num_decodes=2, flow="push", decode_policy="round-robin") as s:
             for fake in s.decodes:
                 fake.behaviour.drops = True
             s.decodes[1].behaviour.drops = False
@@ -83,7 +83,7 @@ def test_second_attempt_reaches_prefiller() -> None:
 
 def test_decoder_lost_after_post_is_replaced_with_new_session() -> None:
     async def main() -> None:
-        async with stand(num_decodes=2, flow="push", decode_policy="round-robin") as s:
+        async with fake_deployment(num_decodes=2, flow="push", decode_policy="round-robin") as s:
             for fake in s.decodes:
                 fake.behaviour.die_after = 0
             first = await post(s, BODY | {"stream": True})
@@ -97,7 +97,7 @@ def test_decoder_lost_after_post_is_replaced_with_new_session() -> None:
 
 def test_failed_prefill_ends_decoder_request() -> None:
     async def main() -> None:
-        async with stand(flow="push", local_prefill=False) as s:
+        async with fake_deployment(flow="push", local_prefill=False) as s:
             s.prefill.behaviour.status = 500
             answer = await post(s, BODY | {"stream": True})
             assert answer.status_code == 500
@@ -108,7 +108,7 @@ def test_failed_prefill_ends_decoder_request() -> None:
 
 def test_failed_prefill_falls_back_to_decoder() -> None:
     async def main() -> None:
-        async with stand(flow="push") as s:
+        async with fake_deployment(flow="push") as s:
             await s.prefill.kill()
             answer = await post(s, BODY)
             assert answer.json()["choices"][0]["text"] == text_of(5)
@@ -122,12 +122,12 @@ def test_prefiller_removed_while_decoder_waits_for_blocks_counts_as_failed(
     local_prefill: bool,
 ) -> None:
     async def main() -> None:
-        async with stand(flow="push", local_prefill=local_prefill) as s:
-            s.decode.behaviour.has_room = has_room = asyncio.Event()
+        async with fake_deployment(flow="push", local_prefill=local_prefill) as s:
+            s.decode.behaviour.has_free_blocks = has_free_blocks = asyncio.Event()
             pending = asyncio.ensure_future(post(s, BODY))
             await s.decode.wait_for(lambda: bool(s.decode.generated))
             s.app.router.pool.remove(s.prefill.url)
-            has_room.set()
+            has_free_blocks.set()
             answer = await pending
             if local_prefill:
                 assert answer.json()["choices"][0]["text"] == text_of(5)
@@ -142,7 +142,7 @@ def test_prefiller_removed_while_decoder_waits_for_blocks_counts_as_failed(
 
 def test_prefiller_failing_while_draining_falls_back_to_decoder() -> None:
     async def main() -> None:
-        async with stand(flow="push") as s:
+        async with fake_deployment(flow="push") as s:
             s.prefill.behaviour.hangs = True
             pending = asyncio.ensure_future(post(s, BODY))
             await s.prefill.wait_for(lambda: bool(s.prefill.generated))
@@ -157,7 +157,7 @@ def test_prefiller_failing_while_draining_falls_back_to_decoder() -> None:
 
 def test_second_prefiller_gets_same_params() -> None:
     async def main() -> None:
-        async with stand(num_prefills=2, flow="push") as s:
+        async with fake_deployment(num_prefills=2, flow="push") as s:
             s.prefills[0].behaviour.drops = True
             for _ in range(6):
                 assert (await post(s, BODY)).status_code == 200
@@ -168,7 +168,7 @@ def test_second_prefiller_gets_same_params() -> None:
 
 def test_unknown_session_returns_404() -> None:
     async def main() -> None:
-        async with stand(flow="push") as s:
+        async with fake_deployment(flow="push") as s:
             assert await post_json(f"{s.url}/v1/metaserver/{'0' * 32}", {}) == 404
 
     uvloop.run(main())

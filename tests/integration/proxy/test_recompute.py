@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from support.proxy_fakes import PROMPT_IDS, stand, text_of, token_id
+from support.proxy_fakes import PROMPT_IDS, fake_deployment, text_of, token_id
 from support.proxy_fakes_client import BODY, CHAT, events_of, post, streamed_text
 
 USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
@@ -18,7 +18,7 @@ USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": Tru
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_recomputed_stream_continues_from_token_ids(path: str, cut: str, flow: str) -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True, recomputes=True, flow=flow) as s:
+        async with fake_deployment(emits_first_token=True, recomputes=True, flow=flow) as s:
             s.decode.behaviour.recompute_after = 2
             s.decode.behaviour.cut = cut
             body = (CHAT if "chat" in path else BODY) | USAGE
@@ -48,7 +48,7 @@ def test_recomputed_stream_continues_from_token_ids(path: str, cut: str, flow: s
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_recomputed_answer_is_joined_from_all_passes(path: str, flow: str) -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True, recomputes=True, flow=flow) as s:
+        async with fake_deployment(emits_first_token=True, recomputes=True, flow=flow) as s:
             s.decode.behaviour.recompute_after = 2
             body = CHAT if "chat" in path else BODY
             answer = (await post(s, body, path)).json()
@@ -66,7 +66,7 @@ def test_recomputed_answer_is_joined_from_all_passes(path: str, flow: str) -> No
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_answer_ending_in_second_prefill_keeps_earlier_tokens(path: str) -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True, recomputes=True) as s:
+        async with fake_deployment(emits_first_token=True, recomputes=True) as s:
             s.decode.behaviour.recompute_after = 2
             s.prefill.behaviour.stops_later_passes = True
             answer = (await post(s, CHAT if "chat" in path else BODY, path)).json()
@@ -87,7 +87,7 @@ def test_first_token_is_not_sent_twice_after_recomputation() -> None:
     decoded again."""
 
     async def main() -> None:
-        async with stand(recomputes=True) as s:
+        async with fake_deployment(recomputes=True) as s:
             s.decode.behaviour.emits_first_token = True
             s.decode.behaviour.recompute_after = 2
             events = events_of((await post(s, BODY | USAGE)).text)
@@ -99,7 +99,7 @@ def test_first_token_is_not_sent_twice_after_recomputation() -> None:
 @pytest.mark.parametrize("flow", ["pull", "push"])
 def test_recompute_before_first_token_restarts_request(flow: str) -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True, recomputes=True, flow=flow) as s:
+        async with fake_deployment(emits_first_token=True, recomputes=True, flow=flow) as s:
             s.decode.behaviour.recompute_after = 0
             events = events_of((await post(s, BODY | USAGE)).text)
             assert streamed_text(events) == text_of(5)
@@ -112,7 +112,7 @@ def test_recompute_before_first_token_restarts_request(flow: str) -> None:
 @pytest.mark.parametrize("flow", ["pull", "push"])
 def test_unresumable_recompute_is_an_error_not_a_short_answer(flow: str) -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True, flow=flow) as s:
+        async with fake_deployment(emits_first_token=True, flow=flow) as s:
             s.decode.behaviour.recompute_after = 2
             s.decode.behaviour.token_delay_s = 0.002
             events = events_of((await post(s, BODY | {"stream": True})).text)
@@ -123,7 +123,7 @@ def test_unresumable_recompute_is_an_error_not_a_short_answer(flow: str) -> None
 
 def test_token_limit_spans_passes_when_first_is_empty() -> None:
     async def main() -> None:
-        async with stand(emits_first_token=True, recomputes=True) as s:
+        async with fake_deployment(emits_first_token=True, recomputes=True) as s:
             s.decode.behaviour.recompute_after = 0
             s.decode.behaviour.recompute_again_after = 2
             events = events_of((await post(s, BODY | USAGE)).text)

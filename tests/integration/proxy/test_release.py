@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from support.proxy_fakes import Stand, stand
+from support.proxy_fakes import FakeDeployment, fake_deployment
 from support.proxy_fakes_client import BODY, STREAM, post, send_raw
 
 from mooncake_proxy.api.openai_bodies import KVTransferParams, kv_transfer_params_decoder
@@ -14,14 +14,14 @@ from mooncake_proxy.api.openai_bodies import KVTransferParams, kv_transfer_param
 HELD = [f"p0:abc/{index}" for index in range(3)]
 
 
-async def all_released(s: Stand) -> None:
+async def all_released(s: FakeDeployment) -> None:
     await s.prefill.wait_for(lambda: sorted(s.prefill.released) == HELD)
 
 
 @pytest.mark.parametrize("body", [BODY, STREAM], ids=["whole", "stream"])
 def test_unreachable_decode_instances_release_kv(body: dict[str, Any]) -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.publish_topologies(splits_choices=True)
             await s.decode.kill()
             await post(s, body | {"n": 3})
@@ -33,7 +33,7 @@ def test_unreachable_decode_instances_release_kv(body: dict[str, Any]) -> None:
 @pytest.mark.parametrize("stage", ["gap", "decode"])
 def test_client_disconnect_releases_kv(stage: str) -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.publish_topologies(splits_choices=True)
             behaviour = s.decode.behaviour
             behaviour.hangs, behaviour.hang_after = (stage == "gap"), 2
@@ -50,7 +50,7 @@ def test_client_disconnect_releases_kv(stage: str) -> None:
 
 def test_completed_answers_release_nothing() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             s.publish_topologies(splits_choices=True)
             answer = await post(s, BODY | {"n": 3})
             assert len(answer.json()["choices"]) == 3
@@ -67,7 +67,7 @@ def test_instance_without_abort_is_logged_once(
     """vLLM has no abort endpoint, so every request whose KV is never fetched would log it."""
 
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             await s.decode.kill()
             s.prefill.behaviour.abort_status = status
             for _ in range(3):

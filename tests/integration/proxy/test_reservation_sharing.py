@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 import uvloop
 from support.proxy_conductor import conductor_of, settings
-from support.proxy_fakes import Stand, stand
+from support.proxy_fakes import FakeDeployment, fake_deployment
 from support.proxy_fakes_client import BODY, post
 
 from mooncake_proxy.ops import worker_link
@@ -23,7 +23,7 @@ from mooncake_proxy.ops.worker_link import (
 )
 
 
-async def received(link: socket.socket, s: Stand) -> list[ReservationMessage]:
+async def received(link: socket.socket, s: FakeDeployment) -> list[ReservationMessage]:
     """The reservation messages of the worker, until it has nothing more to send."""
     found: list[ReservationMessage] = []
     while True:
@@ -49,7 +49,7 @@ def test_reservations_are_exchanged_and_counted() -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
         ours.setblocking(False)
         async with AsyncExitStack() as stack:
-            s = await stack.enter_async_context(stand(2, 1, **settings("cost")))
+            s = await stack.enter_async_context(fake_deployment(2, 1, **settings("cost")))
             link = WorkerLink(0, theirs)
             link.open(s.app.routers, s.app.admission, s.app.process.tenants.limits)
             stack.callback(ours.close)
@@ -84,7 +84,7 @@ def test_loads_and_reservations_are_sent_repeatedly(monkeypatch: pytest.MonkeyPa
         ours.setblocking(False)
         loop = asyncio.get_running_loop()
         async with AsyncExitStack() as stack:
-            s = await stack.enter_async_context(stand(1, 1, **settings("cost")))
+            s = await stack.enter_async_context(fake_deployment(1, 1, **settings("cost")))
             link = WorkerLink(0, theirs)
             link.open(s.app.routers, s.app.admission, s.app.process.tenants.limits)
             stack.callback(ours.close)

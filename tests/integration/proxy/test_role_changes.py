@@ -11,7 +11,7 @@ import httpx
 import pytest
 import uvloop
 from support.proxy_conductor import check_nothing_is_reserved, conductor_of, settings
-from support.proxy_fakes import Stand, stand
+from support.proxy_fakes import FakeDeployment, fake_deployment
 from support.proxy_fakes_client import BODY, post
 
 from mooncake_conductor.role_balance import RoleRule
@@ -28,12 +28,12 @@ def configured(mode: str) -> dict[str, object]:
     return settings("cost", role_changes=mode, default_class=slo) | {"slo_ttft_s": 0.1}
 
 
-def watch_roles_often(s: Stand, mode: str) -> None:
+def watch_roles_often(s: FakeDeployment, mode: str) -> None:
     conductor = conductor_of(s)
     conductor.roles = RoleWatch(conductor.pairs, mode, 0.1, SOON)
 
 
-def overload_prefill(s: Stand) -> None:
+def overload_prefill(s: FakeDeployment) -> None:
     """Give every P a queue of several hours."""
     conductor_of(s).pairs.sync_with_pool(s.app.router.now())
     fleet = conductor_of(s).pairs.conductor.fleet
@@ -41,7 +41,7 @@ def overload_prefill(s: Stand) -> None:
         fleet.queues.enter(int(slot), "long", 3600.0, 1, s.app.router.now())
 
 
-async def gauges(s: Stand) -> dict[str, float]:
+async def gauges(s: FakeDeployment) -> dict[str, float]:
     async with httpx.AsyncClient(base_url=s.url) as client:
         text = (await client.get("/metrics")).text
     found = re.findall(r'^(mooncake_proxy_\w+\{model="",role="\w+"\}) (\S+)$', text, re.M)
@@ -50,7 +50,7 @@ async def gauges(s: Stand) -> dict[str, float]:
 
 def test_idle_decode_instance_becomes_prefill_instance() -> None:
     async def main() -> None:
-        async with stand(1, 3, **configured("allow")) as s:
+        async with fake_deployment(1, 3, **configured("allow")) as s:
             watch_roles_often(s, "allow")
             assert (await post(s, BODY)).status_code == 200
             check_nothing_is_reserved(s)
@@ -71,7 +71,7 @@ def test_idle_decode_instance_becomes_prefill_instance() -> None:
 
 def test_proposed_role_changes_are_only_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        async with stand(1, 3, **configured("propose")) as s:
+        async with fake_deployment(1, 3, **configured("propose")) as s:
             watch_roles_often(s, "propose")
             overload_prefill(s)
             with caplog.at_level(logging.WARNING):
@@ -87,7 +87,7 @@ def test_proposed_role_changes_are_only_logged(caplog: pytest.LogCaptureFixture)
 
 def test_autoscaler_metrics_show_load_of_both_sides() -> None:
     async def main() -> None:
-        async with stand(2, 2, **configured("off")) as s:
+        async with fake_deployment(2, 2, **configured("off")) as s:
             before = await gauges(s)
             assert before['mooncake_proxy_load{model="",role="prefill"}'] == 0.0
             overload_prefill(s)

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 from support.proxy_fakes import text_of
 from support.proxy_fakes_client import BODY, CHAT, STREAM, events_of, post, streamed_text
-from support.sglang_pair import BOOTSTRAP_PORT, sglang_stand
+from support.sglang_pair import BOOTSTRAP_PORT, sglang_deployment
 
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import ConfigError
@@ -25,7 +25,7 @@ TYPES = {"str": str, "int": int}
 @pytest.mark.parametrize("stream", [False, True])
 def test_both_halves_get_same_bootstrap_room(path: str, stream: bool) -> None:
     async def main() -> None:
-        async with sglang_stand() as s:
+        async with sglang_deployment() as s:
             body = {**(CHAT if "chat" in path else BODY), "stream": stream}
             answer = await post(s, body, path)
             if stream:
@@ -50,7 +50,7 @@ def test_both_halves_get_same_bootstrap_room(path: str, stream: bool) -> None:
 
 def test_every_request_has_its_own_bootstrap_room() -> None:
     async def main() -> None:
-        async with sglang_stand() as s:
+        async with sglang_deployment() as s:
             for _ in range(20):
                 await post(s, BODY)
             rooms = {seen.body["bootstrap_room"] for seen in s.decode.generated}
@@ -64,7 +64,7 @@ def test_failed_prefiller_is_replaced_and_its_decoder_released(
     request_body: dict[str, object],
 ) -> None:
     async def main() -> None:
-        async with sglang_stand(num_prefills=2, prefill_policy="round-robin") as s:
+        async with sglang_deployment(num_prefills=2, prefill_policy="round-robin") as s:
             bad, good = s.prefills
             bad.behaviour.status = 500
             for _ in range(2):  # one of the two chooses the failing one first
@@ -82,7 +82,7 @@ def test_failed_prefiller_is_replaced_and_its_decoder_released(
 
 def test_failed_decoder_is_replaced() -> None:
     async def main() -> None:
-        async with sglang_stand(num_decodes=2) as s:
+        async with sglang_deployment(num_decodes=2) as s:
             s.decodes[0].behaviour.drops = True
             for _ in range(2):
                 answer = await post(s, BODY)
@@ -94,7 +94,7 @@ def test_failed_decoder_is_replaced() -> None:
 
 def test_unsupported_requests_are_rejected() -> None:
     async def main() -> None:
-        async with sglang_stand() as s:
+        async with sglang_deployment() as s:
             for more, words in (
                 ({"n": 2}, "several answers"),
                 ({"prompt": ["a", "b"]}, "prompt batch"),
@@ -115,7 +115,7 @@ def test_unsupported_requests_are_rejected() -> None:
 
 def test_client_disconnect_aborts_both_halves() -> None:
     async def main() -> None:
-        async with sglang_stand() as s:
+        async with sglang_deployment() as s:
             s.decode.behaviour.hang_after = 2
             async with (
                 httpx.AsyncClient(base_url=s.url) as client,

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import pytest
 from support.proxy_conductor import check_nothing_is_reserved, conductor_of, settings
-from support.proxy_fakes import Stand
-from support.simulated_instances import simulated_stand
+from support.proxy_fakes import FakeDeployment
+from support.simulated_instances import simulated_deployment
 from support.virtual_time import run_virtually
 
 from mooncake_conductor.conductor import ConductorSettings
@@ -107,7 +107,7 @@ def _simulated(asked: list[PlannedRequest], policy: str) -> list[PlacedRequest]:
     ]
 
 
-async def _ask(s: Stand, number: int, each: PlannedRequest) -> None:
+async def _ask(s: FakeDeployment, number: int, each: PlannedRequest) -> None:
     loop = asyncio.get_running_loop()
     await asyncio.sleep(each.at_s - loop.time())
     body = {"model": "m", "prompt": each.prompt, "max_tokens": each.num_output, "stream": True}
@@ -127,7 +127,7 @@ def _served(asked: list[PlannedRequest], policy: str) -> list[PlacedRequest]:
 
     async def main() -> None:
         chosen = settings(policy, costs=COSTS, kv_tokens=KV_TOKENS, max_batch=8)
-        async with simulated_stand(CLUSTER, **chosen) as s:
+        async with simulated_deployment(CLUSTER, **chosen) as s:
             routing = conductor_of(s)
             routing.pairs.conductor._rng.seed(SEED)
             await asyncio.gather(*(_ask(s, number, each) for number, each in enumerate(asked)))

@@ -11,10 +11,10 @@ import httpx
 import openai
 import pytest
 import uvloop
-from support.modelled_instances import modelled_stand
+from support.modelled_instances import modelled_deployment
 from support.overload import overload
 from support.proxy_conductor import check_nothing_is_reserved, conductor_of, settings
-from support.proxy_fakes import stand, text_of
+from support.proxy_fakes import fake_deployment, text_of
 from support.proxy_fakes_client import BODY, events_of, post, streamed_text
 from support.virtual_time import run_virtually
 
@@ -55,7 +55,7 @@ def test_admitted_requests_meet_slo_at_ten_times_the_load(mode: str) -> None:
 )
 def test_rejection_is_openai_429_and_reaches_no_instance(limits: Any, code: str) -> None:
     async def main() -> None:
-        async with stand(1, 1, **admitting(*limits)) as s:
+        async with fake_deployment(1, 1, **admitting(*limits)) as s:
             answer = await post(s, STREAM)
             assert answer.status_code == 429
             assert 1 <= int(answer.headers["retry-after"]) <= 60
@@ -72,7 +72,7 @@ def test_rejection_is_openai_429_and_reaches_no_instance(limits: Any, code: str)
 
 def test_baseline_rejects_after_prefill_before_any_byte_and_releases_kv() -> None:
     async def main() -> None:
-        async with stand(1, 1, **admitting("inf", "0.001", "baseline")) as s:
+        async with fake_deployment(1, 1, **admitting("inf", "0.001", "baseline")) as s:
             answer = await post(s, STREAM)
             assert answer.status_code == 429
             assert answer.json()["error"]["code"] == "slo_tbt"
@@ -86,7 +86,7 @@ def test_baseline_rejects_after_prefill_before_any_byte_and_releases_kv() -> Non
 
 def test_headers_are_sent_after_decode_admission() -> None:
     async def main() -> None:
-        async with stand(1, 2, max_attempts=1, **admitting()) as s:
+        async with fake_deployment(1, 2, max_attempts=1, **admitting()) as s:
             for fake in s.decodes:
                 fake.behaviour.status, fake.behaviour.error = 503, {"error": {"message": "full"}}
             refused = await post(s, STREAM)
@@ -104,7 +104,7 @@ def test_classes_have_separate_objectives() -> None:
     async def main() -> None:
         classes = (RequestClass("strict", "0.001"), RequestClass("spare", is_best_effort=True))
         async with (
-            stand(1, 1, **admitting(classes=classes)) as s,
+            fake_deployment(1, 1, **admitting(classes=classes)) as s,
             httpx.AsyncClient(base_url=s.url) as client,
         ):
             found = {}
@@ -130,7 +130,7 @@ def test_openai_client_honours_retry_after_and_no_stream_is_cut() -> None:
             return exc.code
 
     async def main() -> None:
-        async with modelled_stand(1, 1, latency, **admitting("2000")) as s:
+        async with modelled_deployment(1, 1, latency, **admitting("2000")) as s:
             client = openai.AsyncOpenAI(base_url=f"{s.url}/v1", api_key="k")
             for number in range(4):  # the proxy learns the cost of a prefill
                 await ask(client, [number] * 64)

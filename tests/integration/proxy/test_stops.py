@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import pytest
 import uvloop
-from support.proxy_fakes import Json, Stand, stand, text_of
+from support.proxy_fakes import FakeDeployment, Json, fake_deployment, text_of
 from support.proxy_fakes_client import BODY, CHAT, STREAM, events_of, post, streamed_text
 
 from mooncake_proxy.ops.proxy_process import ShutdownSignals
@@ -16,7 +16,7 @@ from mooncake_proxy.pool.health_checks import HealthConfig
 ENDING: Json = {"error": {"message": "it ends", "type": "server_error", "code": "shutting_down"}}
 
 
-def leave(s: Stand, name: str) -> None:
+def leave(s: FakeDeployment, name: str) -> None:
     """Have the instance refuse new requests from now on."""
     [fake] = [fake for fake in (*s.prefills, *s.decodes) if fake.name == name]
     fake.behaviour.status = fake.behaviour.health = 503
@@ -31,7 +31,7 @@ def test_draining_instance_gets_one_request_only(flow: str, name: str) -> None:
     async def main() -> None:
         settings: Json = {"retry_ratio": 0.0, "retry_reserve": 0, "max_attempts": 1}
         settings |= {"prefill_policy": "round-robin", "decode_policy": "round-robin"}
-        async with stand(num_prefills=2, num_decodes=2, flow=flow, **settings) as s:
+        async with fake_deployment(num_prefills=2, num_decodes=2, flow=flow, **settings) as s:
             leave(s, name)
             for _ in range(12):
                 answer = await post(s, BODY)
@@ -47,7 +47,7 @@ def test_draining_instance_gets_one_request_only(flow: str, name: str) -> None:
 
 def test_running_requests_of_draining_instance_complete() -> None:
     async def main() -> None:
-        async with stand(num_decodes=2) as s:
+        async with fake_deployment(num_decodes=2) as s:
             s.decodes[0].behaviour.token_delay_s = 0.05
             # the draining one is the only one until its stream has started
             s.decodes[1].behaviour.status = 500
@@ -65,7 +65,7 @@ def test_running_requests_of_draining_instance_complete() -> None:
 def test_one_health_check_detects_announced_shutdown() -> None:
     async def main() -> None:
         health = HealthConfig(interval_s=0, fall=3, rise=1)
-        async with stand(num_decodes=2, health=health) as s:
+        async with fake_deployment(num_decodes=2, health=health) as s:
             await s.app.checker.check_all()
             leave(s, "d0")
             s.decodes[1].behaviour.health = 500
@@ -83,7 +83,7 @@ def test_one_health_check_detects_announced_shutdown() -> None:
 
 def test_stopping_proxy_completes_running_and_rejects_new_requests() -> None:
     async def main() -> None:
-        async with stand(shutdown_timeout_s=60.0) as s:
+        async with fake_deployment(shutdown_timeout_s=60.0) as s:
             s.decode.behaviour.token_delay_s = 0.05
             running = asyncio.ensure_future(post(s, STREAM))
             await s.decode.wait_for(lambda: bool(s.decode.generated))
@@ -109,7 +109,7 @@ def test_requests_beyond_shutdown_timeout_are_aborted_with_error(*, is_forced: b
     """On both sides: closing the connection aborts the request on the instance as well."""
 
     async def main() -> None:
-        async with stand(shutdown_timeout_s=60.0 if is_forced else 0.1) as s:
+        async with fake_deployment(shutdown_timeout_s=60.0 if is_forced else 0.1) as s:
             s.decode.behaviour.hang_after = 2
             streamed = asyncio.ensure_future(post(s, STREAM))
             await s.decode.wait_for(lambda: len(s.decode.generated) == 1)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import uvloop
-from support.proxy_fakes import FakeInstance, Stand, stand, text_of
+from support.proxy_fakes import FakeDeployment, FakeInstance, fake_deployment, text_of
 from support.proxy_fakes_client import events_of, streamed_text
 
 from mooncake_proxy.http1.upstream_connection import ClientLimits
@@ -43,7 +43,7 @@ def test_storm(flow: str) -> None:
         health = HealthConfig(interval_s=0.05, timeout_s=1.0, rise=1, fall=2)
         limits = ClientLimits(first_byte_timeout_s=10.0, stall_timeout_s=10.0)
         settings: dict[str, Any] = {"health": health, "client": limits, "flow": flow}
-        async with stand(num_prefills=3, num_decodes=3, retry_ratio=1.0, **settings) as s:
+        async with fake_deployment(num_prefills=3, num_decodes=3, retry_ratio=1.0, **settings) as s:
             for fake in (*s.prefills, *s.decodes):
                 fake.behaviour.token_delay_s = 0.001
             outcome = await _storm(s)
@@ -53,7 +53,7 @@ def test_storm(flow: str) -> None:
     uvloop.run(main())
 
 
-async def _storm(s: Stand) -> Outcome:
+async def _storm(s: FakeDeployment) -> Outcome:
     outcome = Outcome()
     numbers = iter(range(NUM_STREAMS))
     rng = Random(SEED)
@@ -70,7 +70,7 @@ async def _storm(s: Stand) -> Outcome:
     return outcome
 
 
-async def _kill_now_and_then(s: Stand, rng: Random) -> None:
+async def _kill_now_and_then(s: FakeDeployment, rng: Random) -> None:
     """Kill one instance at a time and restart it at its old address."""
     while True:
         await asyncio.sleep(0.15)
@@ -82,7 +82,7 @@ async def _kill_now_and_then(s: Stand, rng: Random) -> None:
             await victim.start()
 
 
-async def _one(s: Stand, number: int, outcome: Outcome, leave_after: int | None) -> None:
+async def _one(s: FakeDeployment, number: int, outcome: Outcome, leave_after: int | None) -> None:
     """Run one stream; the client disconnects after `leave_after` events, if given."""
     reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
     body = {"model": "m", "prompt": f"storm {number}", "max_tokens": NUM_TOKENS, "stream": True}
@@ -148,7 +148,7 @@ def _unchunked(data: bytes) -> bytes:
     return b"".join(parts)
 
 
-async def _settle(s: Stand) -> None:
+async def _settle(s: FakeDeployment) -> None:
     """Wait for releases and cancellations that are still in flight."""
 
     async def quiet() -> None:
@@ -159,7 +159,7 @@ async def _settle(s: Stand) -> None:
     await asyncio.sleep(0.3)
 
 
-def _judge(s: Stand, outcome: Outcome) -> None:
+def _judge(s: FakeDeployment, outcome: Outcome) -> None:
     print(dict(outcome.counts))
     assert outcome.wrong == []
     assert sum(outcome.counts.values()) == NUM_STREAMS

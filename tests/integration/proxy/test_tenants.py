@@ -11,7 +11,7 @@ import openai
 import pytest
 import uvloop
 from support.proxy_conductor import conductor_of, settings
-from support.proxy_fakes import Stand, stand
+from support.proxy_fakes import FakeDeployment, fake_deployment
 from support.proxy_fakes_client import BODY
 
 from mooncake_proxy.api.api_keys import ApiKey
@@ -25,7 +25,7 @@ def keys(*given: ApiKey) -> dict[str, object]:
     return {"api_keys": frozenset(each.key for each in given), "tenants": given}
 
 
-async def ask(s: Stand, key: str, **fields: object) -> httpx.Response:
+async def ask(s: FakeDeployment, key: str, **fields: object) -> httpx.Response:
     headers = {"authorization": f"Bearer {key}"}
     headers |= {"x-request-class": str(fields.pop("as_class"))} if "as_class" in fields else {}
     async with httpx.AsyncClient(base_url=s.url, timeout=10) as client:
@@ -36,7 +36,7 @@ def test_exhausted_request_limit_returns_openai_error() -> None:
     team = ApiKey("k", "team", requests_per_minute=2)
 
     async def main() -> None:
-        async with stand(**keys(team, ApiKey("free", "free"))) as s:
+        async with fake_deployment(**keys(team, ApiKey("free", "free"))) as s:
             first, second, third = [await ask(s, "k") for _ in range(3)]
             assert [first.status_code, second.status_code] == [200, 200]
             assert first.headers["x-ratelimit-limit-requests"] == "2"
@@ -65,7 +65,7 @@ def test_requested_tokens_are_charged_and_settled_by_usage(
     team = ApiKey("k", "team", tokens_per_minute=1000)
 
     async def main() -> None:
-        async with stand(**keys(team)) as s:
+        async with fake_deployment(**keys(team)) as s:
             prompt = list(range(50))
             s.prefill.behaviour.stops_at_first = True
             answer = await ask(s, "k", prompt=prompt, max_tokens=900, stream=stream)
@@ -87,7 +87,7 @@ def test_openai_client_retries_after_rate_limit() -> None:
     team = ApiKey("k", "team", requests_per_minute=60)
 
     async def main() -> None:
-        async with stand(**keys(team)) as s:
+        async with fake_deployment(**keys(team)) as s:
             client = openai.AsyncOpenAI(base_url=f"{s.url}/v1", api_key="k", max_retries=5)
             loop = asyncio.get_running_loop()
             for _ in range(60):
@@ -103,7 +103,7 @@ def test_openai_client_retries_after_rate_limit() -> None:
 
 def test_key_sees_only_its_models() -> None:
     async def main() -> None:
-        async with stand(**keys(ApiKey("k", "team", models=frozenset({"qwen"})))) as s:
+        async with fake_deployment(**keys(ApiKey("k", "team", models=frozenset({"qwen"})))) as s:
             assert (await ask(s, "k", model="qwen")).status_code == 200
             refused = await ask(s, "k", model="llama")
             assert refused.status_code == 404
@@ -118,7 +118,7 @@ def test_key_has_its_class() -> None:
     conductor = settings("cost", admission="predictive", classes=classes)
 
     async def main() -> None:
-        async with stand(**keys(*given), **conductor) as s:
+        async with fake_deployment(**keys(*given), **conductor) as s:
             routed = conductor_of(s)._records
             assert (await ask(s, "k")).status_code == 200
             assert (await ask(s, "l")).status_code == 200

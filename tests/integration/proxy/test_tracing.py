@@ -8,7 +8,7 @@ import sys
 import httpx
 import pytest
 import uvloop
-from support.proxy_fakes import stand, text_of
+from support.proxy_fakes import fake_deployment, text_of
 from support.proxy_fakes_client import BODY, CHAT, STREAM, post, send_raw
 from support.proxy_fakes_collector import attributes_of, collector
 
@@ -25,7 +25,7 @@ TRACEPARENT = f"00-{CLIENT_TRACE}-{CLIENT_SPAN}-01"
 def test_request_is_one_trace_from_the_client_to_both_instances(flow: str) -> None:
     async def main() -> None:
         with collector() as collected:
-            async with stand(flow=flow, otlp_endpoint=collected.url) as s:
+            async with fake_deployment(flow=flow, otlp_endpoint=collected.url) as s:
                 headers = {"traceparent": TRACEPARENT, "tracestate": "a=b", "x-request-id": "abc"}
                 async with httpx.AsyncClient(base_url=s.url, headers=headers) as client:
                     assert (await client.post("/v1/completions", json=STREAM)).status_code == 200
@@ -58,7 +58,7 @@ def test_request_is_one_trace_from_the_client_to_both_instances(flow: str) -> No
 def test_every_attempt_has_a_span_with_its_outcome() -> None:
     async def main() -> None:
         with collector() as collected:
-            async with stand(
+            async with fake_deployment(
                 num_prefills=2, prefill_policy="round-robin", otlp_endpoint=collected.url
             ) as s:
                 for fake in s.prefills:
@@ -82,7 +82,7 @@ def test_every_attempt_has_a_span_with_its_outcome() -> None:
 def test_spans_show_queue_time_and_client_disconnect() -> None:
     async def main() -> None:
         with collector() as collected:
-            async with stand(
+            async with fake_deployment(
                 otlp_endpoint=collected.url, admission=AdmissionConfig(max_running=1)
             ) as s:
                 s.decode.behaviour.hangs = True
@@ -105,7 +105,7 @@ def test_spans_show_queue_time_and_client_disconnect() -> None:
 
 def test_client_trace_is_forwarded_without_tracing() -> None:
     async def main() -> None:
-        async with stand() as s:
+        async with fake_deployment() as s:
             async with httpx.AsyncClient(base_url=s.url) as client:
                 await client.post(
                     "/v1/completions", json=BODY, headers={"traceparent": TRACEPARENT}
@@ -119,7 +119,7 @@ def test_client_trace_is_forwarded_without_tracing() -> None:
 
 def test_unreachable_collector_fails_no_request() -> None:
     async def main() -> None:
-        async with stand(otlp_endpoint="http://127.0.0.1:9") as s:
+        async with fake_deployment(otlp_endpoint="http://127.0.0.1:9") as s:
             assert (await post(s, BODY)).json()["choices"][0]["text"] == text_of(5)
 
     uvloop.run(main())

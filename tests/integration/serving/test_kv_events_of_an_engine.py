@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from support.asked_events import FROM_THE_START, ask_events
+from support.event_requests import FROM_THE_START, request_events
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream
@@ -18,7 +18,7 @@ MODEL = Path(__file__).resolve().parents[3] / "examples" / "tiny-llama"
 
 def replay(endpoint: str, stream: EventStream) -> None:
     """All events that the engine has published so far."""
-    for sequence, batch in ask_events(endpoint, FROM_THE_START):
+    for sequence, batch in request_events(endpoint, FROM_THE_START):
         stream.receive(sequence, batch)
 
 

@@ -15,7 +15,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 from support.asgi_server import serving_app
 from support.byte_tokenizer import write_byte_tokenizer
-from support.fake_engine import FakeEngine, saying
+from support.fake_engine import FakeEngine, text_script
 
 from mooncake_engine.server.app import create_app
 from mooncake_engine.text.tokenizer import Tokenizer
@@ -48,7 +48,7 @@ def client_of(url: str) -> Anthropic:
 
 @pytest.fixture
 def scripted() -> FakeEngine:
-    return FakeEngine(saying(OUTPUT), info=replace(FakeEngine().info, max_model_len=4096))
+    return FakeEngine(text_script(OUTPUT), info=replace(FakeEngine().info, max_model_len=4096))
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from support.metaserver import Post
 from support.vllm_caches import filled_ranks
-from support.vllm_instance import Asked, FakeVllm, running
+from support.vllm_instance import FakeRequest, FakeVllm, running
 
 from mooncake_hal.kv.geometry import AttentionKind, KVGroup
 from mooncake_kv.config import KVTransferConfig
@@ -76,10 +76,10 @@ def test_blocks_within_window_are_pulled(
 ) -> None:
     prefill, decode = start(stack, tmp_path, PULL, tps)
     before = memory(decode)
-    params = prefill.prefill(Asked("one", PROMPT, SEND), P_BLOCKS)
+    params = prefill.prefill(FakeRequest("one", PROMPT, SEND), P_BLOCKS)
     assert params["remote_block_ids"] == [[0, 0, 4, 2], [5, 1, 6, 3]]
     assert params["num_prompt_blocks"] == 4
-    request = Asked("two", PROMPT, params)
+    request = FakeRequest("two", PROMPT, params)
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS) == len(PROMPT)
     decode.step_until(decode.reports.received, "two")
@@ -104,11 +104,13 @@ def test_blocks_within_window_are_pushed(
     stack.callback(post.close)
     prefill, decode = start(stack, tmp_path, PUSH, tps, format=format)
     before = memory(decode)
-    waiting = Asked("d", PROMPT, {"do_remote_prefill": True, "metaserver": post.server.url("d")})
+    waiting = FakeRequest(
+        "d", PROMPT, {"do_remote_prefill": True, "metaserver": post.server.url("d")}
+    )
     decode.scheduler.on_new_request(waiting)
     assert decode.admit(waiting, D_BLOCKS) == len(PROMPT)
     decode.step()
-    request = Asked("p", PROMPT, post.wait())
+    request = FakeRequest("p", PROMPT, post.wait())
     prefill.scheduler.on_new_request(request)
     chunks = (4, 9, len(PROMPT))
     assert prefill.compute(request, P_BLOCKS, chunks, names_layers=names_layers) == (True, None)
@@ -122,7 +124,7 @@ def test_prefill_that_lacks_a_window_block_returns_no_kv_params(
     stack: ExitStack, tmp_path: Path
 ) -> None:
     prefill, _ = start(stack, tmp_path, PULL)
-    request = Asked("one", PROMPT, SEND)
+    request = FakeRequest("one", PROMPT, SEND)
     prefill.scheduler.on_new_request(request)
     request.num_computed_tokens, request.output_token_ids = len(PROMPT), [7]
     request.status.name = "FINISHED_LENGTH_CAPPED"
@@ -132,16 +134,18 @@ def test_prefill_that_lacks_a_window_block_returns_no_kv_params(
 
 def test_token_outside_prefill_window_is_not_awaited(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path, PULL, window=WINDOW + 1)
-    params = prefill.prefill(Asked("one", PROMPT, SEND), P_BLOCKS)
-    again = Asked("again", PROMPT, dict(params))  # computes token 13, which looks back at token 7
+    params = prefill.prefill(FakeRequest("one", PROMPT, SEND), P_BLOCKS)
+    again = FakeRequest(
+        "again", PROMPT, dict(params)
+    )  # computes token 13, which looks back at token 7
     decode.scheduler.on_new_request(again)
     assert decode.scheduler.num_to_load(again, 0) == 0
     assert decode.scheduler.num_refused == 1
     prefill.step_until(prefill.reports.sent, "one")
 
-    params = prefill.prefill(Asked("three", PROMPT, SEND), P_BLOCKS)
+    params = prefill.prefill(FakeRequest("three", PROMPT, SEND), P_BLOCKS)
     params |= {"first_token_delivered": True}
-    beyond = Asked("beyond", [*PROMPT, params["last_token_id"]], params)
+    beyond = FakeRequest("beyond", [*PROMPT, params["last_token_id"]], params)
     decode.scheduler.on_new_request(beyond)
     assert decode.admit(beyond, D_BLOCKS) == len(PROMPT)
     decode.step_until(decode.reports.received, "beyond")
@@ -150,9 +154,9 @@ def test_token_outside_prefill_window_is_not_awaited(stack: ExitStack, tmp_path:
 
 def test_params_of_instance_without_groups_are_rejected(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path, PULL)
-    params = prefill.prefill(Asked("one", PROMPT, SEND), P_BLOCKS)
+    params = prefill.prefill(FakeRequest("one", PROMPT, SEND), P_BLOCKS)
     params["remote_block_ids"] = params["remote_block_ids"][:1]
-    request = Asked("two", PROMPT, params)
+    request = FakeRequest("two", PROMPT, params)
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS) == len(PROMPT)
     decode.step_until(decode.reports.received, "two")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from support.vllm_caches import Caches, RankCaches, make_caches, whole_prompt
-from support.vllm_instance import Asked, FakeVllm, running
+from support.vllm_instance import FakeRequest, FakeVllm, running
 
 from mooncake_hal.kv.geometry import AttentionKind, KVShard, head_range
 from mooncake_hal.kv.layout import KV_LAYOUTS, layout_bytes, make_layout
@@ -98,8 +98,10 @@ def transfer(
     with ExitStack() as stack:
         prefill = stack.enter_context(running("p", folder, sources, CONFIG))
         decode = stack.enter_context(running("d", folder, targets, CONFIG))
-        params = prefill.prefill(Asked("p", PROMPT, {"do_remote_decode": True}), source_blocks)
-        request = Asked("d", PROMPT, params)
+        params = prefill.prefill(
+            FakeRequest("p", PROMPT, {"do_remote_decode": True}), source_blocks
+        )
+        request = FakeRequest("d", PROMPT, params)
         decode.scheduler.on_new_request(request)
         decode.admit(request, target_blocks)
         decode.step_until(decode.reports.received, "d")

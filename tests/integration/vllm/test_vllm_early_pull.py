@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.metaserver import Post
 from support.vllm_caches import filled_ranks, whole_prompt
-from support.vllm_instance import Asked, FakeVllm, running
+from support.vllm_instance import FakeRequest, FakeVllm, running
 
 from mooncake_hal.kv.geometry import AttentionKind
 from mooncake_kv.config import KVTransferConfig
@@ -49,18 +49,18 @@ def waiting_params(post: Post, name: str) -> dict[str, object]:
     return {"do_remote_prefill": True, "do_pull": True, "metaserver": post.server.url(name)}
 
 
-def expect(decode: FakeVllm, post: Post, name: str = "d") -> Asked:
+def expect(decode: FakeVllm, post: Post, name: str = "d") -> FakeRequest:
     """Have D receive a request and reserve blocks for it."""
-    request = Asked(name, PROMPT, waiting_params(post, name))
+    request = FakeRequest(name, PROMPT, waiting_params(post, name))
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS) == len(PROMPT)
     decode.step()
     return request
 
 
-def begin(prefill: FakeVllm, post: Post, name: str = "p") -> Asked:
+def begin(prefill: FakeVllm, post: Post, name: str = "p") -> FakeRequest:
     """Have P receive the prefill that D asked for."""
-    request = Asked(name, PROMPT, {"do_remote_decode": True} | post.wait())
+    request = FakeRequest(name, PROMPT, {"do_remote_decode": True} | post.wait())
     prefill.scheduler.on_new_request(request)
     return request
 
@@ -182,7 +182,7 @@ def test_fully_cached_prompt_requests_no_prefill(
     stack: ExitStack, tmp_path: Path, post: Post
 ) -> None:
     _, decode = start(stack, tmp_path)
-    waiting = Asked("d", PROMPT, waiting_params(post, "d"))
+    waiting = FakeRequest("d", PROMPT, waiting_params(post, "d"))
     decode.scheduler.on_new_request(waiting)
     assert decode.admit(waiting, D_BLOCKS, num_computed=13) == 0
     expect(decode, post, "d2")

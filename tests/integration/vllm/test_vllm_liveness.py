@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.vllm_caches import filled_ranks
-from support.vllm_instance import Asked, FakeVllm, running
+from support.vllm_instance import FakeRequest, FakeVllm, running
 
 from mooncake_hal.kv.geometry import AttentionKind
 from mooncake_kv.config import KVTransferConfig
@@ -51,8 +51,8 @@ def test_failed_order_ends_the_engine(
     """Otherwise the request would wait for the load for ever. The order fails in the step's thread,
     if that sends it, in the thread that waits for the device, or in the link's."""
     prefill, decode = start(stack, tmp_path)
-    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
-    request = Asked("d", PROMPT, params)
+    params = prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
+    request = FakeRequest("d", PROMPT, params)
     [worker], scheduler = decode.workers, decode.scheduler
 
     def receive(order: bytes) -> None:
@@ -86,8 +86,8 @@ def test_hung_worker_keeps_no_blocks_of_its_peer(stack: ExitStack, tmp_path: Pat
     return."""
     leases = replace(CONFIG, lease_s=1.0)
     prefill, decode = start(stack, tmp_path, leases, step_timeout_s=1.0)
-    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
-    decode.scheduler.on_new_request(Asked("d", PROMPT, params))
+    params = prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
+    decode.scheduler.on_new_request(FakeRequest("d", PROMPT, params))
     decode.scheduler.take_started()
     prefill.step_until(prefill.reports.sent, "p")
     assert prefill.scheduler.stats()["leases_expired"] == 1

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.metaserver import Post
 from support.vllm_caches import filled_ranks, whole_prompt
-from support.vllm_instance import Asked, FakeVllm, running
+from support.vllm_instance import FakeRequest, FakeVllm, running
 
 from mooncake_hal.kv.geometry import AttentionKind
 from mooncake_kv.config import KVTransferConfig
@@ -47,9 +47,11 @@ def start(
     )
 
 
-def expect(decode: FakeVllm, post: Post, name: str = "d", num_computed: int = 0) -> Asked:
+def expect(decode: FakeVllm, post: Post, name: str = "d", num_computed: int = 0) -> FakeRequest:
     """Have D receive a request and reserve blocks for it."""
-    request = Asked(name, PROMPT, {"do_remote_prefill": True, "metaserver": post.server.url(name)})
+    request = FakeRequest(
+        name, PROMPT, {"do_remote_prefill": True, "metaserver": post.server.url(name)}
+    )
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS, num_computed) == len(PROMPT) - num_computed
     decode.step()
@@ -69,7 +71,7 @@ def test_prompt_is_pushed_chunk_by_chunk(
 ) -> None:
     prefill, decode = start(stack, tmp_path, tps, format)
     expect(decode, post)
-    request = Asked("p", PROMPT, post.wait())
+    request = FakeRequest("p", PROMPT, post.wait())
     prefill.scheduler.on_new_request(request)
     kept = prefill.compute(request, P_BLOCKS, (3, 9, 14), names_layers=names_layers)
     assert kept == (True, None)
@@ -87,7 +89,7 @@ def test_prefix_cached_on_d_is_not_sent(
     prefill, decode = start(stack, tmp_path, format=format)
     before = whole_prompt(decode.caches, D_BLOCKS)
     expect(decode, post, num_computed=8)
-    request = Asked("p", PROMPT, post.wait())
+    request = FakeRequest("p", PROMPT, post.wait())
     prefill.scheduler.on_new_request(request)
     prefill.compute(request, P_BLOCKS, (14,))
     decode.step_until(decode.reports.received, "d")
@@ -103,7 +105,7 @@ def test_choices_of_one_request_reserve_once(stack: ExitStack, tmp_path: Path, p
     sibling = replace(child, request_id="d2")
     decode.scheduler.on_new_request(sibling)
     assert decode.admit(sibling, D_BLOCKS) is None
-    request = Asked("p", PROMPT, post.wait())
+    request = FakeRequest("p", PROMPT, post.wait())
     prefill.scheduler.on_new_request(request)
     prefill.compute(request, P_BLOCKS, (14,))
     decode.step_until(decode.reports.received, "d")
@@ -116,7 +118,7 @@ def test_fully_cached_prompt_requests_no_prefill(
 ) -> None:
     _, decode = start(stack, tmp_path)
     params = {"do_remote_prefill": True, "metaserver": post.server.url("d")}
-    waiting = Asked("d", PROMPT, params)
+    waiting = FakeRequest("d", PROMPT, params)
     decode.scheduler.on_new_request(waiting)
     assert decode.admit(waiting, D_BLOCKS, num_computed=13) == 0
     expect(decode, post, "d2")
@@ -128,7 +130,7 @@ def test_fully_cached_prompt_requests_no_prefill(
 def test_aborted_prefill_fails_the_load(stack: ExitStack, tmp_path: Path, post: Post) -> None:
     prefill, decode = start(stack, tmp_path)
     expect(decode, post)
-    request = Asked("p", PROMPT, post.wait())
+    request = FakeRequest("p", PROMPT, post.wait())
     prefill.scheduler.on_new_request(request)
     request.status.name = "FINISHED_ABORTED"
     assert prefill.finish(request, P_BLOCKS[:1]) == (True, None)
@@ -140,7 +142,7 @@ def test_aborted_prefill_fails_the_load(stack: ExitStack, tmp_path: Path, post: 
 def test_aborted_decode_frees_both_sides(stack: ExitStack, tmp_path: Path, post: Post) -> None:
     prefill, decode = start(stack, tmp_path)
     waiting = expect(decode, post)
-    request = Asked("p", PROMPT, post.wait())
+    request = FakeRequest("p", PROMPT, post.wait())
     assert decode.scheduler.request_finished(waiting, [D_BLOCKS]) == (False, None)
     decode.step_until(decode.reports.received, "d")
     prefill.scheduler.on_new_request(request)
@@ -152,7 +154,7 @@ def test_pull_params_are_rejected_naming_the_connector(
     stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, _ = start(stack, tmp_path)
-    request = replace(Asked("p", PROMPT), kv_transfer_params={"do_remote_decode": True})
+    request = replace(FakeRequest("p", PROMPT), kv_transfer_params={"do_remote_decode": True})
     prefill.scheduler.on_new_request(request)
     assert prefill.compute(request, P_BLOCKS, (14,)) == (False, None)
     assert "wants KV transfer by pull, this instance's connector does push" in caplog.text

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from support.vllm_caches import filled_ranks, whole_prompt
-from support.vllm_instance import HOST, NO_TOKENS, Asked, FakeVllm, running
+from support.vllm_instance import HOST, NO_TOKENS, FakeRequest, FakeVllm, running
 
 from mooncake_hal.kv.geometry import AttentionKind
 from mooncake_kv.config import KVTransferConfig
@@ -56,8 +56,8 @@ def test_prompt_arrives_and_each_side_is_notified_once(
 ) -> None:
     config = replace(CONFIG, transports=(transport,))
     prefill, decode = start(stack, tmp_path, tps, ("LBNHC", "BHLNC"), config)
-    params = prefill.prefill(Asked("one", PROMPT, SEND), P_BLOCKS)
-    request = Asked("two", PROMPT, params)
+    params = prefill.prefill(FakeRequest("one", PROMPT, SEND), P_BLOCKS)
+    request = FakeRequest("two", PROMPT, params)
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS) == len(PROMPT)
     decode.step_until(decode.reports.received, "two")
@@ -74,7 +74,7 @@ def test_proxy_receives_number_of_cached_tokens(
     stack: ExitStack, tmp_path: Path, num_cached: int
 ) -> None:
     instance = stack.enter_context(running("p", tmp_path, filled_ranks(MODEL, "LBHNC", 1), CONFIG))
-    request = Asked("p", PROMPT, SEND)
+    request = FakeRequest("p", PROMPT, SEND)
     instance.scheduler.on_new_request(request)
     chunks = [num_cached + 4, len(PROMPT)]
     _, params = instance.compute(request, P_BLOCKS, chunks, num_cached=num_cached)
@@ -88,7 +88,7 @@ def test_d_continues_only_if_context_length_allows(
 ) -> None:
     caches = filled_ranks(MODEL, "LBHNC", 1)
     instance = running("p", tmp_path, caches, CONFIG, max_model_len=len(PROMPT) + room)
-    params = stack.enter_context(instance).prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    params = stack.enter_context(instance).prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
     assert params["decode_continues_prompt"] == (room > 1)
 
 
@@ -96,7 +96,7 @@ def test_own_blocks_found_after_preemption_do_not_count_as_cached(
     stack: ExitStack, tmp_path: Path
 ) -> None:
     instance = stack.enter_context(running("p", tmp_path, filled_ranks(MODEL, "LBHNC", 1), CONFIG))
-    request = Asked("p", PROMPT, SEND)
+    request = FakeRequest("p", PROMPT, SEND)
     instance.scheduler.on_new_request(request)
     for num_computed in (4, 12):
         new = SimpleNamespace(req_id="p", block_ids=(P_BLOCKS,), num_computed_tokens=num_computed)
@@ -113,8 +113,8 @@ def test_no_transfer_before_step_that_allocated_blocks(stack: ExitStack, tmp_pat
     prefill, decode = start(stack, tmp_path)
     # the first request includes the handshake; later orders arrive before their steps
     for number in range(3):
-        params = prefill.prefill(Asked(f"p{number}", PROMPT, SEND), P_BLOCKS)
-        request = Asked(f"d{number}", PROMPT, params)
+        params = prefill.prefill(FakeRequest(f"p{number}", PROMPT, SEND), P_BLOCKS)
+        request = FakeRequest(f"d{number}", PROMPT, params)
         decode.scheduler.on_new_request(request)
         decode.admit(request, D_BLOCKS)
         prefill.step()
@@ -136,7 +136,7 @@ def test_no_transfer_before_earlier_device_work_completes(stack: ExitStack, tmp_
     prefill = stack.enter_context(running("p", tmp_path, caches[0], CONFIG))
     decode = stack.enter_context(running("d", tmp_path, caches[1], CONFIG, device=device))
     stack.callback(ends.set)
-    request = Asked("d", PROMPT, prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS))
+    request = FakeRequest("d", PROMPT, prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS))
     decode.scheduler.on_new_request(request)
     before = whole_prompt(decode.caches, D_BLOCKS).copy()
     decode.admit(request, D_BLOCKS)
@@ -153,9 +153,9 @@ def test_no_transfer_before_earlier_device_work_completes(stack: ExitStack, tmp_
 def test_both_sides_block_until_a_notification(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path)
     assert not prefill.scheduler.is_waiting
-    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    params = prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
     assert prefill.scheduler.is_waiting  # its blocks are leased
-    request = Asked("d", PROMPT, params)
+    request = FakeRequest("d", PROMPT, params)
     decode.scheduler.on_new_request(request)
     assert not decode.scheduler.is_waiting
     decode.admit(request, D_BLOCKS)
@@ -168,12 +168,12 @@ def test_both_sides_block_until_a_notification(stack: ExitStack, tmp_path: Path)
 
 def test_new_request_does_not_wait_for_lease_to_end(stack: ExitStack, tmp_path: Path) -> None:
     instance = stack.enter_context(running("p", tmp_path, filled_ranks(MODEL, "LBHNC", 1), CONFIG))
-    instance.prefill(Asked("held", PROMPT, SEND), P_BLOCKS)
+    instance.prefill(FakeRequest("held", PROMPT, SEND), P_BLOCKS)
     [worker], taken = instance.workers, []
     worker.begin_step((), ["held"], wait_s=LONG_S)
     step = threading.Thread(target=lambda: taken.append(worker.take_results()))
     step.start()
-    instance.scheduler.on_new_request(Asked("new", PROMPT))
+    instance.scheduler.on_new_request(FakeRequest("new", PROMPT))
     step.join(LONG_S / 2)
     assert [(each.sent, each.received) for each in taken] == [(set(), set())]
 
@@ -182,16 +182,16 @@ def test_cached_prefix_is_not_loaded_and_full_hit_frees_peer(
     stack: ExitStack, tmp_path: Path
 ) -> None:
     prefill, decode = start(stack, tmp_path)
-    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
-    request = Asked("d", PROMPT, params)
+    params = prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
+    request = FakeRequest("d", PROMPT, params)
     decode.scheduler.on_new_request(request)
     before = whole_prompt(decode.caches, D_BLOCKS)
     assert decode.admit(request, D_BLOCKS, num_computed=8) == 6
     decode.step_until(decode.reports.received, "d")
     assert (whole_prompt(decode.caches, D_BLOCKS)[:, :, :8] == before[:, :, :8]).all()
 
-    params = prefill.prefill(Asked("p2", PROMPT, SEND), P_BLOCKS)
-    request = Asked("d2", PROMPT, params)
+    params = prefill.prefill(FakeRequest("p2", PROMPT, SEND), P_BLOCKS)
+    request = FakeRequest("d2", PROMPT, params)
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS, num_computed=13) == 0
     prefill.step_until(prefill.reports.sent, "p2")
@@ -204,8 +204,8 @@ def test_prompt_may_end_with_peers_token(
     stack: ExitStack, tmp_path: Path, num_computed: int
 ) -> None:
     prefill, decode = start(stack, tmp_path)
-    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
-    request = Asked("d", [*PROMPT, 7], params | {"first_token_delivered": True})
+    params = prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
+    request = FakeRequest("d", [*PROMPT, 7], params | {"first_token_delivered": True})
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS, num_computed) == len(PROMPT) - num_computed
     decode.step_until(decode.reports.received, "d")
@@ -218,8 +218,8 @@ def test_prompt_may_end_with_peers_token(
 
 def test_prompt_ending_with_other_token_is_rejected(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path)
-    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
-    request = Asked("d", [*PROMPT, 8], params | {"first_token_delivered": True})
+    params = prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
+    request = FakeRequest("d", [*PROMPT, 8], params | {"first_token_delivered": True})
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS) == 0
     prefill.step_until(prefill.reports.sent, "p")
@@ -227,8 +227,8 @@ def test_prompt_ending_with_other_token_is_rejected(stack: ExitStack, tmp_path: 
 
 def test_choices_of_one_request_load_once(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path)
-    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
-    children = [Asked(f"{number}_d", PROMPT, params) for number in range(3)]
+    params = prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
+    children = [FakeRequest(f"{number}_d", PROMPT, params) for number in range(3)]
     for child in children:
         decode.scheduler.on_new_request(child)
     assert [decode.admit(child, D_BLOCKS) for child in children] == [len(PROMPT), None, None]
@@ -239,11 +239,32 @@ def test_choices_of_one_request_load_once(stack: ExitStack, tmp_path: Path) -> N
     assert not decode.reports.failed
 
 
+def test_choice_on_another_rank_than_the_first_leaves_the_lease_to_it(
+    stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, first_rank = start(stack, tmp_path)
+    caches = filled_ranks(MODEL, "LBHNC", 1, seed=3)
+    other_rank = stack.enter_context(running("d2", tmp_path, caches, CONFIG))
+    params = prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
+    for number in (1, 12):
+        child = FakeRequest(f"{number}_d", PROMPT, params)
+        other_rank.scheduler.on_new_request(child)
+        assert other_rank.admit(child, D_BLOCKS) == 0
+        assert other_rank.scheduler.request_finished(child, [D_BLOCKS]) == (False, None)
+    assert caplog.text.count("is on another data-parallel rank") == 1
+    first = FakeRequest("0_d", PROMPT, params)
+    first_rank.scheduler.on_new_request(first)
+    assert first_rank.admit(first, D_BLOCKS) == len(PROMPT)
+    first_rank.step_until(first_rank.reports.received, "0_d")
+    assert not first_rank.reports.failed
+    prefill.step_until(prefill.reports.sent, "p")
+
+
 def test_second_reader_fails_and_is_notified_once(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path)
-    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    params = prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
     for name in ("d", "again"):
-        request = Asked(name, PROMPT, params)
+        request = FakeRequest(name, PROMPT, params)
         decode.scheduler.on_new_request(request)
         decode.admit(request, D_BLOCKS)
         decode.step_until(decode.reports.received, name)
@@ -254,8 +275,8 @@ def test_second_reader_fails_and_is_notified_once(stack: ExitStack, tmp_path: Pa
 @pytest.mark.parametrize("is_loading", [False, True])
 def test_aborted_request_frees_peer(stack: ExitStack, tmp_path: Path, is_loading: bool) -> None:
     prefill, decode = start(stack, tmp_path)
-    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
-    request = Asked("d", PROMPT, params)
+    params = prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
+    request = FakeRequest("d", PROMPT, params)
     decode.scheduler.on_new_request(request)
     if is_loading:
         decode.admit(request, D_BLOCKS)
@@ -278,8 +299,8 @@ def test_rejected_transfer_prefills_locally_and_frees_peer(
     stack: ExitStack, tmp_path: Path, change: dict[str, Any]
 ) -> None:
     prefill, decode = start(stack, tmp_path)
-    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
-    request = replace(Asked("d", PROMPT, params), **change)
+    params = prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
+    request = replace(FakeRequest("d", PROMPT, params), **change)
     decode.scheduler.on_new_request(request)
     assert decode.admit(request, D_BLOCKS) == 0
     assert decode.scheduler.request_finished(request, [D_BLOCKS]) == (False, None)
@@ -291,7 +312,7 @@ def test_params_without_a_peer_have_no_effect(stack: ExitStack, tmp_path: Path) 
     for number, params in enumerate(
         ({"do_remote_prefill": True, "remote_port": "x"}, {"do_remote_prefill": True}, {"other": 1})
     ):
-        request = Asked(f"d{number}", PROMPT, params)
+        request = FakeRequest(f"d{number}", PROMPT, params)
         decode.scheduler.on_new_request(request)
         assert decode.admit(request, D_BLOCKS) == 0
     assert decode.scheduler.stats()["refused_requests"] == 2
@@ -305,7 +326,7 @@ def test_prefill_with_nothing_to_continue_keeps_no_blocks(
     stack: ExitStack, tmp_path: Path, status: str, num_computed: int
 ) -> None:
     prefill, _ = start(stack, tmp_path)
-    request = Asked("p", PROMPT, SEND, num_computed, [7])
+    request = FakeRequest("p", PROMPT, SEND, num_computed, [7])
     prefill.scheduler.on_new_request(request)
     request.status.name = status
     assert prefill.scheduler.request_finished(request, [P_BLOCKS]) == (False, None)
@@ -313,9 +334,9 @@ def test_prefill_with_nothing_to_continue_keeps_no_blocks(
 
 def test_unclaimed_lease_expires(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path, config=replace(CONFIG, lease_s=0.5))
-    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    params = prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
     prefill.step_until(prefill.reports.sent, "p")
-    request = Asked("d", PROMPT, params)
+    request = FakeRequest("d", PROMPT, params)
     decode.scheduler.on_new_request(request)
     if decode.admit(request, D_BLOCKS):
         decode.step_until(decode.reports.received, "d")
@@ -324,11 +345,11 @@ def test_unclaimed_lease_expires(stack: ExitStack, tmp_path: Path) -> None:
 
 def test_lost_prefill_instance_fails_load_once(stack: ExitStack, tmp_path: Path) -> None:
     prefill, decode = start(stack, tmp_path)
-    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
+    params = prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
     prefill.scheduler.close()
     for worker in prefill.workers:
         worker.close()
-    request = Asked("d", PROMPT, params)
+    request = FakeRequest("d", PROMPT, params)
     decode.scheduler.on_new_request(request)
     decode.admit(request, D_BLOCKS)
     decode.step_until(decode.reports.received, "d")
@@ -347,8 +368,8 @@ def test_pages_of_other_packing_are_rejected_by_name(
 ) -> None:
     formats = ("vllm-cpu/amx/4", "vllm-cpu/vec/4")
     prefill, decode = start(stack, tmp_path, formats=formats)
-    params = prefill.prefill(Asked("p", PROMPT, SEND), P_BLOCKS)
-    request = Asked("d", PROMPT, params)
+    params = prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
+    request = FakeRequest("d", PROMPT, params)
     decode.scheduler.on_new_request(request)
     decode.admit(request, D_BLOCKS)
     decode.step_until(decode.reports.received, "d")

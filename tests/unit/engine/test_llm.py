@@ -6,7 +6,7 @@ import io
 from collections.abc import Iterator
 
 import pytest
-from support.fake_engine import EOS, saying
+from support.fake_engine import EOS, text_script
 from support.scripted_core import ScriptedExecutor, scripted_engine
 
 from mooncake_engine.errors import DeadlineExceeded, EngineDead, InvalidRequest, PromptTooLong
@@ -77,7 +77,7 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
 
 
 def test_several_choices_share_the_prompt(llm: LLM, executor: ScriptedExecutor) -> None:
-    executor.script = saying("one", "two")
+    executor.script = text_script("one", "two")
     prompt = "count" * 10
     output = llm.generate(prompt, SamplingParams(n=2, seed=5, logprobs=0))[0]
     assert [answer.text for answer in output.outputs] == ["one", "two"]
@@ -91,7 +91,9 @@ def test_several_choices_share_the_prompt(llm: LLM, executor: ScriptedExecutor) 
 def test_best_of_returns_the_most_probable_choices(
     llm: LLM, executor: ScriptedExecutor, logprobs: int | None
 ) -> None:
-    executor.script = saying("three", "one", "four")  # equal per token: short ones are probable
+    executor.script = text_script(
+        "three", "one", "four"
+    )  # equal per token: short ones are probable
     output = llm.generate("count", SamplingParams(n=2, best_of=3, seed=5, logprobs=logprobs))[0]
     assert [answer.text for answer in output.outputs] == ["one", "four"]
     assert [answer.index for answer in output.outputs] == [0, 1]

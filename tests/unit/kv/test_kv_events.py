@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import zmq
-from support.asked_events import ask_events
+from support.event_requests import request_events
 from support.portions import apply_all
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
@@ -105,7 +105,7 @@ def test_lost_batch_is_replayed() -> None:
         asked = stream.receive(sequence, batch)
         assert asked == ReplayRequest(0)
         questions = b"not eight bytes", asked.start.to_bytes(8, "big")
-        for sequence, batch in ask_events(publisher.endpoints.replay_endpoint, *questions):
+        for sequence, batch in request_events(publisher.endpoints.replay_endpoint, *questions):
             stream.receive(sequence, batch)
         stream.replay_ended()
     assert index.match(KEYS, now=0.0).local[0] == 5
@@ -119,8 +119,8 @@ def test_replay_buffer_is_bounded_in_bytes() -> None:
             log.stored(DIGESTS[:1], None, [100_000] * 1000)  # of five bytes each
             log.flush()
         sent = [receive(subscriber)[1] for _ in range(40)]
-        kept = [n for n, _ in ask_events(publisher.endpoints.replay_endpoint, bytes(8))]
-        dropped = ask_events(publisher.endpoints.replay_endpoint, sent[3].to_bytes(8, "big"))
+        kept = [n for n, _ in request_events(publisher.endpoints.replay_endpoint, bytes(8))]
+        dropped = request_events(publisher.endpoints.replay_endpoint, sent[3].to_bytes(8, "big"))
     assert kept == sent[-12:]
     assert [sequence for sequence, _ in dropped] == kept, "from the first one available"
 
@@ -141,7 +141,7 @@ def test_bound_is_on_the_memory_of_batches() -> None:
 
 
 def ask_for_snapshot(publisher: KVEventPublisher) -> list:
-    return ask_events(publisher.endpoints.replay_endpoint, SNAPSHOT_REQUEST)
+    return request_events(publisher.endpoints.replay_endpoint, SNAPSHOT_REQUEST)
 
 
 def test_late_subscriber_gets_a_snapshot_when_no_replay_reaches_back() -> None:

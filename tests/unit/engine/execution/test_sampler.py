@@ -283,21 +283,42 @@ def test_device_samples_from_the_processed_logits(needs: dict[str, Any]) -> None
     assert ops.rows == 2
 
 
+@pytest.mark.parametrize("logprobs", [None, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_greedy_batch_takes_the_largest_logits_in_the_models_type(dtype: torch.dtype) -> None:
+def test_greedy_batch_takes_the_largest_logits_in_the_models_type(
+    dtype: torch.dtype, logprobs: int | None
+) -> None:
+    """Drafted or not, with log probabilities or without."""
     ops, logits = CountingOps(), random_logits(2).to(dtype)
-    states = [make_state(SamplingParams(temperature=0.0)) for _ in range(2)]
-    assert Sampler((EOS,), ops).sample(logits.clone(), states) == sample(logits, states)
-    assert (ops.rows, ops.dtypes) == (0, [dtype])
+    states = [make_state(SamplingParams(temperature=0.0, logprobs=logprobs)) for _ in range(2)]
+    expected = sample(logits, states)
+    sampler = Sampler((EOS,), ops)
+    assert sampler.sample(logits.clone(), states) == expected
+    drafted = sampler.draft(logits.clone(), states).token_ids.tolist()
+    assert drafted == [token.token_id for token in expected]
+    assert (ops.rows, ops.dtypes) == (0, [dtype, dtype])
 
 
-@pytest.mark.parametrize("needs", NEEDS, ids=str)
-def test_greedy_batch_takes_the_largest_of_the_processed_logits(needs: dict[str, Any]) -> None:
-    """Processed in float32, whatever the model's type."""
+CHANGES = [needs for needs in NEEDS if "logprobs" not in needs]
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+@pytest.mark.parametrize("change", CHANGES, ids=str)
+def test_greedy_batch_takes_the_largest_of_the_processed_logits(
+    change: dict[str, Any], logprobs: int | None
+) -> None:
+    """Processed in float32, whatever the model's type; log probabilities are the model's."""
     ops, logits = CountingOps(), random_logits(2).bfloat16()
-    states = [make_state(SamplingParams(temperature=0.0, **needs)) for _ in range(2)]
-    assert Sampler((EOS,), ops).sample(logits.clone(), states) == sample(logits, states)
+    params = SamplingParams(temperature=0.0, logprobs=logprobs, **change)
+    states = [make_state(params) for _ in range(2)]
+    found = Sampler((EOS,), ops).sample(logits.clone(), states)
+    assert found == sample(logits, states)
     assert ops.dtypes == [torch.float32]
+    for token, expected in zip(found, logits.float().log_softmax(-1), strict=True):
+        if logprobs is not None:
+            assert token.logprobs is not None
+            best = expected.topk(logprobs).values.tolist()
+            assert [value for _, value in token.logprobs.top] == pytest.approx(best)
 
 
 BROKEN = {

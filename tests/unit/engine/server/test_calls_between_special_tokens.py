@@ -11,7 +11,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from support.asgi import AsgiClient
 from support.byte_tokenizer import write_byte_tokenizer
-from support.fake_engine import EOS, FakeEngine, saying
+from support.fake_engine import EOS, FakeEngine, text_script
 from tokenizers import Tokenizer as HfTokenizer
 
 from mooncake_engine.server.app import create_app
@@ -55,7 +55,7 @@ def client_of(engine: FakeEngine, directory: Path, form: str) -> AsgiClient:
 
 @pytest.mark.parametrize("form", FORCED)
 def test_a_forced_call_is_parsed(form: str, engine: FakeEngine, tmp_path: Path) -> None:
-    engine.script = saying(FORCED[form])
+    engine.script = text_script(FORCED[form])
     client = client_of(engine, tmp_path, form)
     answer = client.post(PATH, messages=[ASK], tools=[BREW], tool_choice="required").json()
     message = answer["choices"][0]["message"]
@@ -72,7 +72,7 @@ def test_a_forced_call_is_parsed(form: str, engine: FakeEngine, tmp_path: Path) 
 
 
 def test_mistrals_call_ids_are_short_and_deterministic(engine: FakeEngine, tmp_path: Path) -> None:
-    engine.script = saying(FORCED["mistral"])
+    engine.script = text_script(FORCED["mistral"])
     client = client_of(engine, tmp_path, "mistral")
     message = client.post(PATH, messages=[ASK], tools=[BREW]).json()["choices"][0]["message"]
     ids = [call["id"] for call in message["tool_calls"]]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.asgi import AsgiClient
-from support.fake_engine import EOS, FakeEngine, saying
+from support.fake_engine import EOS, FakeEngine, text_script
 
 PATH = "/v1/chat/completions"
 USER = {"role": "user", "content": "hi"}
@@ -14,7 +14,7 @@ USER = {"role": "user", "content": "hi"}
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    return FakeEngine(saying("tea?"))
+    return FakeEngine(text_script("tea?"))
 
 
 def test_answers_in_openais_form(client: AsgiClient, engine: FakeEngine) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from support.asgi import AsgiClient
-from support.fake_engine import EOS, FakeEngine, saying
+from support.fake_engine import EOS, FakeEngine, text_script
 
 PATH = "/v1/completions"
 
@@ -118,7 +118,7 @@ def test_a_plain_chunk_and_a_detailed_one_have_the_same_fields(client: AsgiClien
 
 
 def test_several_answers_to_a_prompt(client: AsgiClient, engine: FakeEngine) -> None:
-    engine.script = saying("one", "two")
+    engine.script = text_script("one", "two")
     answer = client.post(PATH, prompt="count", n=2, seed=7).json()
     assert [choice["text"] for choice in answer["choices"]] == ["one", "two"]
     assert [request.request_id for request in engine.seen] == ["req-1-0", "req-1-1"]
@@ -128,7 +128,7 @@ def test_several_answers_to_a_prompt(client: AsgiClient, engine: FakeEngine) -> 
 
 
 def test_streams_several_answers(client: AsgiClient, engine: FakeEngine) -> None:
-    engine.script = saying("one", "three")
+    engine.script = text_script("one", "three")
     texts = {0: "", 1: ""}
     for chunk in client.stream(PATH, prompt="count", n=2):
         choice = chunk["choices"][0]

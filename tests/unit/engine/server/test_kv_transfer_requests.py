@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from support.asgi import AsgiClient, Json, ManualClient
-from support.fake_engine import EOS, FakeEngine, saying
+from support.fake_engine import EOS, FakeEngine, text_script
 
 from mooncake_engine.server.app import create_app
 from mooncake_engine.server.kv_transfer_requests import read_kv_transfer_request
@@ -62,7 +62,7 @@ def text(choice: Json) -> str:
 
 
 def test_prefill_returns_the_first_token_and_params(tokenizer: Tokenizer) -> None:
-    client = serve(FakeEngine(saying("tea"), num_cached_tokens=1), tokenizer)
+    client = serve(FakeEngine(text_script("tea"), num_cached_tokens=1), tokenizer)
     answer = prefill(client, "/v1/completions", {"prompt": "hi"})
     choice = answer["choices"][0]
     assert (choice["text"], choice["finish_reason"]) == ("t", "length")
@@ -89,10 +89,10 @@ def test_a_stream_continues_where_the_prefill_ended(
     tokenizer: Tokenizer, path: str, body: Json, said: str
 ) -> None:
     body = body | {"stop": ["ENDE"], "max_tokens": 99}
-    whole = serve(FakeEngine(saying(said)), tokenizer).stream(path, **body)
-    answer = prefill(serve(FakeEngine(saying(said)), tokenizer), path, body)
+    whole = serve(FakeEngine(text_script(said)), tokenizer).stream(path, **body)
+    answer = prefill(serve(FakeEngine(text_script(said)), tokenizer), path, body)
     params = decode_params(answer, [said.encode()[0]], delivered=True)
-    decode = serve(FakeEngine(saying(said)), tokenizer)
+    decode = serve(FakeEngine(text_script(said)), tokenizer)
     chunks = decode.stream(path, **body, kv_transfer_params=params)
     assert {chunk["id"] for chunk in chunks} == {answer["id"]}
     assert {chunk["created"] for chunk in chunks} == {answer["created"]}
@@ -103,10 +103,10 @@ def test_a_stream_continues_where_the_prefill_ended(
 
 def test_the_first_tokens_logprobs_are_not_repeated(tokenizer: Tokenizer) -> None:
     body = {"prompt": "hi", "logprobs": 0}
-    answer = prefill(serve(FakeEngine(saying("tea")), tokenizer), "/v1/completions", body)
+    answer = prefill(serve(FakeEngine(text_script("tea")), tokenizer), "/v1/completions", body)
     assert answer["choices"][0]["logprobs"]["tokens"] == ["t"]
     params = decode_params(answer, [ord("t")], delivered=True)
-    decode = serve(FakeEngine(saying("tea")), tokenizer)
+    decode = serve(FakeEngine(text_script("tea")), tokenizer)
     chunks = decode.stream("/v1/completions", **body, kv_transfer_params=params)
     tokens = [token for c in chunks for token in c["choices"][0]["logprobs"]["tokens"]]
     offsets = [offset for c in chunks for offset in c["choices"][0]["logprobs"]["text_offset"]]
@@ -116,11 +116,11 @@ def test_the_first_tokens_logprobs_are_not_repeated(tokenizer: Tokenizer) -> Non
 
 @pytest.mark.parametrize(("path", "body"), FORMS)
 def test_usage_counts_both_halves(tokenizer: Tokenizer, path: str, body: Json) -> None:
-    engine = FakeEngine(saying("tea"), num_cached_tokens=1)
+    engine = FakeEngine(text_script("tea"), num_cached_tokens=1)
     answer = prefill(serve(engine, tokenizer), path, body)
     for delivered in (False, True):
         params = decode_params(answer, [ord("t")], delivered=delivered)
-        chunks = serve(FakeEngine(saying("tea")), tokenizer).stream(
+        chunks = serve(FakeEngine(text_script("tea")), tokenizer).stream(
             path, **body, kv_transfer_params=params, stream_options={"include_usage": True}
         )
         usage = chunks[-1]["usage"]
@@ -130,9 +130,9 @@ def test_usage_counts_both_halves(tokenizer: Tokenizer, path: str, body: Json) -
 
 @pytest.mark.parametrize(("path", "body"), FORMS)
 def test_a_complete_answer_has_the_first_token(tokenizer: Tokenizer, path: str, body: Json) -> None:
-    answer = prefill(serve(FakeEngine(saying("tea")), tokenizer), path, body)
+    answer = prefill(serve(FakeEngine(text_script("tea")), tokenizer), path, body)
     params = decode_params(answer, [ord("t")], delivered=False)
-    whole = serve(FakeEngine(saying("tea")), tokenizer).post(
+    whole = serve(FakeEngine(text_script("tea")), tokenizer).post(
         path, **body, kv_transfer_params=params
     )
     assert text(whole.json()["choices"][0]) == "tea"
@@ -140,13 +140,15 @@ def test_a_complete_answer_has_the_first_token(tokenizer: Tokenizer, path: str, 
 
 
 def test_a_first_token_of_eos_ends_the_request(tokenizer: Tokenizer) -> None:
-    answer = prefill(serve(FakeEngine(saying("")), tokenizer), "/v1/completions", {"prompt": "hi"})
+    answer = prefill(
+        serve(FakeEngine(text_script("")), tokenizer), "/v1/completions", {"prompt": "hi"}
+    )
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["kv_transfer_params"] is None
 
 
 def test_a_stop_string_in_the_first_token_ends_request_and_lease(tokenizer: Tokenizer) -> None:
-    engine = FakeEngine(saying("tea"))
+    engine = FakeEngine(text_script("tea"))
     answer = prefill(serve(engine, tokenizer), "/v1/completions", {"prompt": "hi", "stop": ["t"]})
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["choices"][0]["stop_reason"] == "t"
@@ -159,7 +161,7 @@ def test_leases_of_an_unfinished_prefill_are_released(
     tokenizer: Tokenizer, *, is_gone: bool
 ) -> None:
     """Two of three choices are prefilled and held for a peer when the request ends."""
-    engine = FakeEngine(saying("tea", "tea", "tea"), hold_at=0, held_ids="-2")
+    engine = FakeEngine(text_script("tea", "tea", "tea"), hold_at=0, held_ids="-2")
     engine.die_at = None if is_gone else 0
     body = b'{"prompt":"hi","n":3,"max_tokens":2,"kv_transfer_params":{"do_remote_decode":true}}'
 
@@ -202,11 +204,11 @@ def test_several_choices_are_transferred_one_by_one(
 ) -> None:
     """Also if one of them finishes with its first token."""
     body: Json = {"prompt": "hi", "n": 2, "logprobs": 0, "return_token_ids": True}
-    answer = prefill(serve(FakeEngine(saying(*said)), tokenizer), "/v1/completions", body)
+    answer = prefill(serve(FakeEngine(text_script(*said)), tokenizer), "/v1/completions", body)
     tokens = [[*each.encode(), EOS][0] for each in said]
     params = decode_params(answer, tokens, delivered=delivered)
     assert len(params["choices"]) == 2
-    decode = serve(FakeEngine(saying(*said)), tokenizer)
+    decode = serve(FakeEngine(text_script(*said)), tokenizer)
     texts = {c["index"]: c["text"] if delivered else "" for c in answer["choices"]}
     ends = {}
     ids: dict[int, list[int]] = {0: [], 1: []}
@@ -222,7 +224,7 @@ def test_several_choices_are_transferred_one_by_one(
 
 def test_all_choices_finish_with_their_first_token(tokenizer: Tokenizer) -> None:
     body = {"prompt": "hi", "n": 2}
-    answer = prefill(serve(FakeEngine(saying("", "")), tokenizer), "/v1/completions", body)
+    answer = prefill(serve(FakeEngine(text_script("", "")), tokenizer), "/v1/completions", body)
     assert answer["kv_transfer_params"] is None
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "stop"]
 
@@ -259,7 +261,7 @@ def vllm_params(**more: Any) -> Json:
 def test_several_choices_sample_their_own_tokens_from_one_prefill(
     tokenizer: Tokenizer, path: str, *, is_streamed: bool
 ) -> None:
-    engine = FakeEngine(saying("one", "two"))
+    engine = FakeEngine(text_script("one", "two"))
     client = serve(engine, tokenizer)
     is_chat = "chat" in path
     body: Json = {"messages": [{"role": "user", "content": "hi"}]} if is_chat else {"prompt": "hi"}
@@ -287,7 +289,7 @@ def test_a_first_token_without_log_probabilities_is_sampled_again_if_they_are_wa
     tokenizer: Tokenizer, *, asks: bool, delivered: bool, has_logprobs: bool
 ) -> None:
     """Unless the client has already received the token with its log probabilities."""
-    engine = FakeEngine(saying("xyz"))
+    engine = FakeEngine(text_script("xyz"))
     params = vllm_params(first_token_delivered=delivered)
     if has_logprobs:
         params["last_token_logprobs"] = [-0.5, []]
@@ -309,7 +311,7 @@ def test_lists_of_log_probabilities_are_as_long_as_the_answer(
     params = vllm_params(first_token_delivered=False)
     del params["num_prompt_tokens"]
     asked = body | {"logprobs": True, "top_logprobs": 1} if is_chat else body | {"logprobs": 1}
-    client = serve(FakeEngine(saying("xyz")), tokenizer)
+    client = serve(FakeEngine(text_script("xyz")), tokenizer)
     answer = client.post(path, **asked, kv_transfer_params=params).json()
     found = answer["choices"][0]["logprobs"]
     if is_chat:
@@ -337,7 +339,7 @@ class CountingTokenizer:
 
 @pytest.mark.parametrize(("path", "body"), FORMS)
 def test_a_prompt_is_tokenised_once(path: str, body: Json, tokenizer: Tokenizer) -> None:
-    engine = FakeEngine(saying("abc"))
+    engine = FakeEngine(text_script("abc"))
     counting = CountingTokenizer(tokenizer)
     client = serve(engine, counting)  # type: ignore[arg-type]  # counts calls
     answer = prefill(client, path, body)
@@ -352,14 +354,14 @@ def test_a_prompt_is_tokenised_once(path: str, body: Json, tokenizer: Tokenizer)
 
 
 def test_a_prompt_of_token_ids_is_not_sent_back(tokenizer: Tokenizer) -> None:
-    client = serve(FakeEngine(saying("abc")), tokenizer)
+    client = serve(FakeEngine(text_script("abc")), tokenizer)
     answer = prefill(client, "/v1/completions", {"prompt": [104, 105]})
     assert "prompt_token_ids" not in answer["kv_transfer_params"]
 
 
 @pytest.mark.parametrize("ids", ["no list", [1, "x"], [10**9]])
 def test_invalid_token_ids_of_a_peer_are_rejected(ids: Any, tokenizer: Tokenizer) -> None:
-    client = serve(FakeEngine(saying("abc")), tokenizer)
+    client = serve(FakeEngine(text_script("abc")), tokenizer)
     answer = prefill(client, "/v1/completions", {"prompt": "hi"})
     params = decode_params(answer, [ord("a")], delivered=True) | {"prompt_token_ids": ids}
     response = client.post("/v1/completions", prompt="hi", kv_transfer_params=params)
@@ -383,7 +385,7 @@ RESERVE = {"do_remote_prefill": True, "metaserver": "http://127.0.0.1:1/v1/metas
 def test_the_prefill_instance_receives_the_decode_instances_token_ids(
     tokenizer: Tokenizer, path: str, body: Json
 ) -> None:
-    engine = FakeEngine(saying("abc"))
+    engine = FakeEngine(text_script("abc"))
     serve(engine, tokenizer).post(path, **body, kv_transfer_params=RESERVE)
     [asked] = engine.seen
     assert asked.kv_transfer_params.tokenizer == tokenizer.fingerprint
@@ -396,7 +398,7 @@ def test_the_prefill_instance_receives_the_decode_instances_token_ids(
         tokenizer=asked.kv_transfer_params.tokenizer,
     )
     counting = CountingTokenizer(tokenizer)
-    prefill_engine = FakeEngine(saying("abc"))
+    prefill_engine = FakeEngine(text_script("abc"))
     client = serve(prefill_engine, counting)  # type: ignore[arg-type]  # counts calls
     before = counting.num_encoded
     answer = client.post(path, **body, max_tokens=1, stream=False, kv_transfer_params=post)
@@ -406,7 +408,7 @@ def test_the_prefill_instance_receives_the_decode_instances_token_ids(
 
 
 def test_token_ids_of_a_client_are_not_forwarded(tokenizer: Tokenizer) -> None:
-    engine = FakeEngine(saying("abc"))
+    engine = FakeEngine(text_script("abc"))
     body = {"prompt": [104, 105]}
     serve(engine, tokenizer).post("/v1/completions", **body, kv_transfer_params=RESERVE)
     assert engine.seen[-1].kv_transfer_params.tokenizer == ""

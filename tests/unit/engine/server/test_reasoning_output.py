@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from support.asgi import AsgiClient
 from support.byte_tokenizer import write_byte_tokenizer
-from support.fake_engine import FakeEngine, saying
+from support.fake_engine import FakeEngine, text_script
 
 from mooncake_engine.sampling_params import GrammarKind
 from mooncake_engine.server.app import create_app
@@ -33,7 +33,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture
 def engine() -> FakeEngine:
-    return FakeEngine(saying("<think>Hm, 4.</think>It is 4."))
+    return FakeEngine(text_script("<think>Hm, 4.</think>It is 4."))
 
 
 @pytest.fixture
@@ -77,13 +77,13 @@ def test_reasoning_can_be_omitted(client: AsgiClient) -> None:
 
 
 def test_an_output_that_ends_inside_the_reasoning_has_no_content(tokenizer: Tokenizer) -> None:
-    client = AsgiClient(create_app(FakeEngine(saying("<think>Hm")), tokenizer))
+    client = AsgiClient(create_app(FakeEngine(text_script("<think>Hm")), tokenizer))
     message = message_of(client)
     assert (message["reasoning"], message["content"]) == ("Hm", None)
 
 
 def test_an_open_prompt_starts_inside_the_reasoning(tokenizer: Tokenizer) -> None:
-    client = AsgiClient(create_app(FakeEngine(saying("Hm</think>4")), tokenizer))
+    client = AsgiClient(create_app(FakeEngine(text_script("Hm</think>4")), tokenizer))
     message = message_of(client, chat_template_kwargs={"is_open": True})
     assert (message["reasoning"], message["content"]) == ("Hm", "4")
 
@@ -110,7 +110,7 @@ def test_a_grammar_constrains_the_answer_after_the_reasoning(
 @pytest.mark.parametrize(("choice", "is_split"), [("none", False), ("qwen3", True)])
 def test_the_option_overrides_the_template(choice: str, is_split: bool, tmp_path: Path) -> None:
     plain = Tokenizer.load(write_byte_tokenizer(tmp_path))
-    engine = FakeEngine(saying("<think>Hm</think>4"))
+    engine = FakeEngine(text_script("<think>Hm</think>4"))
     options = ServerOptions(reasoning_parser=choice)
     message = message_of(AsgiClient(create_app(engine, plain, options)))
     assert message["content"] == ("4" if is_split else "<think>Hm</think>4")

@@ -12,7 +12,7 @@ import pytest
 from llguidance import LLMatcher, LLTokenizer
 from support.asgi import AsgiClient
 from support.byte_tokenizer import write_byte_tokenizer
-from support.fake_engine import FakeEngine, saying
+from support.fake_engine import FakeEngine, text_script
 
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.sampling_params import GrammarKind
@@ -54,7 +54,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture
 def engine() -> FakeEngine:
     roomy = replace(FakeEngine().info, max_model_len=4096)
-    return FakeEngine(saying(f"At once.\n{CALL}"), info=roomy)
+    return FakeEngine(text_script(f"At once.\n{CALL}"), info=roomy)
 
 
 @pytest.fixture
@@ -87,7 +87,7 @@ def test_calls_of_a_complete_answer(client: AsgiClient) -> None:
 
 
 def test_an_answer_of_calls_alone_has_no_content(client: AsgiClient, engine: FakeEngine) -> None:
-    engine.script = saying(CALL)
+    engine.script = text_script(CALL)
     assert ask(client).json()["choices"][0]["message"]["content"] is None
 
 
@@ -112,7 +112,7 @@ def test_without_parallel_calls_only_one_is_returned(
     client: AsgiClient, engine: FakeEngine, is_parallel: bool, names: list[str]
 ) -> None:
     """In complete and in streamed answers: the client would otherwise run several calls."""
-    engine.script = saying(f"At once.\n{CALL}\n{POURING}\nDone.")
+    engine.script = text_script(f"At once.\n{CALL}\n{POURING}\nDone.")
     body = {"messages": [ASK], "tools": [BREW, POUR], "parallel_tool_calls": is_parallel}
     choice = client.post(PATH, **body).json()["choices"][0]
     assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == names
@@ -246,7 +246,7 @@ green "A"
 @pytest.fixture
 def coder(engine: FakeEngine, tokenizer: Tokenizer) -> AsgiClient:
     """A model that calls tools in Qwen3-Coder's format."""
-    engine.script = saying(f"At once.\n{CODER_CALL}")
+    engine.script = text_script(f"At once.\n{CODER_CALL}")
     return AsgiClient(create_app(engine, tokenizer, ServerOptions("qwen3_coder")))
 
 
@@ -353,7 +353,7 @@ def test_a_forced_call_in_tags_follows_its_schema(
 
 def test_calls_are_parsed_across_prefill_and_decode(client: AsgiClient, engine: FakeEngine) -> None:
     """The first token's output and the rest add up to the whole, even with a tag in between."""
-    engine.script = saying(CALL)
+    engine.script = text_script(CALL)
     ordered = {"do_remote_decode": True}
     prefilled = ask(client, max_tokens=1, kv_transfer_params=ordered).json()
     params = prefilled["kv_transfer_params"] | {

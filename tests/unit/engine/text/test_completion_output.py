@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from support.fake_engine import EOS, FakeEngine, saying
+from support.fake_engine import EOS, FakeEngine, text_script
 
 from mooncake_engine.errors import RequestFailed
 from mooncake_engine.messages import EngineRequest, FinishReason
@@ -59,7 +59,7 @@ def text_of(updates: list[TextUpdate]) -> str:
 
 
 def test_the_stop_token_counts_and_is_not_shown(byte_tokenizer: Tokenizer) -> None:
-    updates = run(FakeEngine(saying("tea")), byte_tokenizer, SamplingParams())
+    updates = run(FakeEngine(text_script("tea")), byte_tokenizer, SamplingParams())
     assert text_of(updates) == "tea"
     assert updates[-1].finish is FinishReason.STOP
     assert updates[-1].token_ids == (EOS,)
@@ -68,17 +68,17 @@ def test_the_stop_token_counts_and_is_not_shown(byte_tokenizer: Tokenizer) -> No
 
 def test_the_stop_token_is_shown_if_requested(byte_tokenizer: Tokenizer) -> None:
     sampling = SamplingParams(include_stop_str_in_output=True, skip_special_tokens=False)
-    assert text_of(run(FakeEngine(saying("tea")), byte_tokenizer, sampling)) == "tea<|eos|>"
+    assert text_of(run(FakeEngine(text_script("tea")), byte_tokenizer, sampling)) == "tea<|eos|>"
 
 
 def test_a_stop_token_of_the_client_is_the_stop_reason(byte_tokenizer: Tokenizer) -> None:
     sampling = SamplingParams(stop_token_ids=(EOS,))
-    updates = run(FakeEngine(saying("tea")), byte_tokenizer, sampling)
+    updates = run(FakeEngine(text_script("tea")), byte_tokenizer, sampling)
     assert updates[-1].stop_reason == EOS
 
 
 def test_a_stop_string_ends_the_request(byte_tokenizer: Tokenizer) -> None:
-    engine = FakeEngine(saying("tea, cake, honey"))
+    engine = FakeEngine(text_script("tea, cake, honey"))
     updates = run(engine, byte_tokenizer, SamplingParams(stop=(", c",), max_tokens=None))
     assert text_of(updates) == "tea"
     assert updates[-1].finish is FinishReason.STOP
@@ -89,26 +89,29 @@ def test_a_stop_string_ends_the_request(byte_tokenizer: Tokenizer) -> None:
 
 def test_held_back_text_is_released_at_the_length_limit(byte_tokenizer: Tokenizer) -> None:
     sampling = SamplingParams(stop=("ten",), max_tokens=2)
-    updates = run(FakeEngine(saying("tea")), byte_tokenizer, sampling)
+    updates = run(FakeEngine(text_script("tea")), byte_tokenizer, sampling)
     assert [update.text for update in updates] == ["", "te"]
     assert updates[-1].finish is FinishReason.LENGTH
 
 
 def test_offsets_count_decoded_characters(byte_tokenizer: Tokenizer) -> None:
-    updates = run(FakeEngine(saying("é!")), byte_tokenizer, SamplingParams(logprobs=0))
+    updates = run(FakeEngine(text_script("é!")), byte_tokenizer, SamplingParams(logprobs=0))
     assert [update.text_offsets for update in updates] == [(0,), (0,), (1,), (2,)]
     assert [entry.token_id for u in updates for entry in u.logprobs] == [*"é!".encode(), EOS]
 
 
 def test_a_failed_request_has_a_reason(byte_tokenizer: Tokenizer) -> None:
     with pytest.raises(RequestFailed, match="bad luck"):
-        run(FakeEngine(saying("tea"), fail_at=1), byte_tokenizer, SamplingParams())
+        run(FakeEngine(text_script("tea"), fail_at=1), byte_tokenizer, SamplingParams())
 
 
 def test_held_back_text_is_kept_for_the_peer(byte_tokenizer: Tokenizer) -> None:
     """The decode instance shows the text once it is final."""
     updates = run(
-        FakeEngine(saying("é")), byte_tokenizer, SamplingParams(), KVTransferParams(keeps_kv=True)
+        FakeEngine(text_script("é")),
+        byte_tokenizer,
+        SamplingParams(),
+        KVTransferParams(keeps_kv=True),
     )
     assert text_of(updates) == ""
     assert updates[-1].finish is FinishReason.LENGTH
@@ -116,7 +119,7 @@ def test_held_back_text_is_kept_for_the_peer(byte_tokenizer: Tokenizer) -> None:
 
 
 def test_a_stop_string_in_the_first_token_releases_the_kv(byte_tokenizer: Tokenizer) -> None:
-    engine = FakeEngine(saying("x marks"))
+    engine = FakeEngine(text_script("x marks"))
     updates = run(
         engine, byte_tokenizer, SamplingParams(stop=("x",)), KVTransferParams(keeps_kv=True)
     )
@@ -130,13 +133,13 @@ def test_prefill_and_decode_give_the_same_text_as_one_instance(
     byte_tokenizer: Tokenizer, answer: str
 ) -> None:
     sampling = SamplingParams(stop=("ENDE",), logprobs=1)
-    whole = run(FakeEngine(saying(answer)), byte_tokenizer, sampling)
+    whole = run(FakeEngine(text_script(answer)), byte_tokenizer, sampling)
     first = run(
-        FakeEngine(saying(answer)), byte_tokenizer, sampling, KVTransferParams(keeps_kv=True)
+        FakeEngine(text_script(answer)), byte_tokenizer, sampling, KVTransferParams(keeps_kv=True)
     )
     incoming = KVTransferParams(first_token=FirstToken(answer.encode()[0]))
     rest = run(
-        FakeEngine(saying(answer)), byte_tokenizer, sampling, incoming, is_first_delivered=True
+        FakeEngine(text_script(answer)), byte_tokenizer, sampling, incoming, is_first_delivered=True
     )
     assert text_of(first) + text_of(rest) == text_of(whole) == answer
     logprobs = [[entry for update in part for entry in update.logprobs] for part in (first, rest)]
@@ -146,7 +149,7 @@ def test_prefill_and_decode_give_the_same_text_as_one_instance(
 
 
 def test_closing_early_aborts_the_request(byte_tokenizer: Tokenizer) -> None:
-    engine = FakeEngine(saying("tea"), hold_at=1)
+    engine = FakeEngine(text_script("tea"), hold_at=1)
     texts: list[TextUpdate] = []
 
     async def leave() -> None:
@@ -171,7 +174,7 @@ def test_closing_early_aborts_the_request(byte_tokenizer: Tokenizer) -> None:
 
 def test_an_error_in_a_callback_ends_only_its_choice(byte_tokenizer: Tokenizer) -> None:
     """If the callback fails, the error is reported and the engine aborts the request."""
-    engine = FakeEngine(saying("tea"))
+    engine = FakeEngine(text_script("tea"))
 
     def take(_: TextUpdate) -> None:
         raise ValueError("no room for text")
@@ -201,7 +204,7 @@ def test_plain_tokens_take_the_fast_path(
     byte_tokenizer: Tokenizer, sampling: SamplingParams, plain: str
 ) -> None:
     """They keep their order with updates on the slow path, and give the same text."""
-    engine = FakeEngine(saying("teapot"))
+    engine = FakeEngine(text_script("teapot"))
     processor = TextOutputProcessor(byte_tokenizer, sampling)
     seen: list[str] = []
     short: list[int] = []

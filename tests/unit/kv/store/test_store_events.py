@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from hypothesis import given, strategies as st
-from support.asked_events import ask_events
+from support.event_requests import request_events
 from support.portions import apply_all
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
@@ -76,7 +76,7 @@ class Reader:
         )
 
     def snapshot(self) -> None:
-        found = ask_events(self._endpoint, SNAPSHOT_REQUEST)
+        found = request_events(self._endpoint, SNAPSHOT_REQUEST)
         assert (
             apply_all(self.stream.apply_snapshot(found[0][0], [batch for _, batch in found]))
             is None

@@ -13,20 +13,20 @@ ANSWER_MS = 60_000
 FROM_THE_START = (0).to_bytes(8, "big")
 
 
-def ask_events(endpoint: str | None, *questions: bytes) -> list[tuple[int, EventBatch]]:
+def request_events(endpoint: str | None, *requests: bytes) -> list[tuple[int, EventBatch]]:
     """Send requests to a publisher; return the batches of one answer with their sequence numbers.
 
     Args:
         endpoint: the publisher's address for replay requests.
-        questions: requests: the first wanted sequence number in 8 bytes, or ``SNAPSHOT_REQUEST``.
+        requests: the first wanted sequence number in 8 bytes, or ``SNAPSHOT_REQUEST``.
             Of several requests, the publisher must ignore all but one.
     """
     found = []
-    with zmq.Context() as context, context.socket(zmq.DEALER) as asking:
-        asking.rcvtimeo, asking.linger = ANSWER_MS, 0
-        asking.connect(endpoint or "")
-        for question in questions:
-            asking.send_multipart((b"", question))
-        while (frames := asking.recv_multipart())[2] != REPLAY_END:
+    with zmq.Context() as context, context.socket(zmq.DEALER) as sock:
+        sock.rcvtimeo, sock.linger = ANSWER_MS, 0
+        sock.connect(endpoint or "")
+        for request in requests:
+            sock.send_multipart((b"", request))
+        while (frames := sock.recv_multipart())[2] != REPLAY_END:
             found.append((decode_sequence(frames[2]), decode_batch(frames[3])))
     return found
