@@ -148,17 +148,12 @@ class Sampler:
         """
         info = self._info_of(logits, states)
         described = info.logprob_rows
-        if not (info.random_rows or described or info.processor.has_effect()):
-            return ChosenTokens(self._argmax(logits))
-        logits = logits.float()
-        raw = logits.clone() if described and info.processor.has_effect() else logits
-        info.processor.apply(logits)
-        token_ids = self._draw(logits, states, drawn)
+        token_ids = self._draw(_processed(logits, info), states, drawn)
         if not described:
             return ChosenTokens(token_ids)
         rows = index_tensor(logits.device, described)
         num_top = [states[row].sampling.logprobs or 0 for row in described]
-        logprobs = LogprobTensors.of(raw[rows], token_ids[rows].clamp(min=0), num_top)
+        logprobs = LogprobTensors.of(logits[rows], token_ids[rows].clamp(min=0), num_top)
         return ChosenTokens(token_ids, described, logprobs)
 
     def _draw(
@@ -189,8 +184,7 @@ class Sampler:
             states: the request of each row.
         """
         info = self._info_of(logits, states)
-        logits = logits.float()
-        info.processor.apply(logits)
+        logits = _processed(logits, info)
         rows = info.random_rows
         token_ids = self._argmax(logits)
         if not rows:
@@ -239,6 +233,18 @@ class _BatchInfo:
             row for row, state in enumerate(states) if state.sampling.logprobs is not None
         ]
         self.processor = LogitsProcessor(states, eos_token_ids, device)
+
+
+def _processed(logits: Tensor, info: _BatchInfo) -> Tensor:
+    """The logits as the batch's requests change them, in float32; in the model's type if they
+    change nothing and all take the largest. Logits whose log probabilities are asked for are not
+    overwritten."""
+    if info.processor.has_effect():
+        logits = logits.to(torch.float32, copy=bool(info.logprob_rows))
+        info.processor.apply(logits)
+    elif info.random_rows:
+        logits = logits.float()
+    return logits
 
 
 def _uses_rejection_sampling(state: SamplingState) -> bool:
