@@ -74,26 +74,26 @@ class Relay:
         self._spawn(self._serve(reader, writer))
 
     async def _serve(self, reader: StreamReader, writer: StreamWriter) -> None:
-        back = Back(*self._target, self._credentials)
+        upstream = Upstream(*self._target, self._credentials)
         with suppress(OSError, asyncio.IncompleteReadError):
             try:
                 seals = await _handshake(reader, writer, self._credentials)
                 while True:
                     message = seals.incoming.open(await _read(reader))
                     if isinstance(message, SessionRequest):
-                        self._relay(message, back, seals, writer)
+                        self._relay(message, upstream, seals, writer)
                     else:  # a ping
                         writer.write(seals.outgoing.seal(SessionResponse(message.number)))  # type: ignore[union-attr]
             finally:
-                back.close()
+                upstream.close()
                 writer.transport.abort()
 
     def _relay(
-        self, request: SessionRequest, back: Back, seals: Seals, writer: StreamWriter
+        self, request: SessionRequest, upstream: Upstream, seals: Seals, writer: StreamWriter
     ) -> None:
         async def ask() -> None:
             with suppress(TransferError):
-                payload = await back.request(request.payload)
+                payload = await upstream.request(request.payload)
                 response = SessionResponse(request.number, payload)
                 self._deliver(payload, lambda: reply(response))
 
@@ -126,7 +126,7 @@ class Relay:
             await asyncio.sleep(0)
 
 
-class Back:
+class Upstream:
     """The relay's connection to the server for one client; reconnects when necessary."""
 
     def __init__(self, host: str, port: int, credentials: Credentials) -> None:

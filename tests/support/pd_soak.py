@@ -27,8 +27,17 @@ from support.pd import (
     instance,
     prompt_of,
 )
-from support.pd_field import LEASE_S, TRANSFER_TIMEOUT_S, Case, Far, Field, Near, Side, field_of
 from support.pd_relay import deliver, unreliable
+from support.pd_soak_fleet import (
+    LEASE_S,
+    TRANSFER_TIMEOUT_S,
+    Case,
+    LocalInstance,
+    RemoteInstance,
+    SoakFleet,
+    SoakInstance,
+    soak_fleet,
+)
 from support.pd_transport import GATE
 from support.push import LAYERWISE
 
@@ -101,7 +110,9 @@ class Soak:
         with_kills: kill and restart the instances in other processes.
     """
 
-    def __init__(self, over: Field, cases: Sequence[Case], seed: int, *, with_kills: bool) -> None:
+    def __init__(
+        self, over: SoakFleet, cases: Sequence[Case], seed: int, *, with_kills: bool
+    ) -> None:
         self.tally = Tally()
         self._over = over
         self._cases = cases
@@ -155,15 +166,17 @@ class Soak:
         if tuple(seen) != case.expected[: len(seen)]:
             self.tally.wrong.append(f"{fate}: {seen}, expected {case.expected}")
 
-    def _choose(self, sides: tuple[Near, Far]) -> Near | Far:
+    def _choose(
+        self, sides: tuple[LocalInstance, RemoteInstance]
+    ) -> LocalInstance | RemoteInstance:
         """Choose a side at random; one that is known to be down only sometimes, like a proxy."""
-        near, far = sides
+        local, remote = sides
         chosen = self._numbers.choice(sides)
-        if chosen is far and far.served is None and self._numbers.random() < 0.9:
-            return near
+        if chosen is remote and remote.served is None and self._numbers.random() < 0.9:
+            return local
         return chosen
 
-    async def _serve(self, case: Case, second: Side, fate: str, seen: list[int]) -> None:
+    async def _serve(self, case: Case, second: SoakInstance, fate: str, seen: list[int]) -> None:
         if self._over.decode_first:
             params: KVTransferDict | None = self._order_prefill(case, fate)
         else:
@@ -183,7 +196,7 @@ class Soak:
         else:
             self.tally.wrong.append(f"{fate}: {answer}, expected {case.expected}")
 
-    async def _prefill(self, case: Case, first: Side, fate: str) -> KVTransferDict | None:
+    async def _prefill(self, case: Case, first: SoakInstance, fate: str) -> KVTransferDict | None:
         prefilling = asyncio.create_task(first.answer(case, ORDER, [], max_tokens=1))
         if fate == "left during prefill":
             await leave(prefilling, self._numbers.uniform(0.0, 0.02))
@@ -233,11 +246,11 @@ class Soak:
         """Check that every block is free within a lease plus a transfer timeout, and that the block
         accounting is consistent."""
         within_s = LEASE_S + TRANSFER_TIMEOUT_S + 15.0
-        for near, far in (self._over.prefill, self._over.decode):
+        for local, remote in (self._over.prefill, self._over.decode):
             try:
-                await near.instance.check_clean(within_s)
-                if far.served is not None:
-                    await far.served.wait_until_idle(within_s)
+                await local.instance.check_clean(within_s)
+                if remote.served is not None:
+                    await remote.served.wait_until_idle(within_s)
             except AssertionError as exc:
                 self.tally.leaked.append(str(exc))
 
@@ -270,7 +283,7 @@ async def make_cases(model: Path, seed: int) -> list[Case]:
 async def soak(model: Path, plan: Plan) -> Tally:
     """Run a soak."""
     cases = await make_cases(model, plan.seed)
-    async with field_of(model, plan.connector, pulls_early=plan.pulls_early) as over:
+    async with soak_fleet(model, plan.connector, pulls_early=plan.pulls_early) as over:
         soaking = Soak(over, cases, plan.seed, with_kills=plan.with_kills)
         return await soaking.run(plan.num_requests)
 

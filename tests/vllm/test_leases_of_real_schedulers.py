@@ -63,6 +63,17 @@ def test_lease_without_a_reader_expires_and_is_published(is_async: bool) -> None
         check_nothing_is_left(prefill)
 
 
+@SCHEDULERS
+def test_lease_is_released_by_a_refused_request_of_p_itself(is_async: bool) -> None:
+    """As a proxy does that knows that no D will read the KV: vLLM's P has no other way in."""
+    with instance("kv_producer", is_async=is_async) as prefill:
+        params = prefill_one(prefill)
+        prefill.submit("refused", [], 1, params, is_refused=True)
+        settle([prefill], SETTLED_S)
+        assert prefill.figures()["leases_expired"] == 0
+        check_nothing_is_left(prefill)
+
+
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
 @SCHEDULERS
 def test_choices_on_several_ranks_are_all_answered(is_async: bool, policy: str) -> None:

@@ -127,9 +127,7 @@ def test_grouped_attention(generation: str, dtype: str, shapes: Shapes, model: s
     with compiling(generation) as kernels:
         shapes.grouped(GROUPED[model])
     check(generation, kernels, {"decode_attention", "prefill_attention"})
-    assert (
-        len(kernels) == 2
-    )  # the decodes of all contexts are one kernel, which merges their splits
+    assert len(kernels) == 2  # of all decodes, which merge their splits, and of prompts
     if dtype != "float32":
         units = {kernel.matrix_unit for kernel in kernels if kernel.name == "prefill_attention"}
         assert MATRIX_UNITS[generation] in units  # for prompts; a decode has too few rows

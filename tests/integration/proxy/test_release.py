@@ -86,6 +86,36 @@ def test_instance_without_abort_is_logged_once(
         assert "until its lease expires (lease_seconds)" in line
 
 
+@pytest.mark.parametrize("ends", ["unreachable", "client"])
+def test_vllm_releases_kv_by_a_request_that_it_refuses(
+    ends: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM has no abort endpoint, but gives a refused request's parameters to its connector."""
+
+    async def main() -> None:
+        async with fake_deployment(emits_first_token=True) as s:
+            s.prefill.behaviour.abort_status = 404
+            s.prefill.behaviour.continues_prompt = True
+            if ends == "unreachable":
+                await s.decode.kill()
+                await post(s, BODY)
+            else:
+                s.decode.behaviour.hangs = True
+                _, writer = await send_raw(s, STREAM)
+                await s.decode.wait_for(lambda: bool(s.decode.generated))
+                writer.transport.abort()
+            await s.prefill.wait_for(lambda: len(s.prefill.generated) == 2)
+            asked = s.prefill.generated[1].body
+            assert asked["model"] == "mooncake-releases-kv"
+            assert asked["kv_transfer_params"]["do_remote_prefill"]
+            assert asked["kv_transfer_params"]["remote_request_id"] == "p0:abc"
+            await s.app.router.close()
+            assert s.count("aborts", "by_request") == 1
+
+    uvloop.run(main())
+    assert "abort" not in caplog.text
+
+
 def facts(text: bytes) -> KVTransferParams:
     found = kv_transfer_params_decoder.decode(text)
     assert found is not None

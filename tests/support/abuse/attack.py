@@ -1,6 +1,6 @@
 """An attack: a function that is called with a target and its attempts, in a process of its own.
 
-Its threads and descriptors therefore don't disturb the bystanders, and it can be killed.
+Its threads and descriptors therefore don't disturb the background traffic, and it can be killed.
 """
 
 from __future__ import annotations

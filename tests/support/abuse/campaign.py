@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from support.abuse.attack import Attack, Running
-from support.abuse.bystanders import Bystanders, Case, make_cases
+from support.abuse.background_traffic import BackgroundTraffic, Case, make_cases
 from support.abuse.deployment import Deployment, PeakMemory, ResidentMemory, deployment
 from support.abuse.verdicts import Bounds, Largest, Outcome
 
@@ -42,7 +42,7 @@ class Plan:
     scratch: Path
 
 
-class Field:
+class AttackedDeployment:
     """A deployment that starts at its first attack, and restarts after it has lost a process."""
 
     def __init__(self, connector: str, plan: Plan) -> None:
@@ -52,7 +52,7 @@ class Field:
         self._running: tuple[Deployment, list[Case]] | None = None
         self.began_with = ResidentMemory({})
 
-    def __enter__(self) -> Field:
+    def __enter__(self) -> AttackedDeployment:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -75,7 +75,7 @@ class Field:
 
 async def _warm_up(started: Deployment, cases: Sequence[Case]) -> None:
     """Send ordinary requests, so that one-time allocations don't count as growth."""
-    async with Bystanders(started.target, cases).around():
+    async with BackgroundTraffic(started.target, cases).around():
         await asyncio.sleep(2.0)
 
 
@@ -83,12 +83,12 @@ def run_each(attacks: Sequence[Attack], plan: Plan, report: Report) -> list[Outc
     """Run the attacks one after another, grouped by the kind of deployment."""
     outcomes = []
     for connector in sorted({attack.connectors[0] for attack in attacks}):
-        with Field(connector, plan) as field:
+        with AttackedDeployment(connector, plan) as attacked:
             for attack in attacks:
                 if attack.connectors[0] == connector:
-                    outcomes.append(attack_once([attack], plan.seconds, field, plan))
+                    outcomes.append(attack_once([attack], plan.seconds, attacked, plan))
                     report(outcomes[-1])
-            outcomes.append(afterwards(connector, field))
+            outcomes.append(afterwards(connector, attacked))
             report(outcomes[-1])
     return outcomes
 
@@ -99,30 +99,34 @@ def soak(attacks: Sequence[Attack], minutes: float, plan: Plan, report: Report) 
     outcomes, ends = [], time.monotonic() + 60 * minutes
     with ExitStack() as stack:
         connectors = sorted({attack.connectors[0] for attack in attacks})
-        fields = {name: stack.enter_context(Field(name, plan)) for name in connectors}
+        deployments = {
+            name: stack.enter_context(AttackedDeployment(name, plan)) for name in connectors
+        }
         for connector in itertools.cycle(connectors):
             if time.monotonic() > ends:
                 break
             able = [attack for attack in attacks if connector in attack.connectors]
             mixed = numbers.sample(able, min(MIXED, len(able)))
-            outcomes.append(attack_once(mixed, plan.seconds, fields[connector], plan))
+            outcomes.append(attack_once(mixed, plan.seconds, deployments[connector], plan))
             report(outcomes[-1])
-        for connector, field in fields.items():
-            outcomes.append(afterwards(connector, field))
+        for connector, attacked in deployments.items():
+            outcomes.append(afterwards(connector, attacked))
             report(outcomes[-1])
     return outcomes
 
 
-def attack_once(attacks: Sequence[Attack], seconds: float, field: Field, plan: Plan) -> Outcome:
-    """Run attacks at once, with bystanders; returns the outcome."""
-    running, cases = field.ready()
+def attack_once(
+    attacks: Sequence[Attack], seconds: float, attacked: AttackedDeployment, plan: Plan
+) -> Outcome:
+    """Run attacks at once, with background traffic; returns the outcome."""
+    running, cases = attacked.ready()
     target = running.target
     stopped = tuple(name for attack in attacks for name in attack.stops)
-    bystanders = Bystanders(target, cases, stopped)
+    traffic = BackgroundTraffic(target, cases, stopped)
     memory = PeakMemory(running.pids())
     attacking = [Running(attack, target, seconds, plan.seed) for attack in attacks]
     try:
-        asyncio.run(_watch(attacking, bystanders))
+        asyncio.run(_watch(attacking, traffic))
         complaints = [about for each in attacking for about in each.finish()]
     finally:
         for each in attacking:
@@ -132,43 +136,43 @@ def attack_once(attacks: Sequence[Attack], seconds: float, field: Field, plan: P
         "+".join(attack.name for attack in attacks),
         sum(each.tries for each in attacking),
         running.lost(),
-        bystanders.right,
-        tuple(bystanders.wrong),
-        tuple(bystanders.unanswered),
+        traffic.right,
+        tuple(traffic.wrong),
+        tuple(traffic.unanswered),
         _largest(memory.growth_mib()),
-        bystanders.silence_s,
+        traffic.silence_s,
         tuple(complaints),
         _together(bounds).slacken(plan.slack),
     )
 
 
-def afterwards(connector: str, field: Field) -> Outcome:
+def afterwards(connector: str, attacked: AttackedDeployment) -> Outcome:
     """The deployment's state after all attacks: complete, with the same answers as before, and with
     all blocks and memory released."""
-    running, cases = field.ready()
-    bystanders = Bystanders(running.target, cases)
-    complaints = asyncio.run(_settle(running, bystanders))
+    running, cases = attacked.ready()
+    traffic = BackgroundTraffic(running.target, cases)
+    complaints = asyncio.run(_settle(running, traffic))
     return Outcome(
         f"afterwards, {connector}",
         len(cases),
         running.lost(),
-        bystanders.right,
-        tuple(bystanders.wrong),
-        tuple(bystanders.unanswered),
-        _largest(field.began_with.growth_mib()),
-        bystanders.silence_s,
+        traffic.right,
+        tuple(traffic.wrong),
+        tuple(traffic.unanswered),
+        _largest(attacked.began_with.growth_mib()),
+        traffic.silence_s,
         tuple(complaints),
         Bounds(growth_mib=HELD_MIB).slacken(running.target.slack),
     )
 
 
-async def _settle(running: Deployment, bystanders: Bystanders) -> list[str]:
+async def _settle(running: Deployment, traffic: BackgroundTraffic) -> list[str]:
     from support.pd_processes import Served  # imports torch, which not every attacker needs
 
     complaints = []
-    async with bystanders.around():
+    async with traffic.around():
         pass
-    for name, url in bystanders.urls().items():
+    for name, url in traffic.urls().items():
         if name != "proxy":
             try:
                 await Served(url, running.programs[name]).wait_until_idle(IDLE_S)
@@ -177,8 +181,8 @@ async def _settle(running: Deployment, bystanders: Bystanders) -> list[str]:
     return complaints
 
 
-async def _watch(attacking: Sequence[Running], bystanders: Bystanders) -> None:
-    async with bystanders.around():
+async def _watch(attacking: Sequence[Running], traffic: BackgroundTraffic) -> None:
+    async with traffic.around():
         while not all(each.is_over for each in attacking):  # noqa: ASYNC110  # no event to wait for
             await asyncio.sleep(POLL_S)
 

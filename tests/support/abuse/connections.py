@@ -28,7 +28,7 @@ TIMEOUT_S = 5.0
 ASK = {"prompt": "hello world", "max_tokens": 4, "temperature": 0}
 
 
-def doors(target: Target) -> Sequence[tuple[str, int]]:
+def http_ports(target: Target) -> Sequence[tuple[str, int]]:
     """URLs of the proxy and of one instance of each role."""
     return [address(url) for url in (target.proxy, target.prefills[0], target.decodes[0])]
 
@@ -37,7 +37,7 @@ def unread_pipeline(target: Target, attempts: Attempts) -> None:
     """Megabytes of pipelined requests whose answers are never read."""
     piece = head("/metrics", {}, "GET") * 2000
     for number in attempts:
-        with suppress(*ENDED), connection(doors(target)[number % 3]) as sock:
+        with suppress(*ENDED), connection(http_ports(target)[number % 3]) as sock:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             send_forever(sock, piece, attempts, 4 * MIB)
 
@@ -63,7 +63,7 @@ def endless_trailers(target: Target, attempts: Attempts) -> None:
     """Chunked bodies whose trailers never end, or pretend to contain the key."""
     fields = {"transfer-encoding": "chunked", **target.headers}
     for number in attempts:
-        with suppress(*ENDED), connection(doors(target)[number % 3]) as sock:
+        with suppress(*ENDED), connection(http_ports(target)[number % 3]) as sock:
             sock.sendall(head("/v1/completions", fields) + b"2\r\n{}\r\n0\r\n")
             piece = b"x" * CHUNK_BYTES if number % 2 else b"a: b\r\n" * 20_000
             send_forever(sock, piece, attempts, 64 * MIB)
@@ -73,7 +73,7 @@ def endless_extensions(target: Target, attempts: Attempts) -> None:
     """Endless chunk extensions and one-byte chunks."""
     fields = {"transfer-encoding": "chunked", **target.headers}
     for number in attempts:
-        with suppress(*ENDED), connection(doors(target)[number % 3]) as sock:
+        with suppress(*ENDED), connection(http_ports(target)[number % 3]) as sock:
             sock.sendall(head("/v1/completions", fields))
             piece = b"1;" + b"x" * CHUNK_BYTES if number % 2 else b"1\r\n[\r\n" * 100_000
             send_forever(sock, piece, attempts, 32 * MIB)
@@ -98,7 +98,7 @@ def bodies_without_key(target: Target, attempts: Attempts) -> None:
 def many_headers(target: Target, attempts: Attempts) -> None:
     """Heads with tens of thousands of fields, and heads of many megabytes."""
     for number in attempts:
-        with suppress(*ENDED), connection(doors(target)[number % 3]) as sock:
+        with suppress(*ENDED), connection(http_ports(target)[number % 3]) as sock:
             sock.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
             small = b"".join(b"x-%d: 1\r\n" % i for i in range(60_000))
             piece = b"x" * CHUNK_BYTES if number % 2 else small
@@ -113,7 +113,7 @@ def slow_requests(target: Target, attempts: Attempts) -> None:
         for number in attempts:
             if number < 300:
                 with suppress(*ENDED):
-                    sock = stack.enter_context(connection(doors(target)[number % 3]))
+                    sock = stack.enter_context(connection(http_ports(target)[number % 3]))
                     sock.settimeout(1.0)
                     socks.append(sock)
                 continue
@@ -131,7 +131,7 @@ def idle_flood(target: Target, attempts: Attempts) -> None:
         with ExitStack() as stack:
             for number in attempts:
                 with suppress(*ENDED):
-                    sock = socket.create_connection(doors(target)[number % 3], CONNECT_S)
+                    sock = socket.create_connection(http_ports(target)[number % 3], CONNECT_S)
                     if number % 3:
                         stack.enter_context(sock)
                     else:
@@ -220,7 +220,7 @@ def wrong_keys(target: Target, attempts: Attempts) -> None:
     """Keys that are missing, wrong, long, or not text."""
     keys = ("", "Bearer", "Bearer " + "x" * 60_000, "Basic YTpi", "Bearer \xff", "bearer a-client")
     for number in attempts:
-        with suppress(*ENDED), connection(doors(target)[number % 3]) as sock:
+        with suppress(*ENDED), connection(http_ports(target)[number % 3]) as sock:
             fields = {"authorization": keys[number % len(keys)], "connection": "close"}
             sock.sendall(request("/v1/completions", fields, ASK))
             answer = read_all(sock, TIMEOUT_S)

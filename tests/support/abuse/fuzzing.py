@@ -14,8 +14,8 @@ from hypothesis import HealthCheck, Phase, given, seed, settings, strategies as 
 from hypothesis.errors import HypothesisWarning, Unsatisfiable
 from schemathesis import GenerationMode
 from support.abuse.attack import Attack, Attempts, Target
-from support.abuse.connections import doors as http_doors
-from support.abuse.peer_ports import doors as peer_doors
+from support.abuse.connections import http_ports
+from support.abuse.peer_ports import peer_ports
 from support.abuse.verdicts import Bounds
 from support.abuse.wire import ENDED, connection, read_all
 
@@ -87,10 +87,10 @@ def _examples(
 
 def raw_http(target: Target, attempts: Attempts) -> None:
     """Random bytes sent to the HTTP parsers."""
-    doors = http_doors(target)
+    ports = http_ports(target)
 
     def send(rounds: int, data: bytes) -> None:
-        with suppress(*ENDED), connection(doors[rounds % len(doors)]) as sock:
+        with suppress(*ENDED), connection(ports[rounds % len(ports)]) as sock:
             sock.sendall(data)
             answer = read_all(sock, ANSWER_S)
             if answer and not answer.startswith(b"HTTP/1."):
@@ -103,10 +103,10 @@ def raw_http(target: Target, attempts: Attempts) -> None:
 
 def raw_sessions(target: Target, attempts: Attempts) -> None:
     """Random bytes sent to side channels and transports."""
-    doors = peer_doors(target)
+    ports = peer_ports(target)
 
     def send(rounds: int, data: bytes) -> None:
-        with suppress(*ENDED), doors[rounds % len(doors)].open() as sock:
+        with suppress(*ENDED), ports[rounds % len(ports)].open() as sock:
             sock.sendall(data)
             read_all(sock, ANSWER_S)
 

@@ -46,7 +46,7 @@ ASK = {"prompt": "hello world", "max_tokens": 3, "temperature": 0}
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class PeerPort:
     """A port of an instance for other instances.
 
     Args:
@@ -71,23 +71,23 @@ class Door:
         return sock
 
 
-def doors(target: Target) -> list[Door]:
+def peer_ports(target: Target) -> list[PeerPort]:
     """Side channels and transports of all instances."""
     found = []
     for topology in target.topologies.values():
-        found.append(Door("side channel", (topology["host"], topology["port"])))
+        found.append(PeerPort("side channel", (topology["host"], topology["port"])))
         for rank in topology["ranks"]:
-            found += [_door(name, data) for name, data in rank["endpoints"].items()]
+            found += [_peer_port(name, data) for name, data in rank["endpoints"].items()]
     return found
 
 
-def _door(name: str, data: str) -> Door:
+def _peer_port(name: str, data: str) -> PeerPort:
     raw = base64.b64decode(data)
     if name == "tcp":
         tcp = msgspec.msgpack.decode(raw, type=TcpAddress)
-        return Door(name, (tcp.host, tcp.port))
+        return PeerPort(name, (tcp.host, tcp.port))
     other = msgspec.msgpack.decode(raw, type=SessionAddress)
-    return Door(name, (other.host, other.port) if other.port else other.host)
+    return PeerPort(name, (other.host, other.port) if other.port else other.host)
 
 
 def check_members_get_in(target: Target, attempts: Attempts) -> None:
@@ -107,7 +107,7 @@ def check_members_get_in(target: Target, attempts: Attempts) -> None:
 
 def silent_handshakes(target: Target, attempts: Attempts) -> None:
     """Silent connections to every port between instances."""
-    found = doors(target)
+    found = peer_ports(target)
     while not attempts.is_over:
         with ExitStack() as stack:
             for number in attempts:
@@ -120,7 +120,7 @@ def silent_handshakes(target: Target, attempts: Attempts) -> None:
 
 def slow_handshakes(target: Target, attempts: Attempts) -> None:
     """More concurrent byte-by-byte handshakes than are allowed."""
-    found = doors(target)
+    found = peer_ports(target)
     with ExitStack() as stack:
         socks: list[socket.socket] = []
         for number in range(80 * len(found)):
@@ -137,7 +137,7 @@ def slow_handshakes(target: Target, attempts: Attempts) -> None:
 
 def endless_frames(target: Target, attempts: Attempts) -> None:
     """Frames that announce gigabytes, frames of the maximum size, and endless frames."""
-    found = doors(target)
+    found = peer_ports(target)
     allowed = (4096).to_bytes(4, "big") + b"x" * 4096
     heads = (b"\xff\xff\xff\xff", (16 << 20).to_bytes(4, "big"), b"\0\0\0\0", allowed)
     for number in attempts:

@@ -1,4 +1,4 @@
-"""The bystanders, which no attack may affect: ordinary requests, health checks, memory."""
+"""The background traffic, which no attack may affect: ordinary requests, health checks, memory."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def _answer(choices: Sequence[Json]) -> Answer:
 
 
 @dataclass
-class Bystanders:
+class BackgroundTraffic:
     """Ordinary traffic and health checks during attacks.
 
     Args:

@@ -37,7 +37,7 @@ class Case:
     expected: tuple[int, ...]
 
 
-class Side(Protocol):
+class SoakInstance(Protocol):
     """An instance in this process or in another one."""
 
     async def answer(
@@ -52,7 +52,7 @@ class Side(Protocol):
 
 
 @dataclass
-class Near:
+class LocalInstance:
     """An instance in this process; peers reach its side channel through its relay, if any."""
 
     instance: Instance
@@ -74,7 +74,7 @@ class Near:
 
 
 @dataclass
-class Far:
+class RemoteInstance:
     """An instance in a process of its own, which can be killed and restarted."""
 
     model: Path
@@ -122,55 +122,57 @@ class Far:
 
 
 @dataclass
-class Field:
+class SoakFleet:
     """All instances, and the relay in front of the one in this process that receives requests
     first: the decode instance if it reserves blocks before the prefill (``decode_first``: push and
     early pull), else the prefill instance."""
 
     connector: str
     decode_first: bool
-    prefill: tuple[Near, Far]
-    decode: tuple[Near, Far]
+    prefill: tuple[LocalInstance, RemoteInstance]
+    decode: tuple[LocalInstance, RemoteInstance]
     relay: Relay
     relayed_port: int
 
 
 @asynccontextmanager
-async def field_of(
+async def soak_fleet(
     model: Path, connector: str, *, pulls_early: bool = False
-) -> AsyncIterator[Field]:
+) -> AsyncIterator[SoakFleet]:
     """Two instances of each role for the duration of a block."""
-    near = {
+    local = {
         "connector": connector,
         "transports": (NAME,),
         "lease_s": LEASE_S,
         "transfer_timeout_s": TRANSFER_TIMEOUT_S,
         "num_kv_blocks": DEFAULT_BLOCKS,
     }
-    far = ["--kv-connector", connector, "--transport", NAME, "--lease-seconds", str(LEASE_S)]
-    far += ["--transfer-timeout-seconds", str(TRANSFER_TIMEOUT_S)]
+    remote = ["--kv-connector", connector, "--transport", NAME, "--lease-seconds", str(LEASE_S)]
+    remote += ["--transfer-timeout-seconds", str(TRANSFER_TIMEOUT_S)]
     if pulls_early:  # several chunks, so that D reads before the whole prompt is computed
-        near["max_num_batched_tokens"] = EARLY_CHUNK
-        far += ["--max-num-batched-tokens", str(EARLY_CHUNK)]
+        local["max_num_batched_tokens"] = EARLY_CHUNK
+        remote += ["--max-num-batched-tokens", str(EARLY_CHUNK)]
     os.environ["MOONCAKE_TEST_GATE"] = "chaos"
     ports = {role: free_port() for role in (Role.PREFILL, Role.DECODE)}
     decode_first = pulls_early or connector == LAYERWISE
     asked = Role.DECODE if decode_first else Role.PREFILL
     async with AsyncExitStack() as stack:
         first, second = [
-            await stack.enter_async_context(instance(model, role, **near, port=port))
+            await stack.enter_async_context(instance(model, role, **local, port=port))
             for role, port in ports.items()
         ]
         between = await stack.enter_async_context(relay("127.0.0.1", ports[asked]))
-        others = [Far(model, role, (*far, "--kv-port", str(free_port()))) for role in ports]
+        others = [
+            RemoteInstance(model, role, (*remote, "--kv-port", str(free_port()))) for role in ports
+        ]
         for other in others:
             stack.push_async_callback(other.stop)
             await other.start()
-        yield Field(
+        yield SoakFleet(
             connector,
             decode_first,
-            (Near(first, between if asked is Role.PREFILL else None), others[0]),
-            (Near(second), others[1]),
+            (LocalInstance(first, between if asked is Role.PREFILL else None), others[0]),
+            (LocalInstance(second), others[1]),
             between,
             ports[asked],
         )
