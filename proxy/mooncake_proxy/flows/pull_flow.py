@@ -18,6 +18,8 @@ from msgspec import Raw, Struct
 from mooncake_proxy.api.openai_bodies import (
     CompletionResponse,
     KVTransferParams,
+    OpenAIEndpoint,
+    encode,
     final_answer_events,
     first_token_events,
     kv_transfer_params_decoder,
@@ -30,7 +32,7 @@ from mooncake_proxy.api.proxied_request import (
     pull_decode_body,
     with_prefix_sources,
 )
-from mooncake_proxy.errors import DECODE_ERRORS, MalformedResponse, UpstreamError
+from mooncake_proxy.errors import DECODE_ERRORS, MalformedResponse, Rejected, UpstreamError
 from mooncake_proxy.flows.continued_prompt import (
     ContinuedForwarder,
     ContinuedPrompt,
@@ -50,10 +52,14 @@ from mooncake_proxy.flows.push_flow import reserve_first
 from mooncake_proxy.http1.upstream_connection import UpstreamConnection
 from mooncake_proxy.pool.bootstrap_server import BootstrapServer, for_prefill
 from mooncake_proxy.pool.instances import Instance, Role
-from mooncake_proxy.routing.router import RequestRouter
+from mooncake_proxy.routing.router import ABORT_TIMEOUT_S, RequestRouter
 
 # Seconds to wait for P's answer after the client has disconnected, to learn which KV to release.
 HANG_UP_S = 5.0
+NOT_SUPPORTED = (404, 405)
+REFUSED = (400, 404, 422)
+# A request that vLLM refuses: no instance has a model of that name.
+REFUSED_REQUEST = {"model": "mooncake-releases-kv", "prompt": [0], "max_tokens": 1}
 logger = logging.getLogger(__name__)
 
 
@@ -146,7 +152,7 @@ class HeldKV:
         # Even a committed D may have fetched only some of several choices.
         kv_params = self._prefill.kv_params
         if not self._context.is_committed or kv_params.choices is not None:
-            self._router.release(self._prefill.instance, kv_params)
+            release_kv(self._router, self._context, self._prefill)
 
     async def decode(
         self, router: RequestRouter, context: RequestContext, instance: Instance
@@ -197,7 +203,7 @@ async def _prefill(
     body = await _send_prefill(router, context, instance, params, wants_kv_only=is_shared)
     prefill = parse_prefill_answer(instance, body)
     if is_shared and not _serves_all_choices(router, instance, prefill):
-        router.release(instance, prefill.kv_params)
+        release_kv(router, context, prefill)
         return _without_kv(instance)
     prefill.began, prefill.is_shared = began, is_shared
     kv, metrics = prefill.kv_params, router.metrics
@@ -280,7 +286,7 @@ async def _send_prefill(
     payload = instance.build_post(
         context.endpoint.path, context.attempt_id, context.forward_to(instance), body
     )
-    abandon = partial(_hang_up, router, instance)
+    abandon = partial(_hang_up, router, context, instance)
     with await instance.connections.exchange(
         payload, context.deadline, await_body=True, abandon=abandon
     ) as answer:
@@ -289,17 +295,22 @@ async def _send_prefill(
     return body
 
 
-def _hang_up(router: RequestRouter, instance: Instance, connection: UpstreamConnection) -> None:
+def _hang_up(
+    router: RequestRouter,
+    context: RequestContext,
+    instance: Instance,
+    connection: UpstreamConnection,
+) -> None:
     """Close the connection to P after the client has disconnected.
 
     P may have answered already, and then holds KV that no D will pull.
     """
     if connection.hang_up(HANG_UP_S):
-        router.spawn(_release_late_answer(router, instance, connection))
+        router.spawn(_release_late_answer(router, context, instance, connection))
 
 
 async def _release_late_answer(
-    router: RequestRouter, instance: Instance, answer: UpstreamConnection
+    router: RequestRouter, context: RequestContext, instance: Instance, answer: UpstreamConnection
 ) -> None:
     """Read an answer that P sent as the client disconnected, and release the KV that it names."""
     try:
@@ -309,7 +320,70 @@ async def _release_late_answer(
         return  # P aborted the request and holds nothing
     finally:
         answer.finish()
-    router.release(instance, prefill.kv_params)
+    release_kv(router, context, prefill)
+
+
+def release_kv(router: RequestRouter, context: RequestContext, prefill: PrefillResult) -> None:
+    """Tell P to free the KV of all choices of a request.
+
+    Runs in the background: the client has its answer or is gone, and if the message is lost, P
+    frees the KV when the lease expires.
+    """
+    instance, by_request = prefill.instance, None
+    if prefill.params is not None and prefill.kv_params.decode_continues_prompt:
+        body = encode({**REFUSED_REQUEST, "kv_transfer_params": prefill.params})
+        path, forward = OpenAIEndpoint.COMPLETION.path, context.forward_to(instance)
+        by_request = instance.build_post(path, context.attempt_id, forward, body)
+    for remote_request_id in prefill.kv_params.held_request_ids:
+        router.spawn(_abort(router, instance, remote_request_id, by_request))
+
+
+async def _abort(
+    router: RequestRouter, instance: Instance, remote_request_id: str, by_request: bytes | None
+) -> None:
+    """Release the KV that P holds under an id.
+
+    vLLM has no /abort. But it gives the parameters of a request that its front end refuses to our
+    connector, which notifies the holder that they name: here vLLM itself.
+
+    Args:
+        router: the router of the request's model.
+        instance: P.
+        remote_request_id: the id.
+        by_request: the HTTP request to have refused; None if P's engine has no use for it.
+    """
+    body = encode({"request_id": remote_request_id})
+    payload = instance.build_post("/abort", remote_request_id, b"", body)
+    outcome, error = "200", await _send_abort(router, instance, payload)
+    has_endpoint = not _has_status(error, NOT_SUPPORTED)
+    if not has_endpoint and by_request is not None:
+        outcome, error = "by_request", await _send_abort(router, instance, by_request)
+        error = None if _has_status(error, REFUSED) else error
+    if error is not None:
+        outcome = error.reason
+        if not has_endpoint and by_request is None:
+            instance.warn_once(
+                "no_abort",
+                "has no /abort, as vLLM: KV that no decode instance fetches stays allocated "
+                "until its lease expires (lease_seconds)",
+            )
+        else:
+            logger.warning("abort of %s not delivered: %s", remote_request_id, error)
+    router.metrics.aborts.add(outcome)
+
+
+async def _send_abort(
+    router: RequestRouter, instance: Instance, payload: bytes
+) -> UpstreamError | None:
+    try:
+        await instance.connections.fetch(payload, router.now() + ABORT_TIMEOUT_S)
+    except UpstreamError as error:
+        return error
+    return None
+
+
+def _has_status(error: UpstreamError | None, statuses: tuple[int, ...]) -> bool:
+    return isinstance(error, Rejected) and error.status in statuses
 
 
 def has_finished(answer: CompletionResponse) -> bool:
@@ -342,7 +416,7 @@ def _answer_from_prefill(
 ) -> None:
     """Complete the client's answer with P's: its token was the last one."""
     request, record = context.request, context.record
-    router.release(prefill.instance, prefill.kv_params)
+    release_kv(router, context, prefill)
     if not request.has_started:
         router.note_first_token(context, router.now())
     if not context.parsed.stream:

@@ -1,4 +1,4 @@
-"""The request router: chooses an instance for each attempt, retries on another, releases KV on P.
+"""The request router: chooses an instance for each attempt, and retries on another.
 
 There is one `RequestRouter` per model (`model_routers.py`). The flows call `attempt` with a step
 that exchanges the request with one instance.
@@ -16,7 +16,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from mooncake_proxy.api.openai_bodies import KVTransferParams, OpenAIEndpoint, encode
+from mooncake_proxy.api.openai_bodies import OpenAIEndpoint
 from mooncake_proxy.api.proxied_request import FORWARDED, RequestContext, forwarded_headers
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import (
@@ -64,7 +64,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 ABORT_TIMEOUT_S = 5.0
-_NOT_SUPPORTED = (404, 405)
 
 IsCompatible = Callable[[Instance], bool]
 """Whether an instance can exchange KV with the other side of the request."""
@@ -534,34 +533,7 @@ class RequestRouter:
                 error,
             )
 
-    # ------------------------------------------------ release
-
-    def release(self, instance: Instance, facts: KVTransferParams) -> None:
-        """Tell P to free the KV of all choices of this request.
-
-        Runs in the background: the client has its answer or is gone, and if the message is lost, P
-        frees the KV when the lease expires.
-        """
-        for remote_request_id in facts.held_request_ids:
-            self.spawn(self._abort(instance, remote_request_id))
-
-    async def _abort(self, instance: Instance, remote_request_id: str) -> None:
-        body = encode({"request_id": remote_request_id})
-        payload = instance.build_post("/abort", remote_request_id, b"", body)
-        try:
-            await instance.connections.fetch(payload, self.now() + ABORT_TIMEOUT_S)
-            outcome = "200"
-        except UpstreamError as error:
-            outcome = error.reason
-            if isinstance(error, Rejected) and error.status in _NOT_SUPPORTED:
-                instance.warn_once(
-                    "no_abort",
-                    "has no /abort, as vLLM: KV that no decode instance fetches stays allocated "
-                    "until its lease expires (lease_seconds)",
-                )
-            else:
-                logger.warning("abort of %s not delivered: %s", remote_request_id, error)
-        self.metrics.aborts.add(outcome)
+    # ------------------------------------------------ background tasks
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Start a background task. The router holds a reference to it, and `close` awaits it."""
