@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tarfile
 import venv
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,6 +75,13 @@ CALLERS = (
 RECEIVERS = ("connector", "kv_connector", "get_kv_transfer_group()", "kv_transfer_group")
 RESETS = (("BlockPool", "reset_prefix_cache"),)
 """Methods whose calls our code detects by the attributes that they replace."""
+BODIES = {
+    "v1/engine/parallel_sampling.py": ("get_child_info",),
+    "entrypoints/openai/completion/serving.py": ("create_completion", "render_completion_request"),
+    "entrypoints/generate/base/serving.py": ("_with_kv_transfer_rejection_cleanup",),
+}
+"""Methods on whose bodies we depend: the ids of a request's choices, and that the connector gets
+the parameters of a request that the front end refuses."""
 PACKAGES = {"distributed": ("get_pp_group", "get_tp_group"), "platforms": ("current_platform",)}
 """Packages from which we import names directly."""
 WITH_SIGNATURES = (
@@ -212,6 +219,11 @@ def describe(package: Path) -> Facts:
             for method in nodes[name].body
             if isinstance(method, ast.FunctionDef) and method.name == wanted
         },
+        "bodies": {
+            name: texts
+            for path, wanted in BODIES.items()
+            for name, texts in bodies(ast.parse((package / path).read_text()), wanted)
+        },
         "names": {
             package_name: sorted({*wanted} & {*module_texts(package, package_name)})
             for package_name, wanted in PACKAGES.items()
@@ -270,6 +282,15 @@ def assigned_to_self(function: ast.AST) -> Iterator[str]:
         is_attribute = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
         if is_attribute and isinstance(node.value, ast.Name) and node.value.id == "self":
             yield node.attr
+
+
+def bodies(tree: ast.Module, wanted: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """The f-strings and the functions called in methods, by name."""
+    for method in ast.walk(tree):
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef) and method.name in wanted:
+            strings = {ast.unparse(n) for n in ast.walk(method) if isinstance(n, ast.JoinedStr)}
+            called = {ast.unparse(n.func) for n in ast.walk(method) if isinstance(n, ast.Call)}
+            yield method.name, sorted(strings | called)
 
 
 def calls(package: Path) -> Iterator[tuple[str, int, list[str]]]:

@@ -28,6 +28,7 @@ CONNECTORS = ast.parse((FOLDER / "vllm_connectors.py").read_text())
 STATS = ast.parse((FOLDER / "transfer_stats.py").read_text())
 INSTANCE = ast.parse((FOLDER / "vllm_instance.py").read_text())
 PAGES = ast.parse((FOLDER / "vllm_pages.py").read_text())
+SCHEDULER_SIDE = (FOLDER / "vllm_scheduler_side.py").read_text()
 INTERFACE = ast.parse((FOLDER / "vllm_interface.py").read_text())
 
 NOT_OVERRIDDEN = {
@@ -195,6 +196,24 @@ def test_attributes_read_from_requests_and_blocks_exist(facts: dict[str, Any]) -
 def test_cache_reset_calls_the_watched_method(facts: dict[str, Any]) -> None:
     [watched] = functions(classes(INTERFACE)["BlockPool"])
     assert watched in facts["resets"]["BlockPool.reset_prefix_cache"]
+
+
+@release
+def test_choices_are_told_apart_by_their_ids(facts: dict[str, Any]) -> None:
+    assert "f'{index}_{self.request_id}'" in facts["bodies"]["get_child_info"]
+    [pattern] = re.findall(r'LATER_CHOICE = re.compile\(r"(.*)"\)', SCHEDULER_SIDE)
+    matched = [bool(re.match(pattern, f"{index}_cmpl-r")) for index in (0, 1, 10)]
+    assert matched == [False, True, True]
+
+
+@release
+def test_connector_gets_params_of_a_request_for_an_unknown_model(facts: dict[str, Any]) -> None:
+    """The proxy releases leases by such a request."""
+    bodies = facts["bodies"]
+    assert "self._with_kv_transfer_rejection_cleanup" in bodies["create_completion"]
+    assert "self._check_model" in bodies["render_completion_request"]
+    notify = "self.engine_client.notify_kv_transfer_request_rejected"
+    assert notify in bodies["_with_kv_transfer_rejection_cleanup"]
 
 
 @release
