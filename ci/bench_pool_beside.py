@@ -120,23 +120,23 @@ def compare(ours: Side, peer: Side, shape: tuple[int, int], rounds: int) -> list
     target = np.zeros_like(source)
     copies: dict[int, list[float]] = {1: [], CORES: []}
     for _ in range(rounds + WARM_UP):
-        for num_threads, took in copies.items():
-            took.append(memcpy_s(target, source, num_threads))
+        for num_threads, elapsed in copies.items():
+            elapsed.append(memcpy_s(target, source, num_threads))
         for side in (ours, peer):
             for operation in OPERATIONS:
                 before = side.cpu_s()
-                took = side.calls[operation]()
+                elapsed = side.calls[operation]()
                 spent = side.cpu_s() - before
-                found.setdefault((side.name, operation), []).append((took, spent))
+                found.setdefault((side.name, operation), []).append((elapsed, spent))
     items, total = [], count * nbytes
-    for num_threads, took in copies.items():
-        speed = total / median(took[WARM_UP:]) / 1e9
+    for num_threads, elapsed in copies.items():
+        speed = total / median(elapsed[WARM_UP:]) / 1e9
         print(f"memcpy of {total >> 20} MiB, {num_threads} threads: {speed:.2f} GB/s", flush=True)
     for operation in OPERATIONS:
         shown = {}
         for side in (ours, peer):
             samples = found[side.name, operation][WARM_UP:]
-            speed = total / median(took for took, _ in samples) / 1e9
+            speed = total / median(elapsed for elapsed, _ in samples) / 1e9
             cpu = sum(spent for _, spent in samples) / len(samples) / total * (1 << 30)
             shown[side.name] = speed, max(cpu, 1e-3)
         (our_speed, our_cpu), (speed, cpu) = shown[ours.name], shown[peer.name]
@@ -217,9 +217,9 @@ class Objects:
         arena = rank.client.arena
         rank.peer(arena).write(rank.spans(handles, arena), timeout=60).wait()
         is_stored = rank.client.commit(handles).result(60)
-        took = time.perf_counter() - began
+        elapsed = time.perf_counter() - began
         assert all(is_stored)
-        return took
+        return elapsed
 
     def get(self) -> float:
         rank = self.rank
@@ -230,9 +230,9 @@ class Objects:
         arena = rank.client.arena
         rank.peer(arena).read(rank.spans(handles, arena), timeout=60).wait()
         is_valid = rank.client.release(handles).result(60)
-        took = time.perf_counter() - began
+        elapsed = time.perf_counter() - began
         assert all(is_valid)
-        return took
+        return elapsed
 
     def _chunks(self) -> list[Chunk]:
         """Chunks of one sequence; their keys are hashes, like all chunk keys."""

@@ -105,18 +105,18 @@ class Mooncake:
         self.keys = [f"{self.round}-{i}" for i in range(len(self.sizes))]
         began = time.perf_counter()
         status = self.store.batch_put_from(self.keys, self.pointers, self.sizes)
-        took = time.perf_counter() - began
+        elapsed = time.perf_counter() - began
         if any(status):
             raise RuntimeError(f"batch_put_from returned {sorted(set(status))}")
-        return took
+        return elapsed
 
     def get(self):
         began = time.perf_counter()
         status = self.store.batch_get_into(self.keys, self.pointers, self.sizes)
-        took = time.perf_counter() - began
+        elapsed = time.perf_counter() - began
         if status != self.sizes:
             raise RuntimeError(f"batch_get_into returned {sorted(set(status))}")
-        return took
+        return elapsed
 
     def probe(self):
         keys = (self.keys * 64)[:64]
@@ -179,10 +179,10 @@ class LMCache:
             found.tensor.view(-1).copy_(part)
             objects.append(found)
         self.backend.batched_submit_put_task(self.keys, objects)
-        took = time.perf_counter() - began
+        elapsed = time.perf_counter() - began
         for found in objects:
             found.ref_count_down()
-        return took
+        return elapsed
 
     def get(self):
         began = time.perf_counter()

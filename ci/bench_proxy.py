@@ -213,11 +213,11 @@ def start_seconds(checkout: Path = ROOT) -> float:
     ) as child:
         assert child.stdout is not None
         line = child.stdout.readline()
-        took = time.monotonic() - began
+        elapsed = time.monotonic() - began
         child.terminate()
     if b"listens on" not in line:
         raise SystemExit(f"the proxy of {checkout} did not start; its output: {line!r}")
-    return took
+    return elapsed
 
 
 # ---------------------------------------------------------------- judging

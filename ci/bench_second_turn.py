@@ -150,9 +150,9 @@ class Measured:
     @classmethod
     def of(cls, runs: Sequence[tuple[float, int]], turns: Turns, overlap: float = 1.0) -> Measured:
         """Summarise results of ``first_token_s``."""
-        took = statistics.median(seconds for seconds, _ in runs)
+        elapsed = statistics.median(seconds for seconds, _ in runs)
         share = statistics.median(cached for _, cached in runs) / turns.tokens
-        return cls(1e3 * took, share, overlap)
+        return cls(1e3 * elapsed, share, overlap)
 
 
 def second_turns(core: EngineCore, turns: Turns, firsts: Sequence[Prompt]) -> Measured:

@@ -288,13 +288,13 @@ def measure(
     stages, cpu, began = stages_s(contender), cpu_s(cores), time.perf_counter()
     with ThreadPoolExecutor(clients) as threads:
         timings = list(threads.map(lambda body: ask(contender.url, body), bodies))
-    took = time.perf_counter() - began
+    elapsed = time.perf_counter() - began
     used = cpu_s(cores) - cpu
     first = sorted(timing.first_s for timing in timings)
     texts = [timing.text for timing in timings]
     differing = sum(a != b for a, b in zip(texts, wanted or texts, strict=True))
     return texts, Figures(
-        count * num_out / took,
+        count * num_out / elapsed,
         1e3 * median(first),
         1e3 * first[min(count - 1, int(count * 0.99))],
         1e3 * median(timing.tpot_s for timing in timings),

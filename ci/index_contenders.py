@@ -107,17 +107,17 @@ def measure(kind: str, num_chunks: int) -> dict[str, float]:
     for worker_of, event in part:
         apply(worker_of, event)
     held = memory_bytes() - before - sum(8 * CHUNKS + 32 * CHUNKS for _ in kept)
-    rng, took = random.Random(2), []
+    rng, elapsed = random.Random(2), []
     for _ in range(LOOKUPS):
         keys = rng.choice(kept)
         begin = time.perf_counter()
         found = lookup(keys)
-        took.append(time.perf_counter() - begin)
+        elapsed.append(time.perf_counter() - begin)
         if found != CHUNKS:
             sys.exit(f"{kind} found {found} of {CHUNKS} chunks that are held")
     num_held = sum(len(keys) for _, keys in prompts(num_chunks))
     return {
-        "lookup_us": 1e6 * median(took),
+        "lookup_us": 1e6 * median(elapsed),
         "chunks_per_s": CHUNKS * num_events / seconds,
         "bytes_per_copy": held / num_held,
     }

@@ -333,7 +333,7 @@ def run_row(pair: Pair, action: str, target: str, phase: str) -> None:
         ended = send(pair, phase, asked, streams, threads)
         restore = inject_fault(pair, action, target)
         wait(ended, timeout=max(1.0, STREAM_TIMEOUT_S - (time.monotonic() - began)))
-        took = time.monotonic() - began
+        elapsed = time.monotonic() - began
         hung = sum(not each.done() for each in ended)
         restore()
         wait(ended, timeout=HEALTHY_S)
@@ -343,7 +343,7 @@ def run_row(pair: Pair, action: str, target: str, phase: str) -> None:
     verdict = "ok" if len(pair.problems) == before else "WRONG"
     print(
         f"{name:38} correct {right}, errors {len(streams) - right - hung}, hung {hung}, "
-        f"{took:5.1f} s {verdict}",
+        f"{elapsed:5.1f} s {verdict}",
         flush=True,
     )
 

@@ -12,7 +12,7 @@ from support.proxy_fakes import (
     FakeDeployment,
     FakeInstance,
     Json,
-    Seen,
+    ReceivedRequest,
     fake_deployment_of,
 )
 
@@ -30,7 +30,7 @@ class ModelledInstance(FakeInstance):
         self._turn = asyncio.Lock()
         self.num_decoding = 0
 
-    async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, seen: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         params = seen.body.get("kv_transfer_params") or {}
         if not seen.body.get("prompt"):
             await super()._answer(seen, writer)
@@ -42,12 +42,12 @@ class ModelledInstance(FakeInstance):
         else:
             await self._decode_in_batch(seen, writer)
 
-    def _params(self, seen: Seen, held: str, position: int) -> Json:
+    def _params(self, seen: ReceivedRequest, held: str, position: int) -> Json:
         """Includes the number of computed tokens, from which the proxy learns costs."""
         counts = {"num_prompt_tokens": len(seen.body["prompt"]), "remote_cached_tokens": 0}
         return super()._params(seen, held, position) | counts
 
-    async def _decode_in_batch(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
+    async def _decode_in_batch(self, seen: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         self.num_decoding += 1
         try:
             full = self.num_decoding > self._max_batch

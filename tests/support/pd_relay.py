@@ -23,7 +23,7 @@ from mooncake_hal.session.frames import (
 )
 from mooncake_kv.side_channel import credentials_of
 
-Fate = Callable[[str], list[float]]
+Delivery = Callable[[str], list[float]]
 """Maps a message's kind to its deliveries, each a delay in seconds; empty: the message is lost."""
 
 _REPLY_S = 30.0
@@ -34,30 +34,30 @@ def deliver(kind: str) -> list[float]:
     return [0.0]
 
 
-def unreliable(seed: int) -> Fate:
+def unreliable(seed: int) -> Delivery:
     """Lose a third of the messages, duplicate a third; deliver all late and out of order."""
     numbers = random.Random(seed)
 
-    def fate(kind: str) -> list[float]:
+    def delivery(kind: str) -> list[float]:
         return [numbers.uniform(0.0, 0.15) for _ in range(numbers.choice((0, 1, 2)))]
 
-    return fate
+    return delivery
 
 
-def losing(*kinds: str) -> Fate:
+def dropping(*kinds: str) -> Delivery:
     """Deliver every message except for these kinds."""
     return lambda kind: [] if kind in kinds else [0.0]
 
 
 class Relay:
-    """A listening port in front of another one; ``fate`` may be changed at any time.
+    """A listening port in front of another one; ``delivery`` may be changed at any time.
 
     The relay terminates both sessions, since sealed messages of one session can't be skipped or
     repeated.
     """
 
     def __init__(self, host: str, port: int, credentials: Credentials) -> None:
-        self.fate: Fate = deliver
+        self.delivery: Delivery = deliver
         self.seen: list[str] = []
         self.port = 0
         self._target = (host, port)
@@ -106,7 +106,7 @@ class Relay:
     def _deliver(self, payload: bytes, send: Callable[[], Coroutine[Any, Any, None]]) -> None:
         kind = msgspec.msgpack.decode(payload)["kind"]
         self.seen.append(kind)
-        for delay in self.fate(kind):
+        for delay in self.delivery(kind):
             self._spawn(_later(delay, send))
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:

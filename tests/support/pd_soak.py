@@ -126,7 +126,7 @@ class Soak:
     async def run(self, num_requests: int) -> Tally:
         """Send that many requests, WORKERS at a time; then check that everything is released."""
         GATE.chaos = random.Random(self._numbers.random())
-        self._over.relay.fate = unreliable(self._numbers.randrange(1 << 30))
+        self._over.relay.delivery = unreliable(self._numbers.randrange(1 << 30))
         todo = iter(range(num_requests))
         await self._metaserver.start()
         killing = asyncio.create_task(self._kill_now_and_then())
@@ -136,7 +136,7 @@ class Soak:
             await killing
         await self._metaserver.close()
         GATE.chaos = None
-        self._over.relay.fate = deliver
+        self._over.relay.delivery = deliver
         await self._settle()
         self.tally.faults["transfers broken in this process"] = GATE.num_chaotic
         figures = self._over.decode[0].instance.engine.stats().kv_transfer

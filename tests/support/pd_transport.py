@@ -47,8 +47,8 @@ def install(directory: Path) -> Path:
 
 
 @dataclass(frozen=True)
-class Fate:
-    """The fate of one read: delayed, lost, cut off after it has changed memory, or stuck."""
+class Fault:
+    """What goes wrong with a read: delayed, lost, cut off after it has changed memory, or stuck."""
 
     delay_s: float = 0.0
     is_lost: bool = False
@@ -59,11 +59,11 @@ class Fate:
 class Gate:
     """Controls what happens to reads.
 
-    ``num_held`` reads wait at a closed gate. With ``spoils`` the data of reads is corrupted. The
+    ``num_held`` reads wait at a closed gate. With ``corrupts`` the data of reads is corrupted. The
     next ``num_failures`` reads fail, the next ``num_stuck`` never complete, and each takes at least
     ``delay_s``. With ``stops_writes_on_failure`` False a write has partly begun before it is held;
-    the rest of a failed one can no longer be stopped, and arrives on ``land``. With ``is_deaf``
-    held reads ignore deadlines and cancellation.
+    the rest of a failed one can no longer be stopped, and arrives on ``land``. With
+    ``ignores_cancellation`` held reads ignore deadlines and cancellation.
     """
 
     def __init__(self) -> None:
@@ -80,13 +80,13 @@ class Gate:
         """Let everything pass unchanged."""
         with self._changed:
             self.is_open = True
-            self.spoils = False
+            self.corrupts = False
             self.num_failures = 0
             self.num_stuck = 0
             self.num_held = 0
             self.delay_s = 0.0
             self.stops_writes_on_failure = True
-            self.is_deaf = False
+            self.ignores_cancellation = False
             self.num_landed = 0
             self._flying: list[tuple[int, bytes]] = []
             self._changed.notify_all()
@@ -102,23 +102,23 @@ class Gate:
         with self._changed:
             self.is_open = False
 
-    def draw_fate(self) -> Fate:
-        """Choose the fate of one read."""
+    def draw_fault(self) -> Fault:
+        """Choose the fault of one read."""
         if self.num_stuck:
             self.num_stuck -= 1
-            return Fate(is_stuck=True)
+            return Fault(is_stuck=True)
         if self.chaos is None:
-            return Fate(delay_s=self.delay_s)
+            return Fault(delay_s=self.delay_s)
         kind = self.chaos.random()
         self.num_chaotic += kind < 0.10
-        return Fate(
+        return Fault(
             delay_s=self.chaos.uniform(0.0, 0.02),
             is_lost=kind < 0.04,
             is_cut=0.04 <= kind < 0.08,
             is_stuck=0.08 <= kind < 0.10,
         )
 
-    def let_fly(self, rest: Spans) -> None:
+    def hold_write(self, rest: Spans) -> None:
         """Keep the rest of a failed write, which nobody can stop any more, until ``land``."""
         pieces = zip(rest.local.tolist(), rest.remote.tolist(), rest.nbytes.tolist(), strict=True)
         for local, remote, nbytes in pieces:
@@ -136,25 +136,25 @@ class Gate:
         with self._changed:
             self._changed.notify_all()
 
-    def pass_through(self, fate: Fate, deadline: float, is_cancelled: Callable[[], bool]) -> None:
-        """Wait while the gate is closed, and for as long as the read's fate demands.
+    def pass_through(self, fault: Fault, deadline: float, is_cancelled: Callable[[], bool]) -> None:
+        """Wait while the gate is closed, and for as long as the read's fault demands.
 
         Raises:
             TransferCancelled, TransferTimeout, PeerLost: as from a real transport.
         """
-        opens_at = time.monotonic() + fate.delay_s
+        opens_at = time.monotonic() + fault.delay_s
         with self._changed:
             self.num_held += 1
             try:
-                while not self.is_open or fate.is_stuck or time.monotonic() < opens_at:
-                    if is_cancelled() and not self.is_deaf:
+                while not self.is_open or fault.is_stuck or time.monotonic() < opens_at:
+                    if is_cancelled() and not self.ignores_cancellation:
                         raise TransferCancelled("gated: cancelled")
-                    if time.monotonic() > deadline and not self.is_deaf:
+                    if time.monotonic() > deadline and not self.ignores_cancellation:
                         raise TransferTimeout("gated: the gate stayed closed")
                     self._changed.wait(0.01)
             finally:
                 self.num_held -= 1
-            if self.num_failures or fate.is_lost:
+            if self.num_failures or fault.is_lost:
                 self.num_failures = max(0, self.num_failures - 1)
                 raise PeerLost("gated: told to fail")
 
@@ -188,13 +188,13 @@ class GatedTransfer:
 
     def wait(self, timeout: float | None = None) -> None:
         self._is_begun = True
-        fate = GATE.draw_fate()
+        fault = GATE.draw_fault()
         try:
-            self._pass(fate)
+            self._pass(fault)
             self._begin().wait()
-            if self._brought is not None and (GATE.spoils or fate.is_cut):
-                spoil(self._brought)
-            if fate.is_cut:
+            if self._brought is not None and (GATE.corrupts or fault.is_cut):
+                corrupt(self._brought)
+            if fault.is_cut:
                 raise PeerLost("gated: cut off")
             self._state = TransferState.DONE
         finally:
@@ -202,12 +202,12 @@ class GatedTransfer:
                 self._state = TransferState.FAILED
             self._ended.set()
 
-    def _pass(self, fate: Fate) -> None:
+    def _pass(self, fault: Fault) -> None:
         try:
-            GATE.pass_through(fate, self._deadline, lambda: self._is_cancelled)
+            GATE.pass_through(fault, self._deadline, lambda: self._is_cancelled)
         except TransferError:
             if self._flying is not None:
-                GATE.let_fly(self._flying)
+                GATE.hold_write(self._flying)
             raise
 
     def cancel(self) -> None:
@@ -217,7 +217,7 @@ class GatedTransfer:
             self._ended.wait()
 
 
-def spoil(spans: Spans) -> None:
+def corrupt(spans: Spans) -> None:
     """Flip the sign bit of one float per 64 bytes: an error that no rounding could explain."""
     for address, nbytes in zip(spans.local.tolist(), spans.nbytes.tolist(), strict=True):
         memory = (ctypes.c_uint8 * nbytes).from_address(address)

@@ -74,10 +74,10 @@ class EngineTraffic:
         forget(core)
         began, tally = time.monotonic(), self.tally
         (answer,), (num_cached,) = ask(core, [random_prompt(seed, LENGTH)])
-        took = time.monotonic() - began
+        elapsed = time.monotonic() - began
         tally.tries += 1
         tally.wrong += answer != plain_answers()[seed]
         tally.hits += num_cached > 0
         tally.misses += not num_cached
-        tally.stuck += took > STUCK_S
-        tally.longest_s = max(tally.longest_s, took)
+        tally.stuck += elapsed > STUCK_S
+        tally.longest_s = max(tally.longest_s, elapsed)

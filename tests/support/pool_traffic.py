@@ -107,6 +107,6 @@ class PoolTraffic:
             tally.wrong += 1
         except HalError:  # the store went away in the middle: a miss
             tally.misses += BATCH
-        took = time.monotonic() - began
-        tally.longest_s = max(tally.longest_s, took)
-        tally.stuck += took > STUCK_S
+        elapsed = time.monotonic() - began
+        tally.longest_s = max(tally.longest_s, elapsed)
+        tally.stuck += elapsed > STUCK_S

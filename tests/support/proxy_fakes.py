@@ -52,7 +52,7 @@ def text_of(num_tokens: int, first: int = 0) -> str:
 
 
 @dataclass
-class Seen:
+class ReceivedRequest:
     """A request that an instance received."""
 
     method: str
@@ -134,7 +134,7 @@ class FakeInstance:
     def __init__(self, name: str = "fake", behaviour: Behaviour | None = None) -> None:
         self.name = name
         self.behaviour = behaviour or Behaviour()
-        self.seen: list[Seen] = []
+        self.seen: list[ReceivedRequest] = []
         self.cut_off: list[str] = []
         self.released: list[str] = []
         # Ids of the KV that this instance has held for a D since its last start.
@@ -154,7 +154,7 @@ class FakeInstance:
         return f"http://127.0.0.1:{self._port}"
 
     @property
-    def generated(self) -> list[Seen]:
+    def generated(self) -> list[ReceivedRequest]:
         """Generation requests, without health checks and aborts."""
         return [seen for seen in self.seen if seen.path.startswith("/v1/") and seen.body]
 
@@ -200,7 +200,7 @@ class FakeInstance:
             writer.transport.abort()
 
     async def _answer_watched(
-        self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, seen: ReceivedRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         """Answer; if the proxy closes the connection first, the request is aborted."""
         answer = asyncio.ensure_future(self._answer(seen, writer))
@@ -233,7 +233,7 @@ class FakeInstance:
         said = {"kv_pool": self.behaviour.kv_pool, "bytes_received": self.behaviour.bytes_received}
         return health | {name: value for name, value in said.items() if value is not None}
 
-    def _facts(self, seen: Seen) -> tuple[int, Json] | None:
+    def _facts(self, seen: ReceivedRequest) -> tuple[int, Json] | None:
         """Answers of the status endpoints: status and body."""
         behaviour = self.behaviour
         if seen.path == "/health":
@@ -247,7 +247,7 @@ class FakeInstance:
             return 200, {"0": {"engine_id": f"engine-{self.name}", "worker_addr": {}}}
         return None
 
-    async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, seen: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         behaviour = self.behaviour
         if (facts := self._facts(seen)) is not None:
             _respond(writer, *facts)
@@ -295,7 +295,7 @@ class FakeInstance:
         if behaviour.delay_s:
             await asyncio.sleep(behaviour.delay_s)
 
-    async def _decode(self, seen: Seen, metaserver: str) -> None:
+    async def _decode(self, seen: ReceivedRequest, metaserver: str) -> None:
         """D in the push flow: report where the blocks are, then wait until they are written."""
         request_id = f"cmpl-{seen.headers['x-request-id']}-0"
         body = {
@@ -322,7 +322,7 @@ class FakeInstance:
 
     # ------------------------------------------------ answers
 
-    def _base(self, seen: Seen, kind: str) -> Json:
+    def _base(self, seen: ReceivedRequest, kind: str) -> Json:
         is_chat = seen.path.endswith("chat/completions")
         prefix = "chatcmpl" if is_chat else "cmpl"
         name = {"answer": "chat.completion", "chunk": "chat.completion.chunk"}[kind]
@@ -333,7 +333,7 @@ class FakeInstance:
             "model": seen.body.get("model", "m"),
         }
 
-    def _choice(self, seen: Seen, index: int, text: str, finish: str | None) -> Json:
+    def _choice(self, seen: ReceivedRequest, index: int, text: str, finish: str | None) -> Json:
         choice: Json = {"index": index, "logprobs": None, "finish_reason": finish}
         if seen.body.get("logprobs"):
             choice["logprobs"] = {"tokens": text.split()}
@@ -343,7 +343,7 @@ class FakeInstance:
             choice["text"] = text
         return choice
 
-    def _prefilled(self, seen: Seen) -> Json:
+    def _prefilled(self, seen: ReceivedRequest) -> Json:
         behaviour = self.behaviour
         at = num_generated_before(seen.body)
         text = word(at) if behaviour.first_text is None else behaviour.first_text
@@ -363,13 +363,13 @@ class FakeInstance:
             self.holding += self._held_ids(seen)
         return answer
 
-    def _held_ids(self, seen: Seen) -> list[str]:
+    def _held_ids(self, seen: ReceivedRequest) -> list[str]:
         """The ids under which a prefill's KV is held, one per choice."""
         held = f"{self.name}:{seen.headers.get('x-request-id', '')}"
         count = seen.body.get("n") or 1
         return [held] if count == 1 else [f"{held}/{index}" for index in range(count)]
 
-    def _with_ids(self, seen: Seen, choice: Json, positions: range) -> Json:
+    def _with_ids(self, seen: ReceivedRequest, choice: Json, positions: range) -> Json:
         """The choice with its token ids, if the request wants them."""
         if seen.body.get("return_token_ids"):
             prompt = seen.body.get("prompt")
@@ -377,7 +377,7 @@ class FakeInstance:
             choice["token_ids"] = [token_id(position) for position in positions]
         return choice
 
-    def _params(self, seen: Seen, held: str, position: int) -> Json:
+    def _params(self, seen: ReceivedRequest, held: str, position: int) -> Json:
         last_token_id = self.behaviour.last_token_id
         return {
             "do_remote_prefill": True,
@@ -400,7 +400,7 @@ class FakeInstance:
             "decode_continues_prompt": self.behaviour.continues_prompt,
         }
 
-    def _whole(self, seen: Seen) -> Json:
+    def _whole(self, seen: ReceivedRequest) -> Json:
         num_tokens = seen.body.get("max_tokens") or 16
         count = seen.body.get("n") or 1
         at = num_generated_before(seen.body)
@@ -418,7 +418,9 @@ class FakeInstance:
         usage = _usage(num_tokens * count)
         return self._base(seen, "answer") | {"choices": choices, "usage": usage}
 
-    async def _stream(self, seen: Seen, params: Json, writer: asyncio.StreamWriter) -> None:
+    async def _stream(
+        self, seen: ReceivedRequest, params: Json, writer: asyncio.StreamWriter
+    ) -> None:
         _check_open(writer)
         writer.write(STREAM_HEAD)
         behaviour = self.behaviour
@@ -437,10 +439,10 @@ class FakeInstance:
         _check_open(writer)
         writer.write(b"0\r\n\r\n")
 
-    def _spares(self, seen: Seen) -> bool:
+    def _spares(self, seen: ReceivedRequest) -> bool:
         return self.behaviour.spares_retries and seen.headers["x-request-id"] != "abc"
 
-    def _events(self, seen: Seen, params: Json) -> list[bytes]:
+    def _events(self, seen: ReceivedRequest, params: Json) -> list[bytes]:
         behaviour = self.behaviour
         num_tokens = seen.body.get("max_tokens") or 16
         delivered = params.get("first_token_delivered") and not behaviour.emits_first_token
@@ -472,7 +474,7 @@ class FakeInstance:
             events.append(f"data: {json.dumps(usage)}\n\n".encode())
         return [*events, b"data: [DONE]\n\n"]
 
-    def _chunk(self, seen: Seen, index: int, content: Any, finish: str | None) -> bytes:
+    def _chunk(self, seen: ReceivedRequest, index: int, content: Any, finish: str | None) -> bytes:
         choice: Json = {"index": index, "logprobs": None, "finish_reason": finish}
         if seen.path.endswith("chat/completions"):
             choice["delta"] = content if isinstance(content, dict) else {"content": content}
@@ -532,7 +534,7 @@ async def post_json(url: str, body: Json) -> int:
     return int(line.split()[1])
 
 
-async def _read_request(reader: asyncio.StreamReader) -> Seen | None:
+async def _read_request(reader: asyncio.StreamReader) -> ReceivedRequest | None:
     try:
         head = await reader.readuntil(b"\r\n\r\n")
     except asyncio.IncompleteReadError:
@@ -545,7 +547,7 @@ async def _read_request(reader: asyncio.StreamReader) -> Seen | None:
         if name:
             headers[name.lower()] = value.strip()
     body = await reader.readexactly(int(headers.get("content-length", "0")))
-    return Seen(method, path, headers, json.loads(body) if body else {})
+    return ReceivedRequest(method, path, headers, json.loads(body) if body else {})
 
 
 async def _closed(reader: asyncio.StreamReader) -> None:
@@ -554,7 +556,7 @@ async def _closed(reader: asyncio.StreamReader) -> None:
         await asyncio.sleep(0.002)
 
 
-def _known_to_all(seen: Seen, tokens: list[int] | None) -> tuple[int, Json] | None:
+def _known_to_all(seen: ReceivedRequest, tokens: list[int] | None) -> tuple[int, Json] | None:
     """Status and body that every instance would answer alike."""
     if seen.path == "/v1/models":
         return 200, {"object": "list", "data": [{"id": "m", "object": "model"}]}

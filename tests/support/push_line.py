@@ -60,7 +60,7 @@ LOAD_S = 300.0
 P_ADDRESS = ("p", 1)
 D_ADDRESS = ("d", 2)
 
-Fate = Callable[[str], float | None]
+Delivery = Callable[[str], float | None]
 """Maps a message's kind to its delay in seconds; None loses the message."""
 
 
@@ -81,27 +81,27 @@ def deliver(kind: str) -> float | None:
     return 0.0
 
 
-def losing(*kinds: str) -> Fate:
+def dropping(*kinds: str) -> Delivery:
     """Lose the messages of these kinds and deliver all others at once."""
     return lambda kind: None if kind in kinds else 0.0
 
 
-def unreliable(seed: int) -> Fate:
+def unreliable(seed: int) -> Delivery:
     """Lose two of three messages and delay the rest, but no handshake: nothing would start."""
     numbers = random.Random(seed)
 
-    def fate(kind: str) -> float | None:
+    def delivery(kind: str) -> float | None:
         is_lost = kind not in ("Hello", "Welcome") and numbers.random() < 0.67
         return None if is_lost else numbers.uniform(0.0, 3.0)
 
-    return fate
+    return delivery
 
 
 @dataclass
 class Line:
     """A simulated side channel. With ``is_cut`` it behaves like a host that is down."""
 
-    fate: Fate = deliver
+    delivery: Delivery = deliver
     is_cut: bool = False
 
     async def ask(
@@ -133,7 +133,7 @@ class Line:
         self._send(said, lambda message: answer.done() or answer.set_result(message))
 
     def _send(self, message: AnyMessage, receive: Callable[[AnyMessage], object]) -> None:
-        delay = None if self.is_cut else self.fate(type(message).__name__)
+        delay = None if self.is_cut else self.delivery(type(message).__name__)
         if delay is not None:
             asyncio.get_running_loop().call_later(delay, receive, message)
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from support.proxy_fakes import FakeDeployment, FakeInstance, Json, Seen
+from support.proxy_fakes import FakeDeployment, FakeInstance, Json, ReceivedRequest
 
 from mooncake_proxy.api.application import ProxyApplication
 from mooncake_proxy.config import ProxyConfig
@@ -35,7 +35,7 @@ class SGLangInstance(FakeInstance):
         self._role = role
         self._rooms = rooms
 
-    async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, seen: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         if seen.path.startswith("/v1/") and self.behaviour.status == 200 and seen.body:
             await self._meet(seen.body)
         await super()._answer(seen, writer)

@@ -15,7 +15,7 @@ from support.proxy_fakes import (
     FakeDeployment,
     FakeInstance,
     Json,
-    Seen,
+    ReceivedRequest,
     _respond,
     fake_deployment_of,
 )
@@ -35,7 +35,7 @@ class _SimulatedInstance(FakeInstance):
     """Does not watch for disconnects, which would be slow at a thousand requests per second."""
 
     async def _answer_watched(
-        self, seen: Seen, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self, seen: ReceivedRequest, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> None:
         await self._answer(seen, writer)
 
@@ -54,7 +54,7 @@ class SimulatedPrefill(_SimulatedInstance):
         )
         self._done: dict[str, asyncio.Future[PrefillJob]] = {}
 
-    async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, seen: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         prompt = seen.body.get("prompt")
         if not prompt:
             await super()._answer(seen, writer)
@@ -99,7 +99,7 @@ class SimulatedDecode(_SimulatedInstance):
         self._done: dict[str, asyncio.Future[None]] = {}
         self._wake_at = math.inf
 
-    async def _answer(self, seen: Seen, writer: asyncio.StreamWriter) -> None:
+    async def _answer(self, seen: ReceivedRequest, writer: asyncio.StreamWriter) -> None:
         prompt = seen.body.get("prompt")
         if not prompt:
             await super()._answer(seen, writer)

@@ -220,5 +220,5 @@ def test_missed_events_are_replayed_and_held_chunks_are_in_snapshot(
     assert by_medium[MEDIUM_STORAGE] == set(hashes_of(kept))
     assert by_medium[MEDIUM_CPU] > set(hashes_of(kept))
     assert not by_medium[MEDIUM_CPU] & set(hashes_of(gone))
-    told = next(event for event in events if event.block_hashes == hashes_of(kept))
-    assert (told.token_ids, told.extra_keys) == ([7] * 128, [("team-b",), None])
+    published = next(event for event in events if event.block_hashes == hashes_of(kept))
+    assert (published.token_ids, published.extra_keys) == ([7] * 128, [("team-b",), None])

@@ -139,8 +139,8 @@ def calibrate(
 
     for done, length in enumerate(plan.prompt_tokens, 1):
         asked = [random_prompt(rng, length, plan) for _ in range(plan.repeats + 1)]
-        took = [instance.complete(prompt, 1).ttft for prompt in asked][1:]
-        prefills.append(((1.0, length, length**2, 1.0), median(took)))
+        elapsed = [instance.complete(prompt, 1).ttft for prompt in asked][1:]
+        prefills.append(((1.0, length, length**2, 1.0), median(elapsed)))
         queue = [random_prompt(rng, length, plan) for _ in range(plan.queue)]
         work = (plan.queue, plan.queue * length, plan.queue * length**2, 1.0)
         prefills.append((work, _queue_seconds(instance, queue)))
@@ -242,7 +242,7 @@ def _fit(
 ) -> tuple[list[float], float]:
     """Nonnegative coefficients of least relative error, and the largest relative error left."""
     rows = np.array([features for features, _ in points])
-    seconds = np.array([took for _, took in points])
+    seconds = np.array([elapsed for _, elapsed in points])
     scales = np.maximum(rows.max(axis=0), 1e-12)
     weighted = rows / scales / seconds[:, None]
     found = nonnegative_least_squares(weighted.T @ weighted, weighted.sum(axis=0)) / scales

@@ -27,7 +27,7 @@ def test_decision(benchmark, num_instances: int, num_chunks: int, wanted_ms: flo
     for start in range(0, num_chunks, CHUNKS):
         slot = (start // CHUNKS) % (num_instances // 2)
         conductor.index.stored(slot, Tier.HOST, keys[start : start + CHUNKS])
-    took = []
+    elapsed = []
 
     def decide() -> None:
         for number in range(200):
@@ -38,12 +38,12 @@ def test_decision(benchmark, num_instances: int, num_chunks: int, wanted_ms: flo
             )
             begin = time.perf_counter()
             conductor.route(request, now=float(number))
-            took.append(time.perf_counter() - begin)
+            elapsed.append(time.perf_counter() - begin)
             conductor.ended(str(number), now=float(number))
 
     benchmark.pedantic(decide, rounds=3, warmup_rounds=1)
     name = f"conductor: decision, {num_instances} instances, {num_chunks / 1e6:g} M chunks"
-    record(benchmark, Figure(name, median(took) * 1e3, wanted_ms, "ms", at_least=False))
+    record(benchmark, Figure(name, median(elapsed) * 1e3, wanted_ms, "ms", at_least=False))
 
 
 def prompts(num_chunks: int) -> list[list[int]]:
@@ -66,8 +66,8 @@ def test_lookup(benchmark) -> None:
     probe = [rng.getrandbits(63) for _ in range(CHUNKS)]
     index.stored(5, Tier.HOST, probe)
     benchmark(lambda: index.match(probe, now=0.0))
-    took = benchmark.stats.stats.median * 1e6
-    record(benchmark, Figure("conductor: lookup of 64 chunks", took, 78.0, "µs", at_least=False))
+    elapsed = benchmark.stats.stats.median * 1e6
+    record(benchmark, Figure("conductor: lookup of 64 chunks", elapsed, 78.0, "µs", at_least=False))
 
 
 def test_events(benchmark) -> None:

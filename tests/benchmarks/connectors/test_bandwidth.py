@@ -131,7 +131,7 @@ def test_concurrent_loads_are_not_slower_than_sequential_ones(benchmark, model: 
     async def scenario() -> tuple[float, float]:
         options = {**OPTIONS, "num_kv_blocks": many * 10 + 8, "transports": ("shm",)}
         async with pair(model, prefill=options, decode=options) as both:
-            took = []
+            elapsed = []
             for is_parallel in (False, True, False, True):
                 params = [await prefill(both.prefill, short) for _ in range(many)]
                 started = time.perf_counter()
@@ -141,8 +141,8 @@ def test_concurrent_loads_are_not_slower_than_sequential_ones(benchmark, model: 
                 else:
                     for one in params:
                         await ask(both.decode, short, TWO_TOKENS, one)
-                took.append(time.perf_counter() - started)
-        return took[2], took[3]
+                elapsed.append(time.perf_counter() - started)
+        return elapsed[2], elapsed[3]
 
     times: list[tuple[float, float]] = []
     benchmark.pedantic(lambda: times.append(asyncio.run(scenario())), rounds=1)

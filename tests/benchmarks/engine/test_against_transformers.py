@@ -104,11 +104,11 @@ def generate(model: PreTrainedModel, tokens: list[tuple[int, ...]], count: int) 
 
 
 def report(
-    benchmark: Any, name: str, tokens: int, took: tuple[float, float], wanted: float
+    benchmark: Any, name: str, tokens: int, elapsed: tuple[float, float], wanted: float
 ) -> None:
     """Record the speed relative to transformers, from the seconds of the engine and of
     transformers."""
-    ours, theirs = took
+    ours, theirs = elapsed
     context = f"{tokens / ours:.0f} against {tokens / theirs:.0f} tokens/s of transformers"
     record(benchmark, Figure(f"engine: {name}", theirs / ours, wanted, "times", context=context))
 

@@ -57,9 +57,9 @@ def serve(core: AnyCore, batch: int, num_prompt_tokens: int, num_output_tokens: 
     ]
     start = time.perf_counter()
     outcome = serve_all(core, requests)
-    took = time.perf_counter() - start
+    elapsed = time.perf_counter() - start
     assert all(len(answer) == num_output_tokens for answer in outcome.answers.values())
-    return took
+    return elapsed
 
 
 def compare(benchmark: Any, cores: Cores, *load: int) -> tuple[float, float]:

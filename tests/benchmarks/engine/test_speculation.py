@@ -75,7 +75,7 @@ def serve(core: EngineCore, batch: int) -> tuple[float, Outcome]:
 @pytest.mark.parametrize("batch", [1, 4])
 def test_prompt_lookup(batch: int, benchmark: Any, cores: tuple[EngineCore, EngineCore]) -> None:
     rounds = [[serve(core, batch) for core in cores] for _ in range(ROUNDS)]
-    plain, drafted = (min(took for took, _ in turns) for turns in zip(*rounds, strict=True))
+    plain, drafted = (min(elapsed for elapsed, _ in turns) for turns in zip(*rounds, strict=True))
     (_, without), (_, found) = rounds[-1]
     assert list(found.answers.values()) == list(without.answers.values())
     num_steps = max(len(updates) for updates in found.updates.values())

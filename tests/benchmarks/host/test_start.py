@@ -59,9 +59,9 @@ def test_instance_start_time_and_memory(name: str, benchmark: Any) -> None:
     wanted, options = PROCESSES[name]
     turns = [(started([*SERVE, *options]), imported()) for _ in range(ROUNDS)]
     benchmark.pedantic(imported, rounds=1)
-    took = median(ours[0] / alone[0] for ours, alone in turns)
+    elapsed = median(ours[0] / alone[0] for ours, alone in turns)
     shown = f"{min(ours[0] for ours, _ in turns):.1f} s"
-    figure = Figure(f"host: start, {name}", took, wanted, "times", at_least=False, context=shown)
+    figure = Figure(f"host: start, {name}", elapsed, wanted, "times", at_least=False, context=shown)
     record(benchmark, figure)
     held, alone_mib = (median(each[side][1] for each in turns) for side in (0, 1))
     shown = f"{held:.0f} MiB, torch {alone_mib:.0f}"

@@ -108,9 +108,9 @@ async def _measure(
 async def _prefill_s(of: Pair, prompt: tuple[int, ...]) -> float:
     began = monotonic()
     params = await prefill(of.prefill, prompt)
-    took = monotonic() - began
+    elapsed = monotonic() - began
     of.prefill.engine.abort(params["remote_request_id"])
-    return took
+    return elapsed
 
 
 async def _own_token_s(ask: Ask, prompt: tuple[int, ...]) -> float:

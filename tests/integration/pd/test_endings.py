@@ -33,7 +33,7 @@ from support.pd import (
     wait_until,
     write_model,
 )
-from support.pd_relay import Relay, losing, relay, unreliable
+from support.pd_relay import Relay, dropping, relay, unreliable
 from support.pd_transport import Gate
 
 from mooncake_engine.config import Role
@@ -113,7 +113,7 @@ def test_lease_lost_during_read_is_detected(
     async def scenario(both: Pair, expected: list[int]) -> None:
         params = await prefill(both.prefill, PROMPT)
         async with relay(params["remote_host"], params["remote_port"]) as between:
-            between.fate = losing("renew")
+            between.delivery = dropping("renew")
             gate.close()
             params["remote_port"] = between.port
             answer = asyncio.create_task(ask(both.decode, PROMPT, GREEDY, params))
@@ -165,7 +165,7 @@ def test_lost_repeated_and_late_messages(model: Path, gate: Gate, seed: int) -> 
     async def scenario(both: Pair, expected: list[int]) -> None:
         first = await prefill(both.prefill, PROMPT)
         async with relay(first["remote_host"], first["remote_port"]) as between:
-            between.fate = unreliable(seed)
+            between.delivery = unreliable(seed)
             await both.check_clean(within_s=30.0)
             answers = await asyncio.gather(*(through(between, both) for _ in range(6)))
             assert [answer.tokens for answer in answers] == [expected] * 6
@@ -192,7 +192,7 @@ def test_message_type_that_never_arrives(model: Path, gate: Gate, lost: tuple[st
     async def scenario(both: Pair, expected: list[int]) -> None:
         first = await prefill(both.prefill, PROMPT)
         async with relay(first["remote_host"], first["remote_port"]) as between:
-            between.fate = losing(*lost)
+            between.delivery = dropping(*lost)
             assert (await through(between, both)).tokens == expected
             assert both.decode.stat("load_failures") == 1
             await both.check_clean(within_s=30.0)

@@ -89,7 +89,7 @@ def test_corrupted_kv_changes_the_answer(model: Path, gate: Gate) -> None:
     anything."""
 
     async def scenario(both: Pair, expected: list[int]) -> None:
-        gate.spoils = True
+        gate.corrupts = True
         assert (await ask_pair(both, PROMPT)).tokens != expected
 
     run(model, scenario, prefix_caching=False)

@@ -12,7 +12,7 @@ import pytest
 import uvloop
 from support.proxy_fakes import fake_deployment, text_of
 from support.proxy_fakes_client import BODY, post, send_raw
-from support.proxy_fakes_leaving import STAGES, leave
+from support.proxy_fakes_disconnects import STAGES, disconnect
 
 from mooncake_proxy.config import AdmissionConfig
 from mooncake_proxy.http1.connection_pool import ConnectionPool
@@ -22,7 +22,7 @@ from mooncake_proxy.http1.upstream_connection import ClientContext
 
 @pytest.mark.parametrize(("flow", "stage", "counted_as"), STAGES)
 def test_both_sides_are_cancelled(flow: str, stage: str, counted_as: str) -> None:
-    uvloop.run(leave(flow, stage, counted_as))
+    uvloop.run(disconnect(flow, stage, counted_as))
 
 
 def test_client_that_leaves_queue_uses_no_slot() -> None:

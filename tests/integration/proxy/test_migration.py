@@ -11,7 +11,7 @@ from support.proxy_fakes import (
     PROMPT_IDS,
     Behaviour,
     FakeDeployment,
-    Seen,
+    ReceivedRequest,
     fake_deployment,
     text_of,
     token_id,
@@ -32,7 +32,7 @@ def let_fail(s: FakeDeployment, **behaviour: Any) -> None:
         decode.behaviour = Behaviour(spares_retries=True, emits_first_token=emits, **behaviour)
 
 
-def prompt_of(seen: Seen) -> list[int]:
+def prompt_of(seen: ReceivedRequest) -> list[int]:
     """The token ids that a D received as its prompt."""
     params = seen.body["kv_transfer_params"]
     found: list[int] = params.get("prompt_token_ids") or seen.body["prompt"]

@@ -270,7 +270,7 @@ def test_prefill_with_unstoppable_write_is_not_considered_dead(
         async with push_pair(model, lease_s=0.5, transfer_timeout_s=0.5, **GATED) as both:
             topology = both.prefill.core.topology()
             assert topology is not None
-            gate.is_deaf = True
+            gate.ignores_cancellation = True
             gate.close()
             pending = asyncio.create_task(ask_pushed(both, PROMPT))
             await wait_until(lambda: gate.num_held > 0, 10)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from support.pd import ask, instance, prompt_of
-from support.pd_relay import Relay, losing, relay, unreliable
+from support.pd_relay import Relay, dropping, relay, unreliable
 from support.push import PushPair, ask_pushed, push_pair
 
 from mooncake_kv import side_channel
@@ -52,7 +52,7 @@ def run(model: Path, scenario: Scenario) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_lost_repeated_and_late_messages(model: Path, seed: int) -> None:
     async def scenario(expected: list[int], both: PushPair, between: Relay) -> None:
-        between.fate = unreliable(seed)
+        between.delivery = unreliable(seed)
         answers = await asyncio.gather(*(ask_pushed(both, PROMPT) for _ in range(6)))
         assert [answer.tokens for answer in answers] == [expected] * 6
         assert len(between.seen) > 12
@@ -65,7 +65,7 @@ def test_message_type_that_never_arrives(model: Path, lost: str) -> None:
     """Without this message no P is admitted, or none learns of it: D prefills locally."""
 
     async def scenario(expected: list[int], both: PushPair, between: Relay) -> None:
-        between.fate = losing(lost)
+        between.delivery = dropping(lost)
         assert (await ask_pushed(both, PROMPT)).tokens == expected
         assert both.decode.stat("load_failures") == 1
 
@@ -77,7 +77,7 @@ def test_missing_completion_message_is_requested(model: Path, lost: tuple[str, .
     """Both instances live and all KV has arrived: nothing has to be recomputed."""
 
     async def scenario(expected: list[int], both: PushPair, between: Relay) -> None:
-        between.fate = losing(*lost)
+        between.delivery = dropping(*lost)
         assert (await ask_pushed(both, PROMPT)).tokens == expected
         assert "pushed" in between.seen
         assert both.decode.stat("load_failures") == 0

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from support.push_line import TOKEN, TRIES, Line, deliver, losing, metadata_of, unreliable
+from support.push_line import TOKEN, TRIES, Line, deliver, dropping, metadata_of, unreliable
 from support.virtual_time import SpawnedTasks, run_virtually
 
 from mooncake_kv.connector import Event, LeaseEnded, LoadEnded
@@ -488,9 +488,9 @@ def test_lost_first_token_is_sent_again() -> None:
         p = fleet.prefill_instance()
         fleet.load("r")
         await fleet.compute(p, "r")
-        fleet.line.fate = losing("LeaseReply")
+        fleet.line.delivery = dropping("LeaseReply")
         await asyncio.sleep(1.0)
-        fleet.line.fate = deliver
+        fleet.line.delivery = deliver
         await asyncio.sleep(4 * LONGEST_READ_S)
         assert outcome(fleet) == LoadEnded("r", None, TOKEN)
 
@@ -504,10 +504,10 @@ def test_lost_messages_cause_no_leak_and_no_use_of_foreign_kv(
 ) -> None:
     async def scenario(fleet: Fleet) -> None:
         if loses:
-            fleet.line.fate = unreliable(seed)
+            fleet.line.delivery = unreliable(seed)
         names = [f"r{index}" for index in range(6)]
         await asyncio.gather(*(_live(fleet, name, kills=kills) for name in names))
-        fleet.line.fate = deliver
+        fleet.line.delivery = deliver
         await asyncio.sleep(MAX_LOAD_S + 10 * LEASE_S)
         assert len(fleet.d) == 0
         assert {name: len(ends) for name, ends in fleet.ended.items()} == dict.fromkeys(names, 1)

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 from hypothesis import given, settings, strategies as st
-from support.push_line import TRIES, Line, deliver, losing, metadata_of, unreliable
+from support.push_line import TRIES, Line, deliver, dropping, metadata_of, unreliable
 from support.virtual_time import SpawnedTasks, run_virtually
 
 from mooncake_kv.connector import Event, LeaseEnded, LoadEnded
@@ -281,11 +281,11 @@ def test_incompatible_instance_is_asked_once(caplog: pytest.LogCaptureFixture) -
 
 def test_repeated_release_gets_same_reply() -> None:
     async def scenario(pair: Pair) -> None:
-        pair.line.fate = losing("LeaseReply")
+        pair.line.delivery = dropping("LeaseReply")
         pair.expect("r", pair.prefill("r"))
         pair.load("r")
         await asyncio.sleep(LONGEST_READ_S + 1.0)
-        pair.line.fate = deliver
+        pair.line.delivery = deliver
         await asyncio.sleep(LONGEST_READ_S)
         assert pair.ended["r"] == [LoadEnded("r", None)]
 
@@ -301,13 +301,13 @@ def test_lost_messages_cause_no_leak_and_no_use_of_foreign_kv(
 
     async def scenario(pair: Pair) -> None:
         if loses:
-            pair.line.fate = unreliable(seed)
+            pair.line.delivery = unreliable(seed)
         names = [f"r{index}" for index in range(8)]
         living = [_live(pair, name) for name in names]
         if restarts:
             living.append(_restart(pair))
         await asyncio.gather(*living)
-        pair.line.fate = deliver
+        pair.line.delivery = deliver
         await asyncio.sleep(10 * LEASE_S)
         assert pair.p.num_held == 0
         assert pair.d._expected == {}

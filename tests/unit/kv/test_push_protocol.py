@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from support.push_line import LOAD_S, TOKEN, Pair, deliver, losing, unreliable
+from support.push_line import LOAD_S, TOKEN, Pair, deliver, dropping, unreliable
 from support.virtual_time import run_virtually
 
 from mooncake_kv.connector import LoadEnded
@@ -59,7 +59,7 @@ def test_completion_lost_on_all_retries_is_requested(lost: tuple[str, ...]) -> N
     """The writer is alive, but its messages are lost: the reader asks, and even gets its KV."""
 
     async def scenario(pair: Pair) -> None:
-        pair.line.fate = losing(*lost)
+        pair.line.delivery = dropping(*lost)
         await push(pair)
         await asyncio.sleep(30.0)
         assert pair.ended["r"] == [LoadEnded("r", None, FIRST)]
@@ -88,7 +88,7 @@ def test_forgotten_writer_sends_hello_again() -> None:
 
 def test_failure_lost_on_all_retries_is_requested() -> None:
     async def scenario(pair: Pair) -> None:
-        pair.line.fate = losing("PushFailed", "Renew")
+        pair.line.delivery = dropping("PushFailed", "Renew")
         pair.load("r")
         pair.begin("r")
         await asyncio.sleep(1.0)
@@ -128,7 +128,7 @@ def test_push_in_flight_is_awaited() -> None:
     """The writer's keepalives are lost, but its replies are not."""
 
     async def scenario(pair: Pair) -> None:
-        pair.line.fate = losing("Renew")
+        pair.line.delivery = dropping("Renew")
         pair.load("r")
         pair.begin("r")
         await asyncio.sleep(5.0)
@@ -163,7 +163,7 @@ def test_reservation_granted_after_writer_aborted_is_released() -> None:
     """Late and repeated messages arrive in any order."""
 
     async def scenario(pair: Pair) -> None:
-        pair.line.fate = lambda kind: {"PushOpen": 40.0, "PushFailed": None}.get(kind, 0.0)
+        pair.line.delivery = lambda kind: {"PushOpen": 40.0, "PushFailed": None}.get(kind, 0.0)
         pair.load("r")
         pair.begin("r")
         await asyncio.sleep(1.0)
@@ -210,13 +210,13 @@ def test_both_sides_free_everything_despite_lost_messages(
 
     async def scenario(pair: Pair) -> None:
         if loses:
-            pair.line.fate = unreliable(seed)
+            pair.line.delivery = unreliable(seed)
         pair.is_p_hidden = hides
         names = [f"r{index}" for index in range(8)]
         await asyncio.gather(*(_live(pair, name) for name in names))
         if kills:
             pair.kill_p()
-        pair.line.fate = deliver
+        pair.line.delivery = deliver
         await asyncio.sleep(LOAD_S / 4)
         assert pair.d.num_reserved == 0
         assert kills or pair.p.num_sending == 0

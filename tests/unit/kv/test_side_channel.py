@@ -235,7 +235,7 @@ def test_lost_request_is_retried_and_repeated_reply_ignored() -> None:
     async def main() -> None:
         fates = iter([[], [0.0], [0.0, 0.0]])  # lost; retried; answered twice
         async with serving() as port, relayed(port) as (between, client):
-            between.fate = lambda kind: next(fates, [0.0])
+            between.delivery = lambda kind: next(fates, [0.0])
             assert await ask(client, try_timeout_s=0.2) is LeaseStatus.HELD
             assert between.seen == ["done", "done", "leasereply"]
             assert await ask(client) is LeaseStatus.HELD, "the second reply is ignored"
@@ -247,7 +247,7 @@ def test_late_reply_is_accepted() -> None:
     async def main() -> None:
         fates = iter([[0.3], []])  # the retry is lost
         async with serving() as port, relayed(port) as (between, client):
-            between.fate = lambda kind: next(fates, [0.0])
+            between.delivery = lambda kind: next(fates, [0.0])
             assert await ask(client, try_timeout_s=0.25) is LeaseStatus.HELD
             assert between.seen == ["done", "done", "leasereply"]
 
@@ -426,7 +426,7 @@ def test_names_and_addresses_are_valid_hosts(host: str) -> None:
 def test_close_fails_requests_in_flight() -> None:
     async def main() -> None:
         async with serving() as port, relayed(port) as (between, client):
-            between.fate = lambda kind: []
+            between.delivery = lambda kind: []
             await check_closing(client, lambda: bool(between.seen))
 
     asyncio.run(main())

@@ -57,8 +57,8 @@ def test_data_parallel_ranks_use_consecutive_ports() -> None:
 def test_store_of_data_parallel_rank_has_its_own_port_and_directories(
     tmp_path: Path,
 ) -> None:
-    told = f"dram=1GiB,port=7701,ssd={tmp_path}:1GiB"
-    pool = read_pool_settings({"pool": told}, "MooncakeConnector")
+    text = f"dram=1GiB,port=7701,ssd={tmp_path}:1GiB"
+    pool = read_pool_settings({"pool": text}, "MooncakeConnector")
     ranks = [of_data_parallel_rank(pool, rank) for rank in range(3)]
     assert [each.port for each in ranks] == [7701, 7702, 7703]
     folders = [path for each in ranks for path, _ in each.ssd]
@@ -71,8 +71,8 @@ def test_store_of_data_parallel_rank_has_its_own_port_and_directories(
 
 
 def test_directories_of_unmounted_drive_are_not_created(tmp_path: Path) -> None:
-    told = f"dram=1GiB,ssd={tmp_path}/none:1GiB"
-    pool = read_pool_settings({"pool": told}, "MooncakeConnector")
+    text = f"dram=1GiB,ssd={tmp_path}/none:1GiB"
+    pool = read_pool_settings({"pool": text}, "MooncakeConnector")
     with pytest.raises(KVConfigError, match=r"rank 1 can't have .*/none/dp1"):
         of_data_parallel_rank(pool, 1)
 

@@ -33,9 +33,9 @@ def test_blocked_reader_drops_lines_without_blocking() -> None:
         stream.write("last\n")
         stream.drain(30.0)
         os.close(writer)
-        told = re.findall(rb"(\d+) log lines were dropped", reading.result())
+        reported = re.findall(rb"(\d+) log lines were dropped", reading.result())
     # it writes one queue and fills the other
-    assert stream.num_dropped + sum(map(int, told)) >= MAX_QUEUED_BYTES // len(LINE) // 2
+    assert stream.num_dropped + sum(map(int, reported)) >= MAX_QUEUED_BYTES // len(LINE) // 2
 
 
 def test_full_disk_is_tolerated() -> None:

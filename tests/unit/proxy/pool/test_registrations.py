@@ -164,17 +164,17 @@ def test_invalid_registrations_are_rejected(
 
 
 def test_other_workers_keep_the_same_leases(pools: ModelPools, clock: Clock) -> None:
-    told: list[MembershipChange] = []
-    first = Registrations(ModelPools(pools._context), clock, SECRET, told.append)
+    published: list[MembershipChange] = []
+    first = Registrations(ModelPools(pools._context), clock, SECRET, published.append)
     second = Registrations(pools, clock)
     announce(first, 0)
-    second.apply(told[-1])
+    second.apply(published[-1])
     clock.now += 14
     announce(first, 1)
-    second.apply(told[-1])
+    second.apply(published[-1])
     clock.now += 14
     second.expire()
     assert names(pools) == [URL]
     announce(first, 2, is_draining=True)
-    second.apply(told[-1])
+    second.apply(published[-1])
     assert names(pools) == []

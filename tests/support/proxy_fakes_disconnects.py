@@ -18,7 +18,7 @@ STAGES = [
 ]
 
 
-async def leave(flow: str, stage: str, counted_as: str) -> float:
+async def disconnect(flow: str, stage: str, counted_as: str) -> float:
     """Seconds from the disconnect until every instance that works on the request is notified."""
     async with fake_deployment(flow=flow) as s:
         waiting_at = s.prefill if stage in {"prefill", "meeting"} else s.decode
@@ -37,9 +37,9 @@ async def leave(flow: str, stage: str, counted_as: str) -> float:
             await s.prefill.wait_for(lambda: s.prefill.released == ["p0:abc"])
         if stage == "meeting":
             await s.decode.wait_for(lambda: s.decode.cut_off == ["abc"])
-        took = asyncio.get_running_loop().time() - began
+        elapsed = asyncio.get_running_loop().time() - began
         await asyncio.sleep(0)
         assert all(instance.num_running == 0 for instance in s.app.router.pool)
         assert s.count("disconnects", counted_as) == 1
         assert not s.app.router.metaserver.sessions
-        return took
+        return elapsed
