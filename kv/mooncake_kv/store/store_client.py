@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from mooncake_hal.errors import PeerLost, RequestNotSent, RequestRejected, TransferError
 from mooncake_hal.session.aio import AsyncSession, connect
-from mooncake_hal.session.processes import ProcessName, this_process
 from mooncake_hal.session.connection_limits import LIMITS
+from mooncake_hal.session.processes import ProcessName, this_process
 from mooncake_hal.timing import timeout
 from mooncake_kv.errors import BadFrame, ConnectorDead
 from mooncake_kv.io_loop import CLOSE_TIMEOUT_S, IoLoop
