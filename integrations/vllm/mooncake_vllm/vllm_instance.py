@@ -41,6 +41,8 @@ KINDS = {
     "SlidingWindowSpec": AttentionKind.GQA,
 }
 """Kinds of KV cache that can be transferred, by the name of vLLM's class."""
+REPEATING_IDS = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
+"""vLLM's setting with which a client that names its requests can name two alike."""
 _LOADER_FIELDS = ("_name_or_path", "transformers_version")
 """Fields of a configuration that record where and by which version it was loaded."""
 
@@ -185,6 +187,8 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     problems += _group_problems(parallel, [group.kv_cache_spec for group in groups])
     if vllm_config.model_config.enable_sleep_mode:  # vLLM itself asks the connector from 0.33 on
         problems.append("sleep mode, which moves memory whose addresses peers have")
+    if int(os.environ.get(REPEATING_IDS, "0")):  # a lease of an earlier request could be confirmed
+        problems.append(f"{REPEATING_IDS}: leases are named by request ids, which must not repeat")
     if problems:
         raise UnsupportedByVllmConnector(f"KV can't be transferred yet with {'; '.join(problems)}")
 

@@ -154,6 +154,13 @@ def test_unsupported_settings_are_rejected_by_name(
     assert words in str(refused.value)
 
 
+def test_request_ids_that_may_repeat_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The read of a first attempt could be confirmed by the lease of a second one."""
+    monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
+    with pytest.raises(UnsupportedByVllmConnector, match="request ids, which must not repeat"):
+        check_supported(config(), caches(spec()))
+
+
 def test_sleep_mode_is_rejected_with_releases_without_a_hook_for_it() -> None:
     sleepy = config()
     sleepy.model_config.enable_sleep_mode = True
