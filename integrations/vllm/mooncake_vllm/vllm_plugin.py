@@ -31,7 +31,7 @@ def register() -> None:
         logger.warning(
             "mooncake-vllm needs vLLM 0.30 or newer, this is %s: %s are not available",
             found,
-            " and ".join(CONNECTORS),
+            ", ".join(CONNECTORS),
         )
         return
     if release > NEWEST:
