@@ -63,14 +63,14 @@ GRACE_S = 0.5
 """Seconds after the ranks' own deadline of a load at which the scheduler gives the load up."""
 
 
-class Turn(Enum):
-    """The outcome of a request's turn."""
+class LoadDecision(Enum):
+    """What happens to a request whose turn has come."""
 
     COMPUTE = auto()
     """The request is computed: there is nothing to load, or computing is faster."""
-    LOADS = auto()
+    LOAD = auto()
     """The request has left the waiting queue: it loads, or waits for another request's load."""
-    WAITS = auto()
+    WAIT = auto()
     """The request keeps waiting: there are too few free blocks, or too many loads in flight."""
 
 
@@ -241,7 +241,7 @@ class PoolLoads:
         hit = self._hits.get(request.request_id)
         return hit is not None and hit.request is request
 
-    def take_turn(self, request: Request, reserve: int) -> Turn:
+    def decide_load(self, request: Request, reserve: int) -> LoadDecision:
         """Start the load of a request with a hit, or leave the request to be computed.
 
         Args:
@@ -251,34 +251,34 @@ class PoolLoads:
         hit = self._hits[request.request_id]
         if request.shares_prompt and request.group.find_prompt() is not None:
             del self._hits[request.request_id]
-            return Turn.COMPUTE
+            return LoadDecision.COMPUTE
         if leader := request.group.find_leader(request):
             del self._hits[request.request_id]
             self._queues.follow(request, leader)
-            return Turn.LOADS
+            return LoadDecision.LOAD
         num_tokens = len(request.token_ids)
         num_cached = self._blocks.count_cached(request, num_tokens - 1)
         wanted = self._blocks.blocks_for(num_tokens - num_cached) + reserve
         if wanted > self._blocks.pool.num_free:  # checked first: the usual case under load
-            return Turn.WAITS
+            return LoadDecision.WAIT
         choice = self._choose(hit, num_cached)
         if choice.num_chunks * self._pool.chunk_tokens <= num_cached:
             num_found = len(hit.sources) - num_cached // self._pool.chunk_tokens
             self._pool.stats.num_recomputed_chunks += max(num_found, 0)
             del self._hits[request.request_id]
-            return Turn.COMPUTE
+            return LoadDecision.COMPUTE
         if load := self._find_same_load(hit, choice, num_cached):
             self._park(load, hit)
-            return Turn.LOADS
+            return LoadDecision.LOAD
         if len(self._loads) >= MAX_LOADS:
-            return Turn.WAITS
+            return LoadDecision.WAIT
         if not self._blocks.allocate(
             request, num_tokens, cacheable=num_tokens - 1, reserve=reserve
         ):
-            return Turn.WAITS
+            return LoadDecision.WAIT
         del self._hits[request.request_id]
         self._start_load(request, hit, choice)
-        return Turn.LOADS
+        return LoadDecision.LOAD
 
     def start_early(self, reserve: int, *, has_batch: bool) -> None:
         """Start loads of waiting requests before their turn, with the blocks that are left.
@@ -295,10 +295,14 @@ class PoolLoads:
                 return
             if is_batch(request) and not has_batch:  # all behind it are batch work, too
                 return
-            turn = self.take_turn(request, reserve) if self.has_hit(request) else Turn.COMPUTE
-            if turn is Turn.WAITS:
+            decision = (
+                self.decide_load(request, reserve)
+                if self.has_hit(request)
+                else LoadDecision.COMPUTE
+            )
+            if decision is LoadDecision.WAIT:
                 return
-            if turn is Turn.COMPUTE:
+            if decision is LoadDecision.COMPUTE:
                 reserve += self._blocks.blocks_for(len(request.token_ids))
 
     def _drop_stale_hits(self) -> None:

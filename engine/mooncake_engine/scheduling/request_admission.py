@@ -6,7 +6,7 @@ from math import ceil
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.scheduling.batch_work import BatchWork, is_batch
-from mooncake_engine.scheduling.pool_loads import Turn
+from mooncake_engine.scheduling.pool_loads import LoadDecision
 from mooncake_engine.scheduling.pool_use import PoolUse
 from mooncake_engine.scheduling.preemption import Preemption
 from mooncake_engine.scheduling.request import Request, RequestStatus
@@ -135,9 +135,11 @@ class RequestAdmission:
         if not may_start or not self.budget.may_begin(request, step.budget):
             return False
         if self._pool is not None and self._pool.loads.has_hit(request):
-            turn = self._pool.loads.take_turn(request, reserve) if self.may_peers_write() else None
-            if turn is not Turn.COMPUTE:
-                return turn is Turn.LOADS
+            decision = (
+                self._pool.loads.decide_load(request, reserve) if self.may_peers_write() else None
+            )
+            if decision is not LoadDecision.COMPUTE:
+                return decision is LoadDecision.LOAD
         if not self._allocate(request, reserve, step):
             return False
         self._delay.note_prefill()

@@ -23,7 +23,7 @@ class PromptState(Enum):
     """One request has blocks for it, and is loading it."""
     LOADED = auto()
     """It is loaded, but vLLM has not run its loader yet: only then it is in vLLM's prefix cache."""
-    OVER = auto()
+    FINISHED = auto()
     """Loaded, failed or not needed: the peer no longer holds it for us."""
 
 
@@ -93,7 +93,7 @@ class RemotePrompts:
         """
         with self._lock:
             prompt = self._by_request.get(request_id)
-            if prompt is None or prompt.state is PromptState.OVER:
+            if prompt is None or prompt.state is PromptState.FINISHED:
                 return 0
             if prompt.state is not PromptState.EXPECTED:
                 return 0 if prompt.loader == request_id else None
@@ -115,11 +115,11 @@ class RemotePrompts:
         loaded or will load, so that the peer may free it; otherwise None."""
         with self._lock:
             prompt = self._by_request.get(request_id)
-            if prompt is None or prompt.state in (PromptState.LOADING, PromptState.OVER):
+            if prompt is None or prompt.state in (PromptState.LOADING, PromptState.FINISHED):
                 return None
             was_expected = prompt.state is PromptState.EXPECTED
             if was_expected or prompt.loader == request_id:
-                prompt.state = PromptState.OVER
+                prompt.state = PromptState.FINISHED
             return prompt.name if was_expected else None
 
     def is_held_by_peer(self, name: str) -> bool:
@@ -138,7 +138,7 @@ class RemotePrompts:
                 return None
             was_loading = prompt.state is PromptState.LOADING
             has_loader = was_loading and prompt.loader in prompt.members
-            prompt.state = PromptState.LOADED if is_loaded and has_loader else PromptState.OVER
+            prompt.state = PromptState.LOADED if is_loaded and has_loader else PromptState.FINISHED
             if not prompt.members:
                 self._drop(prompt)
             return prompt.loader if was_loading else None
@@ -155,7 +155,7 @@ class RemotePrompts:
             if is_loading and prompt.loader == request_id:
                 return prompt.name
             if prompt.state is PromptState.LOADED and prompt.loader == request_id:
-                prompt.state = PromptState.OVER
+                prompt.state = PromptState.FINISHED
             if prompt.members or is_loading:
                 return None
             was_expected = prompt.state is PromptState.EXPECTED

@@ -59,10 +59,10 @@ REFUSED = "FINISHED_ERROR"
 class PoolState(Enum):
     """State of a prompt's look-up or load."""
 
-    LOOKING = auto()
+    LOOKING_UP = auto()
     FOUND = auto()
     LOADING = auto()
-    OVER = auto()
+    FINISHED = auto()
     """Loaded, failed, or nothing to load."""
 
 
@@ -82,7 +82,7 @@ class PooledPrompt:
     name: str
     keys: list[bytes]
     num_preemptions: int
-    state: PoolState = PoolState.LOOKING
+    state: PoolState = PoolState.LOOKING_UP
     sources: Sequence[ChunkSource] = ()
     has_failed: bool = False
 
@@ -178,10 +178,10 @@ class PoolSchedulerSide:
         pooled = self._prompts.get(request.request_id)
         if pooled is None or pooled.state is PoolState.LOADING:
             return 0
-        if pooled.state is PoolState.OVER and request.num_preemptions > pooled.num_preemptions:
+        if pooled.state is PoolState.FINISHED and request.num_preemptions > pooled.num_preemptions:
             pooled = self._look_up(request) or pooled
         with self._lock:
-            if pooled.state is PoolState.LOOKING:
+            if pooled.state is PoolState.LOOKING_UP:
                 return None
             if pooled.state is not PoolState.FOUND:
                 return 0
@@ -194,7 +194,7 @@ class PoolSchedulerSide:
             pooled = self._prompts.get(request.request_id)
             if pooled is None or pooled.state is not PoolState.FOUND:
                 return
-            pooled.state = PoolState.LOADING if num_tokens else PoolState.OVER
+            pooled.state = PoolState.LOADING if num_tokens else PoolState.FINISHED
         self._saves.note_known(request.request_id, len(pooled.sources))
         if not num_tokens:  # vLLM's own cache has them, or another connector loads them
             self._client.touch(pooled.keys[: len(pooled.sources)])
@@ -267,7 +267,7 @@ class PoolSchedulerSide:
             self._saves.forget()
             found = [each for each in self._prompts.values() if each.state is not PoolState.LOADING]
             for pooled in found:
-                pooled.state, pooled.sources = PoolState.OVER, ()
+                pooled.state, pooled.sources = PoolState.FINISHED, ()
             return len(found) == len(self._prompts)
 
     def bind_block_pool(self, pool: BlockPool) -> None:
@@ -332,9 +332,9 @@ class PoolSchedulerSide:
 
     def _found(self, pooled: PooledPrompt, sources: Sequence[ChunkSource]) -> None:
         with self._lock:
-            if pooled.state is PoolState.LOOKING:
+            if pooled.state is PoolState.LOOKING_UP:
                 pooled.sources = sources
-                pooled.state = PoolState.FOUND if sources else PoolState.OVER
+                pooled.state = PoolState.FOUND if sources else PoolState.FINISHED
 
     def _on_event(self, event: PoolEvent) -> None:
         """Process an event of the pool's client, on the client's thread."""
@@ -358,7 +358,7 @@ class PoolSchedulerSide:
             key, pooled = found
             has_ended = key != request_id
             is_failed = event.num_chunks < len(pooled.sources)
-            pooled.state = PoolState.OVER
+            pooled.state = PoolState.FINISHED
             if is_failed:
                 pooled.has_failed, pooled.sources = True, pooled.sources[: event.num_chunks]
             if has_ended:
