@@ -153,7 +153,7 @@ def splits_each(
 @triton.jit
 def is_last_to_arrive(
     arrivals,  # int32 counter, 0 before the first arrival and after the last
-    programs,  # number of programs that share the rows; each of them calls this once
+    programs,  # number of programs that share the rows, at least two; each calls this once
 ):
     """Whether this program is the last one to arrive; if so, the stores of all of them are visible
     to it.
@@ -164,9 +164,7 @@ def is_last_to_arrive(
     therefore precede the reads in causality order (PTX ISA, memory consistency model).
     """
     tl.debug_barrier()
-    arrived = programs - 1
-    if programs > 1:
-        arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
+    arrived = tl.atomic_add(arrivals, 1, sem="acq_rel", scope="gpu")
     tl.debug_barrier()
     is_last = arrived == programs - 1
     if is_last:
