@@ -29,13 +29,13 @@ from mooncake_proxy.http1.http_wire import header_lines
 from mooncake_proxy.ops.proxy_metrics import gauge_lines
 from mooncake_proxy.ops.proxy_process import ProxyProcess, live_page, live_view
 from mooncake_proxy.pool.device_classes import describe_device
+from mooncake_proxy.pool.health_checks import MODELS_PATH
 from mooncake_proxy.pool.instances import Instance, InstancePool, Role
 from mooncake_proxy.pool.membership import MembershipChange
 
 Handler = Callable[[HttpRequest], Awaitable[None]]
 Routes = dict[str, dict[str, Handler]]
 ANSWER_TIMEOUT_S = 10.0
-MODELS_PATH = "/v1/models"
 # Prefix of the paths of single models.
 MODEL_PATH = "/v1/models/"
 INSTANCES_PATH = "/instances"

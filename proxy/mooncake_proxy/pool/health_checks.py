@@ -33,6 +33,23 @@ from mooncake_proxy.pool.pair_topology import PairTopology
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 TOPOLOGY_PATH = "/kv/topology"
+MODELS_PATH = "/v1/models"
+
+
+class _ModelCard(msgspec.Struct):
+    """A name that an instance accepts as a request's model."""
+
+    id: str
+    # The model of which it is an adapter (vLLM, SGLang).
+    parent: str | None = None
+
+
+class _ModelList(msgspec.Struct):
+    """An instance's answer to `GET /v1/models`."""
+
+    data: list[_ModelCard]
+
+
 _topology_decoder = msgspec.json.Decoder(PairTopology)
 
 
@@ -44,6 +61,7 @@ class _Reports(msgspec.Struct, frozen=True):
     bytes_received: msgspec.Raw = msgspec.Raw(b"{}")
 
 
+_models_decoder = msgspec.json.Decoder(_ModelList)
 _compatibility_decoder = msgspec.json.Decoder(Compatibility)
 _reports_decoder = msgspec.json.Decoder(_Reports)
 _pool_decoder = msgspec.json.Decoder(PoolReport | None)
@@ -170,6 +188,8 @@ class HealthChecker:
             was_up = instance.is_up
             self._pools.set_up(instance, up=verdict, error=self._describe(error))
             if was_up is not verdict:
+                if not verdict:
+                    instance.base_models = None  # it may come back with others
                 self._on_verdict(instance)
 
     async def _fetch_health(self, instance: Instance) -> UpstreamError | None:
@@ -189,6 +209,8 @@ class HealthChecker:
         ):
             await self._fetch_topology(instance, compatibility.engine_id, deadline)
         self._pools.note_compatibility(instance, compatibility)
+        if instance.base_models is None and instance.kv_events is not None:
+            await self._fetch_models(instance, deadline)
         if instance.dp_ranks is not None:
             queues = _decoded(_queues_decoder, reports.data_parallel_ranks, [])
             instance.dp_ranks.note_queues(queues)
@@ -204,6 +226,14 @@ class HealthChecker:
             if published.engine_id == engine_id:
                 topology = published
         self._pools.note_topology(instance, topology)
+
+    async def _fetch_models(self, instance: Instance, deadline: float) -> None:
+        """Fetch which names mean an instance's model itself: events name only the adapters that
+        have KV already. Without an answer, the next check asks again."""
+        with suppress(UpstreamError, *DECODE_ERRORS):
+            body = await instance.connections.fetch(instance.build_get(MODELS_PATH), deadline)
+            cards = _models_decoder.decode(body).data
+            instance.base_models = frozenset(card.id for card in cards if card.parent is None)
 
     def _describe(self, error: UpstreamError | None) -> str:
         if isinstance(error, Rejected):

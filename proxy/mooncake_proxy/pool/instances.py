@@ -170,6 +170,7 @@ class Instance(RequestLoad):
     __slots__ = (
         "_context",
         "_heads",
+        "base_models",
         "bootstrap",
         "bytes_received",
         "compatibility",
@@ -206,6 +207,9 @@ class Instance(RequestLoad):
         self.dp_ranks: DPRanks | None = None
         # None: it uses no KVCache pool, or does not report it.
         self.kv_pool: PoolReport | None = None
+        # Names that mean its model itself, not an adapter; None: not known. Only of instances that
+        # publish KV events.
+        self.base_models: frozenset[str] | None = None
         # KV bytes received since its start, by the sender's engine id.
         self.bytes_received: dict[str, int] = {}
         # Published by the instance; None: not known yet.

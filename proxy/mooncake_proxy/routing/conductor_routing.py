@@ -271,15 +271,20 @@ class ConductorRouting:
     def _adapter_of(self, name: str | None) -> str:
         """The adapter that a request's `model` names; empty for the model itself or an alias of it.
 
-        If instances publish KV events, adapters are the names for which they hold KV. Otherwise
-        every name but the model's first one counts as an adapter.
+        An adapter's KV is never the model's, so a name counts as an adapter's unless an instance
+        that publishes KV events lists it as its model's. A pool without a name, whose instances
+        list nothing, knows only the adapters for which they have published KV.
         """
         if not name or name == self._model:
             return ""
         if self._feed is None:
             return name
-        is_adapter = any(name in fleet.holdings.adapters for fleet in (self.pairs, self.coupled))
-        return name if is_adapter else ""
+        if any(name in fleet.holdings.adapters for fleet in (self.pairs, self.coupled)):
+            return name
+        lists = [each.base_models for each in self._pool if each.base_models is not None]
+        if any(name in names for names in lists):
+            return ""
+        return name if lists or self._model else ""
 
     def _open_feed(self) -> KVEventFeed:
         """Open the event feed for the first instance that publishes. Imported only then: pyzmq."""

@@ -51,21 +51,25 @@ def test_passive_ejection_counts_consecutive_failures_not_error_statuses() -> No
     assert not health.failed("a", timeout)  # a returning instance starts from zero
 
 
-def checked(origin: Origin | None = None, body: bytes = b"{}") -> Instance:
-    """An instance after one round of checks: at that origin, or with that health body."""
+def checked(
+    origin: Origin | None = None, body: bytes = b"{}", models: bytes = b"", port: int | None = None
+) -> Instance:
+    """An instance after one round of checks: at that origin, or with that health body, list of
+    models, and port of KV events."""
 
     async def main() -> Instance:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
+            request = await reader.readuntil(b"\r\n\r\n")
             head = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-            writer.write(head % len(body) + body)
+            answer = models if b" /v1/models " in request else body
+            writer.write(head % len(answer) + answer)
             writer.close()
             await writer.wait_closed()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         here = Origin("http", "127.0.0.1", server.sockets[0].getsockname()[1])
         pools = ModelPools(ClientContext())
-        instance = pools.add(InstanceSpec(origin or here, Role.BOTH))
+        instance = pools.add(InstanceSpec(origin or here, Role.BOTH, kv_events_port=port))
         await HealthChecker(HealthConfig(), pools, lambda _: None).check_all()
         pools.close()
         server.close()
@@ -101,3 +105,25 @@ def test_internal_error_of_check_counts_against_its_instance_only(
     assert not instance.is_up
     assert "/health: ZeroDivisionError('of what it says')" in instance.error
     assert "Traceback" in caplog.text
+
+
+CARDS = b'{"data":[{"id":"m","parent":null},{"id":"also-m"},{"id":"sql","parent":"m"}]}'
+
+
+@pytest.mark.parametrize(
+    ("cards", "port", "wanted"),
+    [
+        (CARDS, 5557, frozenset({"m", "also-m"})),
+        (CARDS, None, None),
+        (b'{"error":"an API key"}', 5557, None),
+        (b"no list", 5557, None),
+    ],
+    ids=["listed", "publishes nothing", "refused", "malformed"],
+)
+def test_names_of_the_model_itself_are_fetched(
+    cards: bytes, port: int | None, wanted: frozenset[str] | None
+) -> None:
+    """An adapter names its model as parent, as in vLLM."""
+    instance = checked(models=cards, port=port)
+    assert instance.is_up
+    assert instance.base_models == wanted
