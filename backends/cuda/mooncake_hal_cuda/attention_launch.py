@@ -98,6 +98,11 @@ class AttentionCall:
         return int(self.batch.block_tables.shape[1]) * self.batch.block_size
 
     @property
+    def group(self) -> int:
+        """Query heads per KV head of grouped-head attention."""
+        return int(self.query.shape[1] // self.caches[0].shape[2])
+
+    @property
     def precision(self) -> str:
         """Precision of the matrix products: float32 is not rounded to tf32."""
         return "ieee" if self.query.dtype is torch.float32 else "tf32"
@@ -116,6 +121,18 @@ def _tile_options(tile: AttentionTile, call: AttentionCall) -> dict[str, int | s
     }
 
 
+def _grouped_options(tile: AttentionTile, call: AttentionCall) -> dict[str, int | str | None]:
+    """Those of grouped-head attention."""
+    _, heads, dim = call.query.shape
+    return {
+        "HEADS": heads,
+        "GROUP": call.group,
+        "DIM": dim,
+        "DIM_PADDED": max(_MIN_DOT, power_of_two(dim)),
+        **_tile_options(tile, call),
+    }
+
+
 def attend_grouped(call: AttentionCall, tuning: Tuning) -> Tensor:
     """Grouped-head attention; returns [tokens, heads, value dim]."""
     value = call.caches[1]
@@ -130,10 +147,9 @@ def attend_grouped(call: AttentionCall, tuning: Tuning) -> Tensor:
 
 def _attend_decodes(out: Tensor, call: AttentionCall, tuning: Tuning) -> None:
     key, value = call.caches
-    sequences, heads, dim = call.query.shape
-    kv_heads, size = key.shape[2], call.query.element_size()
-    group = heads // kv_heads
-    tile = tuning.decode(group, dim, size, key.element_size())
+    sequences, _, dim = call.query.shape
+    kv_heads, group = key.shape[2], call.group
+    tile = tuning.decode(group, dim, call.query.element_size(), key.element_size())
     row_blocks = -(-group // tile.rows)
     splitting = tuning.splitting(kv_heads * row_blocks, _MIN_SPLIT)
     splits = splitting.count(call.capacity)
@@ -157,27 +173,20 @@ def _attend_decodes(out: Tensor, call: AttentionCall, tuning: Tuning) -> None:
         call.query.stride()[:2],
         key.stride()[:3],
         value.stride()[:3],
-        HEADS=heads,
-        GROUP=group,
-        DIM=dim,
-        DIM_PADDED=max(_MIN_DOT, power_of_two(dim)),
         KEPT_ROWS=min(tile.rows, power_of_two(group)),
         MIN_SPLIT=splitting.min_tokens,
         MAX_SPLITS=splitting.max_splits,
         IS_EARLY=tuning.has_early_launches,
-        **_tile_options(tile, call),
+        **_grouped_options(tile, call),
         **tuning.early_launch(sequences),
     )
 
 
 def _attend_prompts(out: Tensor, call: AttentionCall, tuning: Tuning) -> None:
     key, value = call.caches
-    _, heads, dim = call.query.shape
-    kv_heads, size = key.shape[2], call.query.element_size()
-    group = heads // kv_heads
-    tile = tuning.prefill(dim, size, key.element_size())
-    row_blocks = -(-call.new_tokens * group // tile.rows)
-    prefill_attention[(row_blocks, kv_heads, call.sequences)](
+    tile = tuning.prefill(call.query.shape[2], call.query.element_size(), key.element_size())
+    row_blocks = -(-call.new_tokens * call.group // tile.rows)
+    prefill_attention[(row_blocks, key.shape[2], call.sequences)](
         out,
         call.query,
         key,
@@ -192,11 +201,7 @@ def _attend_prompts(out: Tensor, call: AttentionCall, tuning: Tuning) -> None:
         call.query.stride()[:2],
         key.stride()[:3],
         value.stride()[:3],
-        HEADS=heads,
-        GROUP=group,
-        DIM=dim,
-        DIM_PADDED=max(_MIN_DOT, power_of_two(dim)),
-        **_tile_options(tile, call),
+        **_grouped_options(tile, call),
     )
 
 

@@ -84,7 +84,10 @@ def _attend_range(
     TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The rows' online softmax over the tokens [start, stop)."""
+    """The rows' online softmax over the tokens [start, stop).
+
+    ``start`` is always 0. Without it, Triton 3.7's code for sm_100 spills 8 bytes with heads of 64.
+    """
     running = empty_softmax(ROWS, DIM_PADDED)
     whole = start + tl.maximum(tl.minimum(common, stop) - start, 0) // TOKENS * TOKENS
     for begin in range(start, whole, TOKENS):
