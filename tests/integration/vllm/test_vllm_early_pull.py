@@ -27,13 +27,6 @@ PROMPT = list(range(100, 114))
 P_BLOCKS, OTHER_BLOCKS, D_BLOCKS = [5, 1, 4, 2], [7, 3, 6, 5], [3, 0, 6, 1]
 
 
-@pytest.fixture
-def post(stack: ExitStack) -> Post:
-    server = Post()
-    stack.callback(server.close)
-    return server
-
-
 def start(
     stack: ExitStack, folder: Path, config: KVTransferConfig = CONFIG
 ) -> tuple[FakeVllm, FakeVllm]:
@@ -74,7 +67,13 @@ def wait_for_holder(decode: FakeVllm, request_id: str) -> None:
         decode.step()
 
 
-def check_arrival(prefill: FakeVllm, decode: FakeVllm, blocks: list[int]) -> None:
+def check_arrival(
+    prefill: FakeVllm, decode: FakeVllm, blocks: list[int], request_id: str = "p"
+) -> None:
+    """Wait until the KV of one of P's requests has arrived, and compare it."""
+    decode.step_until(decode.reports.received, "d")
+    prefill.step_until(prefill.reports.sent, request_id)
+    assert not decode.reports.failed
     found, wanted = whole_prompt(decode.caches, D_BLOCKS), whole_prompt(prefill.caches, blocks)
     assert (found[:, :, : len(PROMPT)] == wanted[:, :, : len(PROMPT)]).all()
 
@@ -86,9 +85,6 @@ def test_prompt_is_pulled_into_reserved_blocks(
     expect(decode, post)
     request = begin(prefill, post)
     assert prefill.compute(request, P_BLOCKS, (3, 9, 14)) == (True, None)
-    decode.step_until(decode.reports.received, "d")
-    prefill.step_until(prefill.reports.sent, "p")
-    assert not decode.reports.failed
     check_arrival(prefill, decode, P_BLOCKS)
 
 
@@ -102,9 +98,6 @@ def test_prefill_that_ends_with_its_first_token_is_pulled(
     request.num_computed_tokens, request.output_token_ids = len(PROMPT), [7]
     request.status = SimpleNamespace(name="FINISHED_STOPPED")
     assert prefill.finish(request, P_BLOCKS) == (True, None)
-    decode.step_until(decode.reports.received, "d")
-    prefill.step_until(prefill.reports.sent, "p")
-    assert not decode.reports.failed
     check_arrival(prefill, decode, P_BLOCKS)
 
 
@@ -144,10 +137,7 @@ def test_earlier_attempt_at_the_same_p_does_not_reach_the_next_one(
     prefill.step_until(prefill.reports.sent, "p")
     assert not decode.reports.received, "D waits for the second attempt"
     assert prefill.compute(second, P_BLOCKS, (14,)) == (True, None)
-    decode.step_until(decode.reports.received, "d")
-    prefill.step_until(prefill.reports.sent, "p-1")
-    assert not decode.reports.failed
-    check_arrival(prefill, decode, P_BLOCKS)
+    check_arrival(prefill, decode, P_BLOCKS, "p-1")
 
 
 def test_attempt_after_the_load_has_ended_frees_its_blocks(

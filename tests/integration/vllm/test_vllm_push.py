@@ -27,13 +27,6 @@ PROMPT = list(range(100, 114))
 P_BLOCKS, D_BLOCKS = [5, 1, 4, 2], [3, 0, 6, 1]
 
 
-@pytest.fixture
-def post(stack: ExitStack) -> Post:
-    server = Post()
-    stack.callback(server.close)
-    return server
-
-
 def start(
     stack: ExitStack, folder: Path, tps: tuple[int, int] = (1, 1), format: str = LINEAR
 ) -> tuple[FakeVllm, FakeVllm]:
