@@ -40,7 +40,8 @@ class ArenaMemory:
         except (OSError, ValueError) as exc:
             os.close(self._fd)
             raise KVConfigError(f"{total} bytes of shared memory can't be mapped: {exc}") from exc
-        self._map.madvise(mmap.MADV_HUGEPAGE)
+        with contextlib.suppress(OSError):  # a kernel without transparent huge pages
+            self._map.madvise(mmap.MADV_HUGEPAGE)
         self.nbytes = nbytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._view = memoryview(self._map)
