@@ -188,8 +188,8 @@ class HealthChecker:
             was_up = instance.is_up
             self._pools.set_up(instance, up=verdict, error=self._describe(error))
             if was_up is not verdict:
-                if not verdict:
-                    instance.base_models = None  # it may come back with others
+                if not verdict:  # it may come back with others
+                    instance.base_models, instance.lists_models = None, True
                 self._on_verdict(instance)
 
     async def _fetch_health(self, instance: Instance) -> UpstreamError | None:
@@ -207,9 +207,11 @@ class HealthChecker:
         if compatibility.engine_id and (
             instance.topology is None or instance.topology.engine_id != compatibility.engine_id
         ):
+            instance.base_models, instance.lists_models = None, True  # it has restarted
             await self._fetch_topology(instance, compatibility.engine_id, deadline)
         self._pools.note_compatibility(instance, compatibility)
-        if instance.base_models is None and instance.kv_events is not None:
+        is_unknown = instance.base_models is None and instance.lists_models
+        if is_unknown and instance.kv_events is not None:
             await self._fetch_models(instance, deadline)
         if instance.dp_ranks is not None:
             queues = _decoded(_queues_decoder, reports.data_parallel_ranks, [])
@@ -229,11 +231,21 @@ class HealthChecker:
 
     async def _fetch_models(self, instance: Instance, deadline: float) -> None:
         """Fetch which names mean an instance's model itself: events name only the adapters that
-        have KV already. Without an answer, the next check asks again."""
-        with suppress(UpstreamError, *DECODE_ERRORS):
+        have KV already. Without an answer, the next check asks again; an instance that refuses, or
+        answers in another format, is asked once per start."""
+        try:
             body = await instance.connections.fetch(instance.build_get(MODELS_PATH), deadline)
             cards = _models_decoder.decode(body).data
+        except Rejected as exc:
+            instance.lists_models = not exc.is_client_fault
+        except UpstreamError:
+            return
+        except DECODE_ERRORS:
+            instance.lists_models = False
+        else:
             instance.base_models = frozenset(card.id for card in cards if card.parent is None)
+        if not instance.lists_models:
+            logger.info("%s does not list its models at %s", instance.name, MODELS_PATH)
 
     def _describe(self, error: UpstreamError | None) -> str:
         if isinstance(error, Rejected):

@@ -182,6 +182,7 @@ class Instance(RequestLoad):
         "is_draining",
         "is_up",
         "kv_pool",
+        "lists_models",
         "name",
         "relative_speed",
         "spec",
@@ -210,6 +211,8 @@ class Instance(RequestLoad):
         # Names that mean its model itself, not an adapter; None: not known. Only of instances that
         # publish KV events.
         self.base_models: frozenset[str] | None = None
+        # False: it has refused to list its models, and is not asked again before it restarts.
+        self.lists_models = True
         # KV bytes received since its start, by the sender's engine id.
         self.bytes_received: dict[str, int] = {}
         # Published by the instance; None: not known yet.

@@ -52,17 +52,28 @@ def test_passive_ejection_counts_consecutive_failures_not_error_statuses() -> No
 
 
 def checked(
-    origin: Origin | None = None, body: bytes = b"{}", models: bytes = b"", port: int | None = None
+    origin: Origin | None = None,
+    body: bytes = b"{}",
+    models: bytes = b"",
+    port: int | None = None,
+    *,
+    models_status: bytes = b"200 OK",
+    asked: list[bytes] | None = None,
+    rounds: int = 1,
 ) -> Instance:
-    """An instance after one round of checks: at that origin, or with that health body, list of
-    models, and port of KV events."""
+    """An instance after rounds of checks: at that origin, or with that health body, list of models
+    (with that status), and port of KV events. ``asked`` gets the paths of its requests."""
 
     async def main() -> Instance:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             request = await reader.readuntil(b"\r\n\r\n")
-            head = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-            answer = models if b" /v1/models " in request else body
-            writer.write(head % len(answer) + answer)
+            head = b"HTTP/1.1 %b\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+            path = request.split(b" ")[1]
+            if asked is not None:
+                asked.append(path)
+            is_list = path == b"/v1/models"
+            status, answer = (models_status, models) if is_list else (b"200 OK", body)
+            writer.write(head % (status, len(answer)) + answer)
             writer.close()
             await writer.wait_closed()
 
@@ -70,7 +81,9 @@ def checked(
         here = Origin("http", "127.0.0.1", server.sockets[0].getsockname()[1])
         pools = ModelPools(ClientContext())
         instance = pools.add(InstanceSpec(origin or here, Role.BOTH, kv_events_port=port))
-        await HealthChecker(HealthConfig(), pools, lambda _: None).check_all()
+        checker = HealthChecker(HealthConfig(), pools, lambda _: None)
+        for _ in range(rounds):
+            await checker.check_all()
         pools.close()
         server.close()
         return instance
@@ -108,6 +121,20 @@ def test_internal_error_of_check_counts_against_its_instance_only(
 
 
 CARDS = b'{"data":[{"id":"m","parent":null},{"id":"also-m"},{"id":"sql","parent":"m"}]}'
+
+
+@pytest.mark.parametrize(
+    ("status", "cards", "requests"),
+    [(b"401 Unauthorized", b"{}", 1), (b"503 Unavailable", b"{}", 3), (b"200 OK", b"no list", 1)],
+)
+def test_refused_list_of_models_is_asked_for_once_per_start(
+    status: bytes, cards: bytes, requests: int
+) -> None:
+    asked: list[bytes] = []
+    instance = checked(models=cards, port=5557, models_status=status, asked=asked, rounds=3)
+    assert instance.is_up
+    assert instance.base_models is None
+    assert len([path for path in asked if path == b"/v1/models"]) == requests
 
 
 @pytest.mark.parametrize(
