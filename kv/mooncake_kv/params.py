@@ -272,6 +272,24 @@ def parse_remote_address(params: KVTransferDict) -> RemoteKV | None:
         return None
 
 
+def parse_reservation(params: KVTransferDict) -> KVTransferParams | None:
+    """Find the blocks that a decode instance has reserved for a prompt that will not be computed
+    for it, in order to notify it.
+
+    Other errors in the parameters are ignored; returns None if they name no reserved blocks.
+    """
+    try:
+        wire = msgspec.convert(params, _Wire, strict=True)
+        if wire.do_remote_prefill or not wire.do_remote_decode:
+            return None
+        _check_address(wire, ADDRESS_FIELDS, "do_remote_decode", "name the reserved blocks")
+        # By the digest, the decode instance recognises its own reservation, whatever was sent here.
+        target = PushTarget(_remote(wire, num_tokens=0), 0, wire.prompt_digest or "")
+    except (msgspec.ValidationError, InvalidKVParams):
+        return None
+    return KVTransferParams(keeps_kv=True, target=target, is_pulled=wire.do_pull)
+
+
 def _parse_target(wire: _Wire, num_prompt_tokens: int) -> PushTarget | None:
     """The target of a prefill; None if the KV is to be fetched after it."""
     if wire.remote_engine_id is None:

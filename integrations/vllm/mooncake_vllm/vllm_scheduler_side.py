@@ -41,6 +41,7 @@ from mooncake_kv.params import (
     TransferMode,
     parse_kv_transfer_params,
     parse_remote_address,
+    parse_reservation,
 )
 from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.rank_link import RankInfo, Ranks, ReportLoad, ReportSend
@@ -465,7 +466,7 @@ class SchedulerSide:
             level = logging.INFO if request.abort_immediately else logging.WARNING
             logger.log(level, "%s runs without KV transfer: %s", request.request_id, exc)
             self.num_refused += not request.abort_immediately
-            self._release(request.request_id, raw)
+            self._notify_peer(request.request_id, raw)
             return NO_KV_TRANSFER
         return params
 
@@ -521,12 +522,17 @@ class SchedulerSide:
             )
         self._has_separate_choices = True
 
-    def _release(self, request_id: str, raw: KVTransferDict) -> None:
-        """Notify the holder of a request's KV, if any, that it will not be read."""
-        remote = parse_remote_address(raw)
+    def _notify_peer(self, request_id: str, raw: KVTransferDict) -> None:
+        """Notify the peer of a request that runs without KV transfer, if any: the holder of its KV
+        that it will not be read, or the instance that has reserved blocks for it that it will not
+        arrive. The latter only in this connector's mode, whose messages that instance expects."""
+        remote, reserved = parse_remote_address(raw), parse_reservation(raw)
         if remote is not None:
             self._connector.on_new_request(request_id, KVTransferParams(remote=remote))
             self._connector.cancel_load(request_id)
+        elif reserved is not None and reserved.mode is self._mode:
+            self._connector.on_new_request(request_id, reserved)
+            self._connector.cancel_send(request_id)
 
     def _on_event(self, event: Event) -> None:
         """Process an event of the connector, on the connector's thread."""

@@ -23,6 +23,8 @@ from mooncake_vllm.vllm_memory import ModelKV
 
 MODEL = ModelKV(AttentionKind.GQA, 2, 4, (8, 8), "float32")
 CONFIG = KVTransferConfig(transports=("tcp",), advertise_host="127.0.0.1")
+PATIENT = replace(CONFIG, lease_s=600.0)
+"""D would wait this long for a P that does not report."""
 PROMPT = list(range(100, 114))
 P_BLOCKS, OTHER_BLOCKS, D_BLOCKS = [5, 1, 4, 2], [7, 3, 6, 5], [3, 0, 6, 1]
 
@@ -116,6 +118,27 @@ def test_aborted_prefill_fails_the_load(
     prefill.step_until(prefill.reports.sent, "p")
     assert decode.reports.failed == {"d"}
     assert prefill.scheduler.stats()["leases_held"] == 0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"prompt_token_ids": PROMPT[:-1]}, {"mm_features": ["a picture"]}],
+    ids=["another prompt", "a picture"],
+)
+def test_prefill_that_refuses_the_params_fails_the_load(
+    stack: ExitStack, tmp_path: Path, post: Post, changes: dict[str, Any]
+) -> None:
+    prefill, decode = start(stack, tmp_path, config=PATIENT)
+    expect(decode, post)
+    request = FakeRequest("p", PROMPT, {"do_remote_decode": True} | post.wait())
+    request = replace(request, **changes)
+    prefill.scheduler.on_new_request(request)
+    decode.step_until(decode.reports.received, "d")
+    assert decode.reports.failed == {"d"}
+    assert prefill.scheduler.num_refused == 1
+    assert prefill.finish(request, P_BLOCKS) == (False, None)
+    prefill.step()
+    assert not prefill.reports.sent
 
 
 @pytest.mark.parametrize("late", ["completes", "is aborted"])

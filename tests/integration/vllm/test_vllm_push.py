@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.metaserver import Post
@@ -23,20 +24,26 @@ MODEL = ModelKV(AttentionKind.GQA, 2, 4, (8, 8), "float32")
 CONFIG = KVTransferConfig(
     connector="MooncakeLayerwiseConnector", transports=("tcp",), advertise_host="127.0.0.1"
 )
+PATIENT = replace(CONFIG, lease_s=600.0)
+"""D would wait this long for a P that does not report."""
 PROMPT = list(range(100, 114))
 P_BLOCKS, D_BLOCKS = [5, 1, 4, 2], [3, 0, 6, 1]
 
 
 def start(
-    stack: ExitStack, folder: Path, tps: tuple[int, int] = (1, 1), format: str = LINEAR
+    stack: ExitStack,
+    folder: Path,
+    tps: tuple[int, int] = (1, 1),
+    format: str = LINEAR,
+    config: KVTransferConfig = CONFIG,
 ) -> tuple[FakeVllm, FakeVllm]:
     first, second = (
         filled_ranks(MODEL, "LBHNC", tp_size, seed=seed, format=format)
         for seed, tp_size in enumerate(tps, start=1)
     )
     return (
-        stack.enter_context(running("p", folder, first, CONFIG)),
-        stack.enter_context(running("d", folder, second, CONFIG)),
+        stack.enter_context(running("p", folder, first, config)),
+        stack.enter_context(running("d", folder, second, config)),
     )
 
 
@@ -130,6 +137,27 @@ def test_aborted_prefill_fails_the_load(stack: ExitStack, tmp_path: Path, post: 
     decode.step_until(decode.reports.received, "d")
     prefill.step_until(prefill.reports.sent, "p")
     assert decode.reports.failed == {"d"}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"prompt_token_ids": PROMPT[:-1]}, {"mm_features": ["a picture"]}],
+    ids=["another prompt", "a picture"],
+)
+def test_prefill_that_refuses_the_params_fails_the_load(
+    stack: ExitStack, tmp_path: Path, post: Post, changes: dict[str, Any]
+) -> None:
+    prefill, decode = start(stack, tmp_path, config=PATIENT)
+    expect(decode, post)
+    request = FakeRequest("p", PROMPT, post.wait())
+    request = replace(request, **changes)
+    prefill.scheduler.on_new_request(request)
+    decode.step_until(decode.reports.received, "d")
+    assert decode.reports.failed == {"d"}
+    assert prefill.scheduler.num_refused == 1
+    assert prefill.finish(request, P_BLOCKS) == (False, None)
+    prefill.step()
+    assert not prefill.reports.sent
 
 
 def test_aborted_decode_frees_both_sides(stack: ExitStack, tmp_path: Path, post: Post) -> None:

@@ -18,8 +18,10 @@ from mooncake_kv.params import (
     PrefixSource,
     TransferMode,
     build_params,
+    build_reservation_params,
     parse_kv_transfer_params,
     parse_remote_address,
+    parse_reservation,
     prompt_digest,
 )
 
@@ -175,6 +177,44 @@ def test_prefill_instance_is_found_in_otherwise_invalid_params() -> None:
 )
 def test_params_without_prefill_instance_have_none(params: dict[str, Any]) -> None:
     assert parse_remote_address(params) is None
+
+
+def reservation(**changes: Any) -> dict[str, Any]:
+    """What a decode instance posts that has reserved blocks."""
+    return build_reservation_params(HOLDER, "cmpl-1-0", [4, 7, 2], PROMPT, 16) | changes
+
+
+@pytest.mark.parametrize(
+    ("is_pulled", "mode"), [(True, TransferMode.PULL), (False, TransferMode.PUSH)]
+)
+def test_reservation_is_found_in_otherwise_invalid_params(
+    is_pulled: bool, mode: TransferMode
+) -> None:
+    params = reservation(do_pull=is_pulled)
+    with pytest.raises(InvalidKVParams, match="another prompt"):
+        parse_kv_transfer_params(params, PROMPT[::-1])
+    found = parse_reservation(params)
+    assert found is not None
+    assert (found.keeps_kv, found.mode) == (True, mode)
+    assert found.target is not None
+    assert found.target.prompt_digest == prompt_digest(PROMPT)
+    assert found.target.remote.engine_id == HOLDER.engine_id
+    assert found.target.remote.request_id == "cmpl-1-0"
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"do_remote_decode": True},
+        golden(),
+        reservation(remote_port="x"),
+        reservation(remote_request_id=None),
+        reservation(do_remote_prefill=True),
+    ],
+)
+def test_params_without_reservation_have_none(params: dict[str, Any]) -> None:
+    assert parse_reservation(params) is None
 
 
 def test_cache_salt_must_match_the_peers() -> None:
