@@ -109,8 +109,6 @@ class PoolSaves:
             requests: the step's requests in the plan's order; each sequence's request is followed
                 by those of its siblings.
         """
-        self._retry_rejected()
-        self._retry_refused()
         if not plan.sequences or plan.sequences[-1].count == 1:
             return
         size, running = self._pool.chunk_tokens, iter(requests)
@@ -162,6 +160,12 @@ class PoolSaves:
         """Offer the chunks that a completed step has computed."""
         if request.num_computed >= request.num_offered + self._pool.chunk_tokens:
             self.offer(request, request.num_computed)
+
+    def retry(self) -> None:
+        """Offer saves again that the pool or its store did not accept, if it is time. Called before
+        a step is planned, which may allocate their blocks anew, and while there is none to run."""
+        self._retry_rejected()
+        self._retry_refused()
 
     def _retry_rejected(self) -> None:
         """Offer rejected saves of ended requests again, oldest first, until the pool rejects one.
@@ -279,5 +283,4 @@ class PoolSaves:
                 self._keep_refused(self._again(offered, event.refused_chunk))
         elif event.is_complete:
             self._retry_s, self._retry_at = MIN_RETRY_S, 0.0
-        self._retry_rejected()
-        self._retry_refused()
+        self.retry()

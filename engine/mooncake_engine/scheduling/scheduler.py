@@ -200,7 +200,9 @@ class Scheduler:
 
     def schedule(self) -> StepPlan:
         """Plan the next step. An empty plan need not be run; any other one is in flight until
-        ``update`` is called with it."""
+        ``update`` is called with it. Call this while idle, too: refused saves are offered again."""
+        if self._pool is not None:
+            self._pool.saves.retry()
         step = StepBuilder(self.limits.max_num_batched_tokens)
         self._waits_for_steps = bool(self._in_flight) and self._waits_for_steps
         if not self._waits_for_steps:

@@ -486,6 +486,25 @@ def test_chunks_without_memory_are_offered_again_while_their_blocks_are_cached()
     assert bench.pool.stored == set(save.keys)
 
 
+def test_idle_instance_offers_chunks_without_memory_again():
+    bench = PoolBench(num_blocks=64)
+    save = refused_by_full_store(bench, "short", seed=1)
+    bench.wait(pool_saves.MIN_RETRY_S)
+    assert bench.scheduler.schedule().is_empty
+    bench.save_all()
+    assert bench.pool.stored == set(save.keys)
+
+
+def test_idle_instance_offers_rejected_chunks_again():
+    bench = PoolBench(num_blocks=64)
+    bench.pool.refuses = True
+    bench.add("short", prompt_of(2 * CHUNK + 1), max_tokens=1)
+    bench.run()
+    bench.pool.refuses = False
+    assert bench.scheduler.schedule().is_empty
+    assert [len(save.keys) for save in bench.pool.saves.values()] == [2]
+
+
 def test_a_full_store_is_asked_for_one_save_at_a_time_and_ever_less_often():
     bench = PoolBench(num_blocks=256)
     for seed in range(4):
