@@ -137,11 +137,7 @@ class ReservationBook:
         """
         made = self._live.get(request_id)
         if made is not None and made.stage is Stage.PREFILLING:
-            made.stage = Stage.HANDED_OVER
-            self._fleet.queues.leave(made.choice.slot, request_id, now)
-            self._end_transfers(made, now)
-            if made.prediction is not None:
-                self._index.retract(made.prediction)
+            self._release_prefill(made, now)
             self.on_change(ReservationEvent.PREFILLED, made, now)
         return made
 
@@ -181,13 +177,15 @@ class ReservationBook:
 
     def release(self, request_id: str, now: float) -> bool:
         """End the reservation of a request, if any. Returns whether it had one."""
-        made = self.prefilled(request_id, now)
+        made = self._live.pop(request_id, None)
         self._ledger.release(request_id)
-        self._live.pop(request_id, None)
-        if made is not None:
-            self._end_transfers(made, now)
-            self.on_change(ReservationEvent.ENDED, made, now)
-        return made is not None
+        if made is None:
+            return False
+        if made.stage is Stage.PREFILLING:
+            self._release_prefill(made, now)
+        self._end_transfers(made, now)
+        self.on_change(ReservationEvent.ENDED, made, now)
+        return True
 
     def sweep(self, now: float) -> list[str]:
         """Release expired reservations. Returns their request ids."""
@@ -229,6 +227,14 @@ class ReservationBook:
         for request_id in ended:
             self.release(request_id, now)
         return ended
+
+    def _release_prefill(self, made: Reservation, now: float) -> None:
+        """Release what a prefill that is complete, or won't be, has reserved."""
+        made.stage = Stage.HANDED_OVER
+        self._fleet.queues.leave(made.choice.slot, made.request.request_id, now)
+        self._end_transfers(made, now)
+        if made.prediction is not None:
+            self._index.retract(made.prediction)
 
     def _send(self, made: Reservation, num_held: int, now: float) -> None:
         """Book the transfer of the KV to the decode instance; cancels earlier transfers."""

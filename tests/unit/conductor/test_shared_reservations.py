@@ -85,6 +85,22 @@ def test_prefix_computed_for_another_member_is_predicted() -> None:
     assert match.predicted[home] == 30
 
 
+@pytest.mark.parametrize("end", ["ended", "expired"])
+def test_reservation_that_ends_during_the_prefill_is_not_published_as_prefilled(end: str) -> None:
+    """The other conductors would take its chunks for held by the prefill instance."""
+    member, published = Member("a", NAMES), list[ReservationChange]()
+    member.exchange.start(published.append)
+    member.conductor.route(ask("x", 3, owner="a"), 0.0)
+    if end == "ended":
+        member.conductor.ended("x", 1.0)
+    else:
+        member.conductor.book.sweep(1e6)
+    events = [change.event.value for change in published if isinstance(change, Moved)]
+    assert events == ["ended"]
+    assert not member.conductor.index._predictions._masks
+    assert not member.conductor.fleet.queues.num_requests.any()
+
+
 def test_reservations_of_a_departed_owner_are_released() -> None:
     first, second = Member("a", NAMES), Member("b", NAMES)
     connect(first, second, [0.0])
