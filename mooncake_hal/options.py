@@ -199,6 +199,13 @@ def positive_int(text: str) -> int:
     return number
 
 
+def port_number(text: str) -> int:
+    """Parse an option's value as a TCP port, 0 to 65535."""
+    if not text.isdecimal() or int(text) > 65_535:
+        raise argparse.ArgumentTypeError(f"wanted a port, 0 to 65535, got {text!r}")
+    return int(text)
+
+
 def byte_count(text: str) -> int:
     """Parse an option's value as a number of bytes, such as ``512M``, ``1.5G`` or ``64GiB``."""
     number = text.strip().upper().removesuffix("B").removesuffix("I")

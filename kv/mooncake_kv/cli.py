@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
 import json
 import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
 from mooncake_hal import __version__  # one of all our packages
 from mooncake_hal.command_line import LOG_FORMATS, CommandParser, DefaultsInHelp, LogSettings
-from mooncake_hal.errors import HalError
+from mooncake_hal.errors import HalError, PortsExhausted
 from mooncake_hal.negotiation import AUTO, Transports
 from mooncake_hal.options import (
     Option,
@@ -26,6 +28,7 @@ from mooncake_hal.options import (
     markdown_table,
     option,
     options_of,
+    port_number,
 )
 from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions
@@ -39,7 +42,7 @@ from mooncake_kv.pool.pool_config import (
     ssd_directory,
     tenant_quota,
 )
-from mooncake_kv.store.chunk_store import Tier
+from mooncake_kv.store.chunk_store import Chunk, Tier
 from mooncake_kv.store.eviction import DEFAULT_POLICY, POLICIES
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.ssd_config import SsdConfig, SsdDirectoryConfig
@@ -82,12 +85,16 @@ class StoreOptions:
     )
     port: int = field(
         default=DEFAULT_PORT,
-        metadata=option(metavar="PORT", help="port that clients connect to; 0 takes a free one"),
+        metadata=option(
+            parse=port_number,
+            metavar="PORT",
+            help="port that clients connect to; 0 takes a free one",
+        ),
     )
     metrics_port: int | None = field(
         default=None,
         metadata=option(
-            parse=int,
+            parse=port_number,
             metavar="PORT",
             help="port on --kv-host that serves /metrics to Prometheus, without a secret; 0 takes "
             "a free one",
@@ -207,8 +214,9 @@ def build_parser() -> argparse.ArgumentParser:
     add_to_parser(store, store_options())
     command("options", "print the options of `store` as a table for the docs", show_options)
     stats = command("stats", "print a store's counters", show_stats)
-    stats.add_argument("--json", action="store_true", help="print JSON")
-    stats.add_argument("--prometheus", action="store_true", help="print Prometheus metrics")
+    form = stats.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print JSON")
+    form.add_argument("--prometheus", action="store_true", help="print Prometheus metrics")
     ls = command("ls", "list the chunks of a store, one per line", show_chunks)
     ls.add_argument("--tier", choices=[tier.value for tier in Tier], help="only this tier")
     verify = command(
@@ -219,10 +227,13 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--key", action="append", metavar="HEX", help="a chunk; repeat it")
     what.add_argument("--tenant", metavar="NAME", help="all chunks of a tenant")
     what.add_argument("--all", action="store_true", help="all chunks")
+    ls.add_argument("--json", action="store_true", help="print one JSON object per line")
+    for added in (verify, drop):
+        added.add_argument("--json", action="store_true", help="print JSON")
     for added in (stats, ls, verify, drop):
         added.add_argument("--host", default="127.0.0.1", metavar="HOST", help="host of the store")
         added.add_argument(
-            "--port", type=int, default=DEFAULT_PORT, metavar="PORT", help="port of the store"
+            "--port", type=port_number, default=DEFAULT_PORT, metavar="PORT", help="its port"
         )
         added.add_argument(
             "--kv-secret-file", type=Path, metavar="FILE", help="file with the deployment's secret"
@@ -252,7 +263,8 @@ def run_store(args: argparse.Namespace) -> int:
         transports = _open_transports(network, secret)
         try:
             address = StoreAddress(network.host, options.port, secret)
-            service = StoreService.start(store, transports, address)
+            with _listening(network.host, options.port, "--port"):
+                service = StoreService.start(store, transports, address)
             try:
                 with _Metrics(store, network.host, options.metrics_port):
                     _serve(service, store, network.host)
@@ -268,7 +280,7 @@ def run_store(args: argparse.Namespace) -> int:
 def show_stats(args: argparse.Namespace) -> int:
     """Print counters, one per line."""
     with _Connected(args) as store:
-        stats = _require(store.stats().result(), args)
+        stats = _require(store.stats().result(), store, args)
     found = dataclasses.asdict(stats)
     if args.prometheus:
         print(prometheus_text(stats), end="")
@@ -277,10 +289,10 @@ def show_stats(args: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
         return 0
     for name, value in found.items():
-        shown = (
-            ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-        )
-        print(f"{name:<22} {shown}")
+        shown = value
+        if isinstance(value, dict):
+            shown = ", ".join(f"{_printable(key)} {count}" for key, count in value.items())
+        print(f"{name:<23} {shown}")
     return 0
 
 
@@ -289,29 +301,51 @@ def show_chunks(args: argparse.Namespace) -> int:
     with _Connected(args) as store:
         for tier in Tier:
             if args.tier in (None, tier.value):
-                for chunk in _require(store.list_chunks(tier), args):
-                    line = (tier.value, chunk.key.hex(), chunk.position, chunk.nbytes, chunk.tenant)
-                    print(*line)
+                for chunk in _require(store.list_chunks(tier), store, args):
+                    _show_chunk(tier, chunk, as_json=args.json)
     return 0
+
+
+def _show_chunk(tier: Tier, chunk: Chunk, *, as_json: bool) -> None:
+    if as_json:
+        found = {
+            "tier": tier.value,
+            "key": chunk.key.hex(),
+            "parent": chunk.parent and chunk.parent.hex(),
+            "position": chunk.position,
+            "num_tokens": chunk.num_tokens,
+            "nbytes": chunk.nbytes,
+            "tenant": chunk.tenant,
+        }
+        print(json.dumps(found))
+    else:
+        tenant = _printable(chunk.tenant)
+        print(tier.value, chunk.key.hex(), chunk.position, chunk.nbytes, tenant)
 
 
 def verify_ssds(args: argparse.Namespace) -> int:
     """Check every record on the SSDs; the exit status is 1 if one was damaged."""
     with _Connected(args) as store:
-        num_intact, num_damaged = _require(store.verify().result(), args)
-    print(f"{num_intact} records are intact, {num_damaged} were damaged and have been dropped")
+        num_intact, num_damaged = _require(store.verify().result(), store, args)
+    if args.json:
+        print(json.dumps({"num_intact": num_intact, "num_damaged": num_damaged}))
+    else:
+        print(f"{num_intact} records are intact, {num_damaged} were damaged and have been dropped")
     return 1 if num_damaged else 0
 
 
 def drop_chunks(args: argparse.Namespace) -> int:
     """Drop the named chunks."""
     try:
-        keys = [bytes.fromhex(key) for key in args.key or ()]
+        keys = [bytes.fromhex(key) for key in args.key] if args.key else None
     except ValueError as exc:
         raise KVConfigError(f"--key wants a key in hexadecimal, as `ls` prints it: {exc}") from exc
     with _Connected(args) as store:
-        dropped = store.drop(keys) if keys else store.drop_all(args.tenant)
-        print(f"{_require(dropped.result(), args)} chunks dropped")
+        dropped = store.drop_matching(keys=keys, tenant=args.tenant)
+        num_dropped = _require(dropped.result(), store, args)
+    print(
+        json.dumps({"num_dropped": num_dropped}) if args.json else f"{num_dropped} chunks dropped"
+    )
     return 0
 
 
@@ -345,13 +379,29 @@ def _serve(service: StoreService, store: NodeStore, host: str) -> None:
     service.wait()
 
 
+@contextmanager
+def _listening(host: str, port: int, flag: str) -> Iterator[None]:
+    """Say which address can't be listened on, and which option to change.
+
+    Raises:
+        KVConfigError: the block could not listen there.
+    """
+    try:
+        yield
+    except (PortsExhausted, OSError) as exc:
+        is_taken = isinstance(exc, PortsExhausted) or exc.errno == errno.EADDRINUSE
+        reason = f"the port is in use, choose another one with {flag}" if is_taken else exc
+        raise KVConfigError(f"can't listen on {host_and_port(host, port)}: {reason}") from exc
+
+
 class _Metrics:
     """The metrics server of a store, if a port is configured."""
 
     def __init__(self, store: NodeStore, host: str, port: int | None) -> None:
         self._server = None
         if port is not None:
-            self._server = MetricsServer.start(store.stats, host, port)
+            with _listening(host, port, "--metrics-port"):
+                self._server = MetricsServer.start(store.stats, host, port)
             found = host_and_port(host, self._server.port)
             logger.info("metrics are at http://%s/metrics", found)
 
@@ -381,21 +431,29 @@ class _Connected:
         )
         if not self._client.await_store(CONNECT_TIMEOUT_S):
             self._client.close()
-            raise KVConfigError(_unreachable(args))
+            raise KVConfigError(_unreachable(self._client, args))
         return self._client
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
 
-def _require(found: Found | None, args: argparse.Namespace) -> Found:
+def _require(found: Found | None, store: StoreClient, args: argparse.Namespace) -> Found:
     if found is None:
-        raise KVConfigError(_unreachable(args))
+        raise KVConfigError(_unreachable(store, args))
     return found
 
 
-def _unreachable(args: argparse.Namespace) -> str:
+def _unreachable(store: StoreClient, args: argparse.Namespace) -> str:
+    reason = store.last_error or "it did not reply in time"
+    if store.is_refused:
+        return f"the store at {args.host} port {args.port} rejects this command: {reason}"
     return (
         f"no store answers at {args.host} port {args.port}: start one with `mooncake-kv store`, or "
-        "give its --host, --port and --kv-secret-file"
+        f"give its --host, --port and --kv-secret-file ({reason})"
     )
+
+
+def _printable(name: str) -> str:
+    """A tenant's name without control characters: clients choose it, as their ``cache_salt``."""
+    return ascii(name)[1:-1]

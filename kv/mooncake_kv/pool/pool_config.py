@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mooncake_hal.options import byte_count, positive_int
+from mooncake_hal.options import byte_count, port_number, positive_int
 from mooncake_kv.allowed_hosts import AllowedHosts
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
@@ -183,16 +183,10 @@ def _address(text: str) -> tuple[str, int]:
     host, colon, port = text.rpartition(":")
     if not colon or not host:
         raise ValueError(f"wanted HOST:PORT such as 127.0.0.1:7701, got {text!r}")
-    number = _port(port)
+    number = port_number(port)
     if not number:
         raise ValueError(f"wanted a port, 1 to 65535, got {text!r}")
     return host.removeprefix("[").removesuffix("]"), number
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > 65_535:
-        raise ValueError(f"wanted a port, 0 to 65535, got {text!r}")
-    return int(text)
 
 
 def _master(text: str) -> str:
@@ -219,7 +213,7 @@ def _is_always(text: str) -> bool:
 _SETTINGS: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "dram": ("dram_bytes", byte_count, False),
     "ssd": ("ssd", ssd_directory, True),
-    "port": ("port", _port, False),
+    "port": ("port", port_number, False),
     "connect": ("connect", _address, True),
     "mooncake-store": ("mooncake_store", _master, False),
     "staging": ("staging_bytes", byte_count, False),

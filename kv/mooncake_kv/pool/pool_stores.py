@@ -121,10 +121,11 @@ class PoolStores:
                 self.all.append(client)
                 if not client.await_store(CONNECT_TIMEOUT_S):
                     logger.warning(
-                        "no store replies at %s port %d: its chunks are misses until it is "
-                        "connected",
+                        "no store replies at %s port %d, its chunks are misses until it is "
+                        "connected: %s",
                         host,
                         port,
+                        client.last_error,
                     )
             self._undo = undo.pop_all()
 

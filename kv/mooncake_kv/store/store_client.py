@@ -17,7 +17,14 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeout
 from typing import Any, TypeVar
 
-from mooncake_hal.errors import PeerLost, RequestNotSent, RequestRejected, TransferError
+from mooncake_hal.errors import (
+    AccessDenied,
+    PeerLost,
+    RequestNotSent,
+    RequestRejected,
+    TransferError,
+    VersionMismatch,
+)
 from mooncake_hal.session.aio import AsyncSession, connect
 from mooncake_hal.session.connection_limits import LIMITS
 from mooncake_hal.session.processes import ProcessName, this_process
@@ -87,9 +94,13 @@ OPERATOR_TIMEOUT_S = 600.0
 VERIFY_TIMEOUT_S = 24 * 3600.0
 CONNECT_TIMEOUT_S = 5.0
 RECONNECT_PAUSE_S = 0.2
+REFUSED_PAUSE_S = 5.0
+"""Seconds between attempts to connect to a store that rejects this client. It logs each of them."""
 FIRST_POLL_S, LAST_POLL_S = 0.001, 0.02
 
 _ENDS = (ReleaseHandles, EndWrites, Poll)
+_REFUSALS = (AccessDenied, VersionMismatch, RequestRejected)
+"""Why a store that can be reached does not accept a client."""
 
 
 class StoreClient:
@@ -111,11 +122,12 @@ class StoreClient:
         self._writers: tuple[ProcessName, ...] = (this_process(),)
         self._writing: set[int] = set()  # write handles that have not ended
         self._refusal = ""
+        self._last_error: TransferError | BadFrame | None = None
         self._session: AsyncSession | None = None
         self._turns = asyncio.Semaphore(LIMITS.outstanding)
         self._arena: ArenaInfo | None = None
         self._index: ResidenceView | None = None
-        self._connected = threading.Event()
+        self._answered = threading.Event()  # the store has accepted or rejected this client
         self._is_closed = False  # no more requests: the client has failed or is closed
         self._has_left = False
         self._misses: dict[Future[Any], Any] = {}  # pending futures, and what a miss sets them to
@@ -126,9 +138,21 @@ class StoreClient:
     def arena(self) -> ArenaInfo | None:
         return self._arena
 
+    @property
+    def last_error(self) -> TransferError | BadFrame | None:
+        """Why the store is not connected, as far as known; None while it is."""
+        return self._last_error
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the store can be reached, but rejects this client: another secret or version."""
+        return isinstance(self._last_error, _REFUSALS)
+
     def await_store(self, timeout: float) -> bool:
-        """Block until the store is connected; False after ``timeout`` seconds."""
-        return self._connected.wait(timeout)
+        """Block until the store is connected; False if it rejects this client, or after ``timeout``
+        seconds."""
+        self._answered.wait(timeout)
+        return self._session is not None
 
     def name_writers(self, writers: Sequence[ProcessName]) -> None:
         """Declare all processes that write to this client's handles; call it before the first
@@ -190,10 +214,12 @@ class StoreClient:
         request = DropKeys(tuple(keys))
         return self._ask(request, CountReply, lambda reply: reply.num_chunks, 0, OPERATOR_TIMEOUT_S)
 
-    def drop_all(self, tenant: str | None = None) -> Future[int | None]:
-        """Drop all chunks, or all of one tenant; returns how many, or None if the store can't be
-        reached."""
-        request = DropKeys(None, tenant)
+    def drop_matching(
+        self, *, keys: Sequence[bytes] | None = None, tenant: str | None = None
+    ) -> Future[int | None]:
+        """Drop the chunks with these keys, else all of a tenant, else all; returns how many there
+        were, or None if the store can't be reached."""
+        request = DropKeys(None if keys is None else tuple(keys), tenant)
         return self._ask(
             request, CountReply, lambda reply: reply.num_chunks, None, OPERATOR_TIMEOUT_S
         )
@@ -357,7 +383,7 @@ class StoreClient:
             if session is not None:
                 await asyncio.wait({session.closed})
                 self._lost(session, session.closed.result())
-            await asyncio.sleep(RECONNECT_PAUSE_S)
+            await asyncio.sleep(REFUSED_PAUSE_S if self.is_refused else RECONNECT_PAUSE_S)
 
     async def _connect(self) -> AsyncSession | None:
         address = self._address
@@ -369,9 +395,7 @@ class StoreClient:
             )
             arena = await self._open_session(session)
         except (TransferError, BadFrame) as exc:
-            logger.debug(
-                "can't connect to the store at %s port %d: %s", address.host, address.port, exc
-            )
+            self._note_failure(exc)
             if session is not None:
                 session.close("OpenSession failed")
             return None
@@ -381,11 +405,23 @@ class StoreClient:
             raise
         self._index = ResidenceView.open(arena.index, arena.epoch) if arena.index else None
         self._arena, self._session = arena, session
+        self._last_error, self._refusal = None, ""
         if self._writers is not writers:  # ``name_writers`` was called while disconnected
             self._ask(RegisterWriters(self._writers), CountReply, lambda _: None, None)
-        self._connected.set()
+        self._answered.set()
         logger.info("connected to the store at %s port %d", address.host, address.port)
         return session
+
+    def _note_failure(self, error: TransferError | BadFrame) -> None:
+        """An attempt to connect has failed. A rejection is logged once, until it is another one."""
+        self._last_error = error
+        host, port = self._address.host, self._address.port
+        if not self.is_refused:
+            logger.debug("can't connect to the store at %s port %d: %s", host, port, error)
+        elif str(error) != self._refusal:
+            self._refusal = str(error)
+            logger.warning("the store at %s port %d rejects this client: %s", host, port, error)
+        (self._answered.set if self.is_refused else self._answered.clear)()
 
     async def _open_session(self, session: AsyncSession) -> ArenaInfo:
         """Register this user, and name the writes of a former session that are still in flight.
@@ -400,13 +436,7 @@ class StoreClient:
             self._writers,
             tuple(self._writing),
         )
-        try:
-            payload = await session.request(encode_message(request), timeout=REQUEST_TIMEOUT_S)
-        except RequestRejected as exc:
-            if str(exc) != self._refusal:
-                self._refusal = str(exc)
-                logger.warning("the store at %s rejects this client: %s", self._address.host, exc)
-            raise
+        payload = await session.request(encode_message(request), timeout=REQUEST_TIMEOUT_S)
         reply = decode_reply(payload)
         if not isinstance(reply, ArenaReply):
             raise BadFrame(f"wanted ArenaReply from the store, got {type(reply).__name__}")
@@ -421,7 +451,8 @@ class StoreClient:
         session.abort(error)
         if self._session is session:
             self._session, self._arena, self._index = None, None, None
-            self._connected.clear()
+            self._last_error = error
+            self._answered.clear()
             if not self._is_closed:
                 logger.warning(
                     "lost the connection to the store at %s port %d, all its chunks are misses "

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec import structs
 
-from mooncake_hal.errors import PeerLost
+from mooncake_hal.errors import AccessDenied, PeerLost
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.session.aio import AsyncSession
@@ -146,8 +146,8 @@ def test_chunks_are_listed_in_pages_and_dropped_by_tenant(served, client, monkey
     listed = client.list_chunks(Tier.DRAM)
     assert [c.key for c in listed] == [chunk(n).key for n in range(1, 6)]
     assert client.list_chunks(Tier.SSD) == []
-    assert client.drop_all("t").result(WAIT_S) == 2
-    assert client.drop_all().result(WAIT_S) == 3
+    assert client.drop_matching(tenant="t").result(WAIT_S) == 2
+    assert client.drop_matching().result(WAIT_S) == 3
 
 
 def test_page_of_the_largest_chunks_fits_into_a_frame():
@@ -167,7 +167,7 @@ def test_dropping_all_chunks_does_not_block_other_users(served, client, monkeypa
     may_end = threading.Event()
     monkeypatch.setattr(served.store, "drop", lambda keys: may_end.wait(WAIT_S) and len(keys))
     put(client, 1, 2)
-    asked = client.drop_all()
+    asked = client.drop_matching()
     assert client.pin([b"absent"]).result(WAIT_S) == [None]
     assert not asked.done()
     may_end.set()
@@ -336,7 +336,8 @@ def test_user_with_invalid_transfer_timeout_is_rejected(served, caplog, timeout_
 def test_client_without_secret_finds_no_store(served, caplog):
     caplog.set_level(logging.CRITICAL)
     outsider = StoreClient(StoreAddress("127.0.0.1", served.address.port, b"other"))
-    assert not outsider.await_store(1.0)
+    assert not outsider.await_store(WAIT_S)
+    assert outsider.is_refused
     assert outsider.arena is None
     assert outsider.probe([b"key"]).result(WAIT_S) == [Residence.ABSENT]
     assert outsider.pin([b"key"]).result(WAIT_S) == [None]
@@ -344,6 +345,37 @@ def test_client_without_secret_finds_no_store(served, caplog):
     assert outsider.stats().result(WAIT_S) is None
     assert outsider.list_chunks(Tier.DRAM) is None
     outsider.close()
+
+
+def test_rejecting_store_is_asked_rarely_and_its_reason_logged_once(monkeypatch, caplog):
+    """The store logs every attempt."""
+    attempts, pauses = [], []
+    answers = [
+        PeerLost("no listener"),
+        AccessDenied("another secret"),
+        AccessDenied("another secret"),
+    ]
+
+    async def connect(*_, **__):
+        attempts.append(answers.pop(0) if answers else AccessDenied("one more"))
+        raise attempts[-1]
+
+    async def sleep(seconds):
+        pauses.append(seconds)
+        if not answers:
+            await asyncio.Event().wait()
+
+    monkeypatch.setattr(store_client, "connect", connect)
+    monkeypatch.setattr(store_client.asyncio, "sleep", sleep)
+    client = StoreClient(StoreAddress("127.0.0.1", 1, SECRET))
+    assert not client.await_store(WAIT_S)
+    while len(pauses) < 3:
+        threading.Event().wait(0.01)
+    monkeypatch.undo()
+    assert pauses == [store_client.RECONNECT_PAUSE_S] + 2 * [store_client.REFUSED_PAUSE_S]
+    assert caplog.text.count("rejects this client: another secret") == 1
+    assert "no listener" not in caplog.text
+    client.close()
 
 
 def test_restarted_store_is_reconnected_and_old_handles_are_invalid(caplog):
