@@ -184,9 +184,11 @@ class PeerProxies:
             message = _decoder.decode(body)
         except DECODE_ERRORS as exc:
             raise BadRequest(f"reservations: {exc}") from exc
+        if message.owner == OWNER:
+            return  # this proxy is among its own peers
         owner = self._owners.setdefault(message.owner, _Owner())
-        if message.owner == OWNER or not owner.apply(message, self._sharing):
-            return  # this process's own message, or one that was received before
+        if not owner.apply(message, self._sharing):
+            return  # received before
         owner.received_at, owner.is_gone = self._now(), False
         self._owners.move_to_end(message.owner)
         while len(self._owners) > MAX_OWNERS:

@@ -253,6 +253,26 @@ def test_reservations_of_silent_peer_expire(monkeypatch: pytest.MonkeyPatch) -> 
     uvloop.run(main())
 
 
+def test_own_message_does_not_expire_own_reservations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy gets its own messages if it is among its peers, as in one list for all proxies."""
+    for name in ("EXPIRE_S", "HEARTBEAT_S"):
+        monkeypatch.setattr(peer_proxies, name, 0.1)
+
+    async def main() -> None:
+        async with fake_deployment(1, 1, **peered(UNREACHABLE)) as s:
+            s.prefill.behaviour.hangs = True
+            own = asyncio.ensure_future(post(s, STREAM))
+            book = conductor_of(s).pairs.conductor.book
+            await until(lambda: len(book) == 1)
+            peers_of(s).apply(msgspec.json.encode(ReservationReport(OWNER, 0)))
+            peers_of(s).apply(msgspec.json.encode(await _peer_message(s)))
+            await until(lambda: not book.of_owner("another"))
+            assert len(book.of_owner(OWNER)) == 1
+            own.cancel()
+
+    uvloop.run(main())
+
+
 PAIR = ["--prefill", "http://p:1", "--decode", "http://d:1"]
 
 
