@@ -80,6 +80,13 @@ class PutRefusal(str, Enum):
     """The store did not reply."""
 
 
+EVICTION_REASONS = ("room", "copy", "quota", "drop")
+"""The keys of ``StoreStats.num_evicted``."""
+
+SSD_SKIP_REASONS = ("first_touch", "budget", "busy", "unscanned", "hung", "full", "too_large")
+"""The keys of ``StoreStats.num_ssd_skipped``."""
+
+
 class ChunkContent(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The tokens whose KV a chunk holds, for stores that publish KV events.
 
@@ -255,6 +262,8 @@ class StoreStats:
             (gauge).
         abandoned_bytes: memory of writers that are past their deadline or without a session, and
             have neither committed nor aborted (gauge).
+        tenant_bytes, tenant_quota_bytes: memory in use, and its limit, of each tenant that has a
+            quota (gauges).
         num_chunks, num_staging, num_pins: chunks in memory, chunks being written, read handles
             (gauges).
         num_probes: keys that were probed; ``num_found``: those that were found.
@@ -269,6 +278,8 @@ class StoreStats:
         num_invalid_reads: releases that returned False.
         ssd_chunks, ssd_bytes, ssd_capacity_bytes: what SSDs hold and can hold (gauges).
         ssd_written_bytes, ssd_read_bytes: record bytes written to and read from SSDs.
+        ssd_write_bytes_per_day, ssd_budget_bytes: the limit of bytes written to SSDs, 0 for none,
+            and how many of them may be written now (gauges).
         num_ssd_corrupt: records that failed their checksum, and were removed from the index.
         num_ssd_errors: reads and writes that failed with an I/O error, and segments whose headers
             could not be read at start.
@@ -283,6 +294,8 @@ class StoreStats:
     free_bytes: int = 0
     quarantine_bytes: int = 0
     abandoned_bytes: int = 0
+    tenant_bytes: dict[str, int] = field(default_factory=dict)
+    tenant_quota_bytes: dict[str, int] = field(default_factory=dict)
     num_chunks: int = 0
     num_staging: int = 0
     num_pins: int = 0
@@ -305,6 +318,8 @@ class StoreStats:
     ssd_capacity_bytes: int = 0
     ssd_written_bytes: int = 0
     ssd_read_bytes: int = 0
+    ssd_write_bytes_per_day: int = 0
+    ssd_budget_bytes: int = 0
     num_ssd_corrupt: int = 0
     num_ssd_errors: int = 0
     num_ssd_hung_reads: int = 0

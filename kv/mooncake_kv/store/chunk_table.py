@@ -393,6 +393,8 @@ class ChunkTable:
         """Set the gauges of ``stats`` to their current values."""
         stats.capacity_bytes = self._allocator.capacity
         stats.free_bytes = self._allocator.free_bytes
+        stats.tenant_quota_bytes = dict(self._settings.quotas)
+        stats.tenant_bytes = {tenant: self._used_bytes[tenant] for tenant in self._settings.quotas}
         resting = (self._allocator.allocated_bytes(offset) for _, offset in self._quarantine)
         stats.quarantine_bytes = sum(resting)
         handles = list(self._handles.all())

@@ -71,14 +71,21 @@ class SsdBudget:
         """Spend this many bytes; False if the budget does not have them."""
         if not self.bytes_per_day:
             return True
-        rate = self.bytes_per_day / 86_400
-        most = max(rate * self.full_s, nbytes)
-        if self._filled_at is None:
-            self._left = most
-        else:
-            self._left = min(most, self._left + rate * (now - self._filled_at))
+        self._left = self._refilled(nbytes, now)
         self._filled_at = now
         if self._left < nbytes:
             return False
         self._left -= nbytes
         return True
+
+    def left(self, now: float) -> int:
+        """The bytes that the budget has now; 0 without a limit."""
+        return int(self._refilled(0, now))
+
+    def _refilled(self, at_least: int, now: float) -> float:
+        """The bytes in the bucket by now. It holds at least ``at_least``, once it has filled up."""
+        rate = self.bytes_per_day / 86_400
+        most = max(rate * self.full_s, at_least)
+        if self._filled_at is None:
+            return most
+        return min(most, self._left + rate * (now - self._filled_at))

@@ -292,10 +292,10 @@ class SsdTier:
             stats.ssd_chunks = len(self._records)
             stats.ssd_bytes = own.ssd_bytes
             stats.ssd_capacity_bytes = sum(d.capacity_bytes for d in self._config.directories)
-            stats.ssd_written_bytes, stats.ssd_read_bytes = (
-                own.ssd_written_bytes,
-                own.ssd_read_bytes,
-            )
+            stats.ssd_written_bytes = own.ssd_written_bytes
+            stats.ssd_read_bytes = own.ssd_read_bytes
+            stats.ssd_write_bytes_per_day = self._budget.bytes_per_day
+            stats.ssd_budget_bytes = self._budget.left(self._clock())
             stats.num_ssd_corrupt, stats.num_ssd_errors = own.num_ssd_corrupt, own.num_ssd_errors
             stats.num_ssd_skipped = dict(own.num_ssd_skipped)
             stats.num_ssd_hung_reads = sum(drive.reading.is_hung() for drive in self._drives)

@@ -9,14 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
 from mooncake_hal.timing import timeout
 from mooncake_kv.errors import ConnectorDead
 from mooncake_kv.io_loop import CLOSE_TIMEOUT_S, IoLoop
-from mooncake_kv.store.chunk_store import StoreStats, Tier
+from mooncake_kv.store.chunk_store import (
+    EVICTION_REASONS,
+    SSD_SKIP_REASONS,
+    PutRefusal,
+    StoreStats,
+    Tier,
+)
 
 MAX_HEAD_BYTES = 8192
 MAX_CONNECTIONS = 32
@@ -24,6 +30,7 @@ REQUEST_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 30.0
 
 STORE_PREFIX = "mooncake_store_"
+_PUT_REFUSALS = tuple(each.value for each in PutRefusal if each is not PutRefusal.UNREACHABLE)
 
 Rows = dict[tuple[tuple[str, str], ...], float]
 """Sample values by labels."""
@@ -59,8 +66,10 @@ def families(stats: StoreStats) -> list[Family]:
     def tiers(dram: float, ssd: float) -> Rows:
         return {(("tier", Tier.DRAM.value),): dram, (("tier", Tier.SSD.value),): ssd}
 
-    def reasons(counts: dict[str, int]) -> Rows:
-        return {(("reason", reason),): count for reason, count in sorted(counts.items())}
+    def reasons(counts: dict[str, int], known: Sequence[str]) -> Rows:
+        # from 0 on: Prometheus would not see the increase from nothing to the first count
+        every = dict.fromkeys(known, 0) | counts
+        return {(("reason", reason),): count for reason, count in sorted(every.items())}
 
     def one(value: float) -> Rows:
         return {(): value}
@@ -74,6 +83,8 @@ def families(stats: StoreStats) -> list[Family]:
         (("kind", "read"),): stats.num_ssd_hung_reads,
         (("kind", "write"),): stats.num_ssd_hung_writes,
     }
+    per_day = stats.ssd_write_bytes_per_day
+    limit, budget = (one(per_day), one(stats.ssd_budget_bytes)) if per_day else ({}, {})
     return [
         Family(
             "capacity_bytes", "Capacity.", tiers(stats.capacity_bytes, stats.ssd_capacity_bytes)
@@ -91,19 +102,33 @@ def families(stats: StoreStats) -> list[Family]:
         Family("puts_total", "Chunks put.", one(stats.num_puts)),
         Family("put_bytes_total", "Bytes of chunks put.", one(stats.put_bytes)),
         Family("aborted_puts_total", "Writes aborted or expired.", one(stats.num_aborts)),
-        Family("refused_puts_total", "Puts refused, by reason.", reasons(stats.num_refused_puts)),
-        Family("evictions_total", "Evicted chunks, by reason.", reasons(stats.num_evicted)),
+        Family(
+            "refused_puts_total",
+            "Puts refused, by reason.",
+            reasons(stats.num_refused_puts, _PUT_REFUSALS),
+        ),
+        Family(
+            "evictions_total",
+            "Evicted chunks, by reason.",
+            reasons(stats.num_evicted, EVICTION_REASONS),
+        ),
         Family("leaked_handles_total", "Handles that expired.", expired),
         Family(
             "invalid_reads_total", "Reads without a valid handle.", one(stats.num_invalid_reads)
         ),
         Family("ssd_written_bytes_total", "Written to SSDs.", one(stats.ssd_written_bytes)),
+        Family("ssd_write_limit_bytes_per_day", "Limit of writes to SSDs, if set.", limit),
+        Family("ssd_write_budget_bytes", "What the limit allows to write now.", budget),
         Family("ssd_read_bytes_total", "Read from SSDs.", one(stats.ssd_read_bytes)),
         Family("ssd_corrupt_total", "Damaged records.", one(stats.num_ssd_corrupt)),
         Family("ssd_errors_total", "I/O errors.", one(stats.num_ssd_errors)),
         Family("ssd_hung_drives", "Drives with hung reads, or writes.", hung),
         Family("ssd_unscanned_drives", "Drives being scanned.", one(stats.num_ssd_unscanned)),
-        Family("ssd_skipped_total", "Chunks not written.", reasons(stats.num_ssd_skipped)),
+        Family(
+            "ssd_skipped_total",
+            "Chunks not written.",
+            reasons(stats.num_ssd_skipped, SSD_SKIP_REASONS),
+        ),
     ]
 
 

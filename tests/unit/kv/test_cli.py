@@ -73,6 +73,15 @@ def test_results_are_printed_as_json(store, capsys):
     assert json.loads(capsys.readouterr().out)["num_chunks"] == 1
 
 
+def test_stats_show_use_of_quotas_but_metrics_name_no_tenant(store, capsys):
+    assert store.run("stats") == 0
+    out = capsys.readouterr().out
+    assert f"tenant_bytes            team-a {NBYTES}\n" in out
+    assert f"tenant_quota_bytes      team-a {4 * NBYTES}\n" in out
+    assert store.run("stats", "--prometheus") == 0
+    assert "team-a" not in capsys.readouterr().out
+
+
 def test_wrong_secret_is_named_as_the_reason(store, capsys):
     store.secret_file.write_text("another")
     assert store.run("stats") == 1

@@ -63,6 +63,7 @@ def test_counters_are_by_tier_and_reason(served):
 
 def test_every_line_is_valid_exposition_format():
     stats = StoreStats(num_evicted={"room": 1, "quota": 2}, num_ssd_skipped={"budget": 3})
+    assert 'mooncake_store_ssd_skipped_total{reason="hung"} 0' in prometheus_text(stats)
     names = set()
     for line in prometheus_text(stats).splitlines():
         if found := re.fullmatch(r"# TYPE (\w+) (counter|gauge)", line):
@@ -72,6 +73,12 @@ def test_every_line_is_valid_exposition_format():
         pattern = r'# HELP \w+ .+|(\w+)(\{\w+="[\w-]+"(,\w+="[\w-]+")*\})? [0-9.e+]+'
         assert re.fullmatch(pattern, line), line
     assert len(names) == len(families(stats))
+
+
+def test_write_budget_is_shown_if_there_is_a_limit():
+    assert "\nmooncake_store_ssd_write_budget_bytes" not in prometheus_text(StoreStats())
+    text = prometheus_text(StoreStats(ssd_write_bytes_per_day=9, ssd_budget_bytes=4))
+    assert "mooncake_store_ssd_write_budget_bytes 4\n" in text
 
 
 @pytest.mark.parametrize(
