@@ -22,7 +22,7 @@ from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.pool.pool_client import PoolClient
 from mooncake_kv.pool.pool_config import KVPoolConfig
-from mooncake_kv.pool.pool_events import PoolEvent, StoreLocation
+from mooncake_kv.pool.pool_events import PoolEvent, PoolStats, StoreLocation
 from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.pool.pool_worker import PoolWorker
 from mooncake_kv.store.chunk_keys import KVIdentity, completes_chunks, extend_keys
@@ -94,7 +94,6 @@ class SchedulerPool:
             stores, geometry, identity, self.transfer_timeout_s, num_ranks
         )
         self.chunk_bytes = client.chunk_bytes
-        self.stats = client.stats
         self.load_costs = client.load_costs
         self.on_rank_message = client.on_rank_message
         self.lookup = client.lookup
@@ -104,6 +103,12 @@ class SchedulerPool:
         self.end_save = client.end_save
         self.stop = client.stop
         self.close = client.close
+
+    @property
+    def stats(self) -> PoolStats:
+        stats, stores = self._client.stats, self._stores
+        stats.num_stores, stats.num_connected_stores = len(stores.all), stores.num_connected
+        return stats
 
     @property
     def home_location(self) -> StoreLocation | None:

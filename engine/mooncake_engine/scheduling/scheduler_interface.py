@@ -130,10 +130,13 @@ class ChunkPool(Protocol):
     always_loads: bool
     """Whether chunks that were found are loaded even if recomputing them is estimated to be faster.
     """
-    stats: PoolStats
-    """Counters."""
     load_costs: LoadCosts
     """Estimates of load durations, from completed loads."""
+
+    @property
+    def stats(self) -> PoolStats:
+        """Counters, with gauges that are up to date."""
+        ...
 
     @property
     def home_location(self) -> StoreLocation | None:

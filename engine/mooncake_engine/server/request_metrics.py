@@ -35,7 +35,7 @@ from mooncake_engine.messages import (
 from mooncake_engine.server.metric_cells import Counter, Histogram, MetricCells
 from mooncake_engine.server.request_context import ChoiceStats, GeneratedChoice, RequestContext
 from mooncake_engine.text.completion_output import EngineClient, TextUpdate
-from mooncake_kv.pool.pool_events import PoolStats
+from mooncake_kv.pool.pool_events import KNOWN_KINDS, PoolStats
 from mooncake_kv.store.chunk_store import StoreStats
 from mooncake_kv.store.store_metrics import STORE_PREFIX, families
 
@@ -54,7 +54,10 @@ _WHOLE_REQUEST_S = (
 )
 _TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
-_GAUGES = frozenset({"leases_held", "reservations", "loads_in_flight", "saves_in_flight"})
+_GAUGES = frozenset(
+    {"leases_held", "reservations", "loads_in_flight", "saves_in_flight"}
+    | {"num_stores", "num_connected_stores"}
+)
 """The statistics of connector and KVCache pool that are gauges; the others are counters."""
 _HISTOGRAMS = {
     "first_token": ("vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S),
@@ -440,7 +443,9 @@ class _StatsMetrics:
             text = f"KVCache pool: {field.name.replace('_', ' ')}."
             if isinstance(value, dict):
                 counts = CounterMetricFamily(name, text, labels=(*_LABELS, "kind"))
-                for kind, count in sorted(value.items()):
+                # from 0 on: Prometheus would not see the increase from nothing to the first count
+                every = dict.fromkeys(KNOWN_KINDS[field.name], 0) | value
+                for kind, count in sorted(every.items()):
                     counts.add_metric((*self._label_values, kind), count)
                 yield counts
             else:

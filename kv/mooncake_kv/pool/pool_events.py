@@ -13,6 +13,7 @@ from mooncake_kv.store.chunk_store import (
     Chunk,
     ChunkContent,
     CopyTerms,
+    PutRefusal,
     Residence,
     Tier,
 )
@@ -218,6 +219,23 @@ PostPoolEvent = Callable[[PoolEvent], None]
 """Receives an event; called on any thread, must not block."""
 
 
+KNOWN_KINDS: Mapping[str, Sequence[str]] = {
+    "num_found_chunks": ("dram", "ssd", "remote_dram", "remote_ssd"),
+    "num_prefix_hints": (
+        *("found", "nothing_there", "own", "late", "restarted"),
+        *("unreachable", "not_allowed", "too_many"),
+    ),
+    "num_save_refusals": (
+        *(each.value for each in PutRefusal),
+        *("busy", "elsewhere", "failed", "late", "reused"),
+    ),
+}
+"""The keys of the fields of ``PoolStats`` that are mappings."""
+
+_SHARED = frozenset({"num_stores", "num_connected_stores"})
+"""The fields of ``PoolStats`` about what several pool clients share."""
+
+
 @dataclass(slots=True)
 class PoolStats:
     """Counters of one instance, and gauges, which are marked as such.
@@ -244,6 +262,8 @@ class PoolStats:
             in flight), ``unreachable`` and lack of memory may have been stored later, if their
             request had more to save, or their blocks were still cached.
         loads_in_flight, saves_in_flight: loads and saves in flight (gauges).
+        num_stores, num_connected_stores: configured stores, and those of them that can be used now
+            (gauges). Data-parallel ranks share them.
     """
 
     num_lookups: int = 0
@@ -268,6 +288,8 @@ class PoolStats:
     num_save_refusals: dict[str, int] = field(default_factory=dict)
     loads_in_flight: int = 0
     saves_in_flight: int = 0
+    num_stores: int = 0
+    num_connected_stores: int = 0
 
     def snapshot(self) -> PoolStats:
         """A copy of the current values. Thread-safe."""
@@ -286,6 +308,8 @@ class PoolStats:
             if isinstance(mine, dict):
                 names = dict.fromkeys((*mine, *theirs))
                 total[each.name] = {n: mine.get(n, 0) + theirs.get(n, 0) for n in names}
+            elif each.name in _SHARED:
+                total[each.name] = max(mine, theirs)
             else:
                 total[each.name] = mine + theirs
         return PoolStats(**total)

@@ -135,6 +135,11 @@ class PoolStores:
         return self.all[0]
 
     @property
+    def num_connected(self) -> int:
+        """How many of the stores can be used now."""
+        return sum(store.arena is not None for store in self.all)
+
+    @property
     def home_location(self) -> StoreLocation | None:
         """The address at which instances on other hosts reach ``home``; None if they can't."""
         arena = self.home.arena

@@ -21,7 +21,7 @@ from mooncake_engine.server.request_metrics import _EngineCollector
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_kv.connector import CompatibilityReport
-from mooncake_kv.pool.pool_events import PoolStats
+from mooncake_kv.pool.pool_events import KNOWN_KINDS, PoolStats
 from mooncake_kv.store.chunk_store import StoreStats
 from mooncake_kv.store.store_metrics import prometheus_text
 
@@ -60,6 +60,24 @@ def test_health_reports_pool_hits(client: AsgiClient, engine: FakeEngine) -> Non
     engine.kv_pool = PoolStats(num_saved_chunks=7, num_found_chunks={"dram": 3, "remote_ssd": 1})
     found = client.get("/health").json()["kv_pool"]
     assert found == {"saved": 7, "found": {"dram": 3, "remote_ssd": 1}}
+
+
+def test_pool_metrics_begin_at_zero_for_every_kind(client: AsgiClient, engine: FakeEngine) -> None:
+    """Otherwise Prometheus does not see the increase to a kind's first count."""
+    engine.kv_pool = PoolStats(num_stores=2, num_connected_stores=1, num_save_refusals={"busy": 4})
+    text = client.get("/metrics").text
+    assert "# TYPE mooncake:kv_pool_num_connected_stores gauge\n" in text
+    found = {
+        (sample.name, sample.labels.get("kind")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name.startswith("mooncake:kv_pool_num_")
+    }
+    assert found["mooncake:kv_pool_num_connected_stores", None] == 1
+    assert found["mooncake:kv_pool_num_save_refusals_total", "busy"] == 4
+    for field, kinds in KNOWN_KINDS.items():
+        for kind in set(kinds) - {"busy"}:
+            assert found[f"mooncake:kv_pool_{field}_total", kind] == 0
 
 
 def test_an_embedded_store_exports_store_metrics(client: AsgiClient, engine: FakeEngine) -> None:

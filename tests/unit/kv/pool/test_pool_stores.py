@@ -13,6 +13,7 @@ from mooncake_hal.registry import Registry
 from mooncake_hal.session.processes import ProcessName, this_process
 from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.pool.pool_config import KVPoolConfig
+from mooncake_kv.pool.pool_events import PoolStats
 from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.store_service import StoreAddress, StoreService
@@ -52,3 +53,17 @@ def test_data_parallel_ranks_sharing_a_store_name_processes_of_all(
     wait_for(lambda: service._users and session not in service._users)
     wait_for(lambda: writers(service) == RANKS)
     stores.close()
+
+
+def test_lost_store_is_counted_as_not_connected(service: StoreService) -> None:
+    config = KVPoolConfig(dram_bytes=1 << 20, connect=(("127.0.0.1", service.port),))
+    stores = PoolStores(config, Registry.discover(), "here")
+    assert (len(stores.all), stores.num_connected) == (2, 2)
+    service.close()
+    wait_for(lambda: stores.num_connected == 1)
+    stores.close()
+
+
+def test_stores_that_ranks_share_are_counted_once() -> None:
+    rank = PoolStats(num_loads=3, num_stores=2, num_connected_stores=1)
+    assert rank + rank == PoolStats(num_loads=6, num_stores=2, num_connected_stores=1)
