@@ -160,8 +160,9 @@ class GrammarProcess:
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(0.1)  # it may be exiting by itself, with a status that says why
         child.kill()
-        with child:  # closes the pipes and waits
-            contextlib.suppress(OSError)
+        # Closes the pipes and waits. Closing flushes what a child that is gone has not read.
+        with contextlib.suppress(OSError), child:
+            pass
         code = child.returncode
         return signal.Signals(-code).name if code < 0 else f"status {code}"
 

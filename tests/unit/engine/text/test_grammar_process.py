@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -121,6 +122,20 @@ def test_a_child_that_was_killed_is_replaced(process: GrammarProcess) -> None:
     assert process._child is not None
     process._child.wait(60)
     assert child_of(process) != before
+
+
+def test_a_child_that_reads_no_more_is_replaced() -> None:
+    """As one that the kernel kills between the check that it lives and the write."""
+    process = GrammarProcess(TABLE)
+    deaf = ["sh", "-c", "exec <&-; echo deaf; exec sleep 600"]
+    child = subprocess.Popen(deaf, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"deaf\n"
+    process._child = child
+    with pytest.raises(InvalidRequest, match="SIGKILL"):
+        process.check(FINE)
+    assert process._child is None
+    assert child.returncode == -signal.SIGKILL
 
 
 @pytest.mark.timeout(300)
