@@ -44,7 +44,7 @@ def main() -> int:
         return 77
     with ExitStack() as stack:
         first, second, decode = (
-            stack.enter_context(serving(TINY_LLAMA, role))
+            stack.enter_context(serving(TINY_LLAMA, role, "--kv-pool", "dram=16MiB,chunk=16"))
             for role in ("prefill", "prefill", "decode")
         )
         argv = ["--port", "0", "--slo-ttft", "1000", "--slo-tbt", "50", "--decode", decode.url]

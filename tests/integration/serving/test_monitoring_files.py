@@ -36,16 +36,19 @@ def fetch(url: str) -> str:
 
 @pytest.fixture(scope="module")
 def scraped() -> dict[str, set[str]]:
-    """The labels of every sample of a proxy and its instances, by metric name."""
+    """The labels of every sample of a proxy, its instances and their store, by metric name."""
     options = ("--model", str(TINY_LLAMA), "--port", "0", "--num-kv-blocks", "256")
+    options += ("--kv-pool", "dram=16MiB,chunk=16")
     with running("mooncake_engine.cli", "up", *options) as program:
         url = re.split("/v1", program.wait_for("curl -N http://127.0.0.1:").split()[2])[0]
         program.wait_for("Prefill reads the whole prompt at once and fills the KV cache.")
         of_proxy = fetch(f"{url}/metrics")
         instances = sorted(set(re.findall(r"127\.0\.0\.1:\d+", of_proxy)))
         texts = [of_proxy, *(fetch(f"http://{address}/metrics") for address in instances)]
+        [store] = re.findall(r"metrics are at (http://\S+)", program.error_text)
+        texts.append(fetch(store))
         program.close()
-    assert len(texts) == 3
+    assert len(texts) == 4
     found: dict[str, set[str]] = {}
     for text in texts:
         for family in text_string_to_metric_families(text):
