@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -206,14 +207,29 @@ def port_number(text: str) -> int:
     return int(text)
 
 
+def finite_number(text: str) -> float:
+    """Parse an option's value as a number that is neither infinite nor NaN. NaN would pass the
+    bounds of most options, since every comparison with it is false."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"wanted a number, got {text!r}")
+    return number
+
+
 def byte_count(text: str) -> int:
     """Parse an option's value as a number of bytes, such as ``512M``, ``1.5G`` or ``64GiB``."""
     number = text.strip().upper().removesuffix("B").removesuffix("I")
     unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}.get(number[-1:], 1)
     try:
-        return int(float(number[:-1] if unit > 1 else number) * unit)
+        nbytes = int(float(number[:-1] if unit > 1 else number) * unit)
     except (ValueError, OverflowError):
-        raise argparse.ArgumentTypeError(f"wanted bytes such as 512M or 4G, got {text!r}") from None
+        nbytes = -1
+    if nbytes < 0:
+        raise argparse.ArgumentTypeError(f"wanted bytes such as 512M or 4G, got {text!r}")
+    return nbytes
 
 
 def read_secret_file(path: Path, flag: str, advice: str, refused: type[Exception]) -> str:
@@ -270,9 +286,9 @@ def _option(field: dataclasses.Field[Any], hint: Any) -> Option:
         parts = {"choices": tuple(str(one.value) for one in kind), "to_field": kind} | parts
         default = default.value if isinstance(default, Enum) else default
     elif kind in _SCALARS:
-        parts = {"parse": kind} | parts
+        parts = {"parse": finite_number if kind is float else kind} | parts
     if unit is not None:
-        parts |= {"parse": float, "to_field": lambda value: int(value * unit)}
+        parts |= {"parse": finite_number, "to_field": lambda value: int(value * unit)}
         default = None if default is None else default / unit
     if typing.get_origin(kind) is tuple:
         parts = {"to_field": tuple} | parts

@@ -165,6 +165,12 @@ class StoreOptions:
         ),
     )
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.quarantine_s <= 86_400:
+            raise KVConfigError(
+                f"--quarantine-seconds must be in [0, 86400], got {self.quarantine_s:g}"
+            )
+
     def store_config(self) -> NodeStoreConfig:
         """The configuration of the store."""
         directories = tuple(

@@ -164,6 +164,8 @@ class KVTransferConfig:
 
     def __post_init__(self) -> None:
         for flag, seconds in (
+            ("--lease-seconds", self.lease_s),
+            ("--transfer-timeout-seconds", self.transfer_timeout_s),
             ("--push-timeout-seconds", self.push_timeout_s),
             ("--early-pull-timeout-seconds", self.early_pull_timeout_s),
         ):

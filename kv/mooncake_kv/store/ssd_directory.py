@@ -108,8 +108,9 @@ class SsdDirectory:
     ) -> None:
         self.config = config
         self._clock = clock
-        self._max_segments = config.capacity_bytes // config.segment_bytes
-        if self._max_segments < MIN_SEGMENTS or config.segment_bytes % PAGE:
+        self._max_segments = config.capacity_bytes // max(config.segment_bytes, PAGE)
+        is_whole = config.segment_bytes >= PAGE and config.segment_bytes % PAGE == 0
+        if self._max_segments < MIN_SEGMENTS or not is_whole:
             raise KVConfigError(
                 f"{config.path}: {config.capacity_bytes} bytes are {self._max_segments} segments "
                 f"of {config.segment_bytes}; a directory needs {MIN_SEGMENTS} or more, each a "

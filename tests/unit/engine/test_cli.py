@@ -189,6 +189,8 @@ def test_role_arguments_apply_to_one_role(model: Path) -> None:
         ("--port 80", "unrecognized arguments: --port 80"),
         ("--kv-connector x", "unrecognized arguments: --kv-connector x"),
         ("--block-size 0", "block_size must be at least 1, got 0"),
+        ("--lease-seconds=-1", r"--lease-seconds must be in \(0, 86400\], got -1"),
+        ("--transfer-timeout-seconds 0", r"--transfer-timeout-seconds must be in \(0, 86400\]"),
         ("--push-timeout-seconds 0", r"--push-timeout-seconds must be in \(0, 86400\], got 0"),
         (
             "--early-pull-timeout-seconds 1e9",

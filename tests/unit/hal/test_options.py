@@ -150,3 +150,21 @@ def test_switch_with_default_none_has_both_forms(
     assert from_arguments(Config, parse("--path", "x", *words)).eager is value
     (eager,) = (one for one in OPTIONS if one.field == "eager")
     assert tuple(eager.words(value)) == words
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--share", "nan"), "--share: wanted a number, got 'nan'"),
+        (("--share", "half"), "--share: wanted a number, got 'half'"),
+        (("--room", "inf"), "--room: wanted a number, got 'inf'"),
+        (("--limit", "-5G"), "--limit: wanted bytes such as 512M or 4G, got '-5G'"),
+        (("--limit", "nan"), "--limit: wanted bytes such as 512M or 4G, got 'nan'"),
+    ],
+)
+def test_numbers_are_finite_and_sizes_not_negative(
+    words: tuple[str, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("--path", "x", f"{words[0]}={words[1]}")
+    assert message in capsys.readouterr().err

@@ -128,3 +128,21 @@ def test_port_in_use_is_named(capsys, monkeypatch):
         assert f"can't listen on 127.0.0.1:{port}: the port is in use, choose another" in error
         assert cli.main(["store", "--dram", "1M", "--port", "0", "--metrics-port", port]) == 1
     assert "choose another one with --metrics-port" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--quarantine-seconds", "-1"], "--quarantine-seconds must be in [0, 86400], got -1"),
+        (["--tenant-quota", "x=-5"], "--tenant-quota: wanted bytes such as 512M or 4G, got '-5'"),
+        (["--ssd-segment-bytes", "0"], "are 262144 segments of 0; a directory needs 3 or more"),
+    ],
+)
+def test_store_does_not_start_with_impossible_numbers(tmp_path, capsys, words, message):
+    ssd = ["--ssd", f"{tmp_path}:1GiB"]
+    try:
+        status = cli.main(["store", "--dram", "1MiB", "--port", "0", *ssd, *words])
+    except SystemExit as exc:
+        status = exc.code
+    assert status in (1, 2)
+    assert message in capsys.readouterr().err
