@@ -19,7 +19,7 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -217,7 +217,7 @@ class Child:
         await asyncio.gather(*relays, self.process.wait())
 
     async def _relay(self, stream: asyncio.StreamReader, on_line: Callable[[str], None]) -> None:
-        async for raw in stream:
+        async for raw in _lines(stream):
             line = raw.decode(errors="replace").rstrip()
             on_line(line)
             self._log.write(f"{self._layout(self.name, line)}\n")
@@ -227,6 +227,28 @@ class Child:
         url = _URL.search(line)
         if url is not None and not self.ready.done():
             self.ready.set_result(url[0])
+
+
+async def _lines(stream: asyncio.StreamReader) -> AsyncGenerator[bytes, None]:
+    """Yield the lines of a stream, and a note instead of one that is longer than _MAX_LINE_BYTES,
+    such as a progress bar's: a child whose output is not read would block."""
+    is_cut = False
+    while True:
+        try:
+            line = await stream.readuntil()
+        except asyncio.IncompleteReadError as exc:  # the end of the stream
+            line = exc.partial
+        except asyncio.LimitOverrunError as exc:
+            await stream.readexactly(exc.consumed)
+            is_cut = True
+            continue
+        if is_cut:
+            is_cut = False
+            yield b"(a line of more than %d bytes was dropped)" % _MAX_LINE_BYTES
+        elif line:
+            yield line
+        else:
+            return
 
 
 def text_line(name: str, line: str) -> str:

@@ -6,7 +6,9 @@ import asyncio
 import sys
 from pathlib import Path
 
-from mooncake_engine.process.child_processes import ChildProcesses
+import pytest
+
+from mooncake_engine.process.child_processes import ChildDied, ChildProcesses
 
 SLOW_TO_END = """
 import signal, sys, time
@@ -50,3 +52,28 @@ def test_shutdown_timeout_kills_child(tmp_path: Path) -> None:
         return child.process.returncode
 
     assert asyncio.run(main()) in (7, -9)
+
+
+LONG_LINE = """
+import sys
+sys.stderr.write("\\rloading" * 400_000)  # a progress bar writes no line ends
+sys.stderr.write("\\n")
+print("http://127.0.0.1:1", flush=True)
+sys.stdin.readline()
+sys.stderr.write("Error: the last line\\n")
+sys.exit(3)
+"""
+
+
+def test_line_above_the_limit_is_cut_and_the_child_goes_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with ChildProcesses(tmp_path) as children:
+            child = await children.start("bar", [sys.executable, "-c", LONG_LINE])
+            assert await child.ready == "http://127.0.0.1:1"
+            with pytest.raises(ChildDied, match="exited with status 3: Error: the last line"):
+                await children.guard(asyncio.sleep(60))
+        relayed = (tmp_path / "bar.log").read_bytes()
+        assert b"a line of more than 1048576 bytes was dropped" in relayed
+        assert len(relayed) < 10_000
+
+    asyncio.run(main())
