@@ -188,7 +188,7 @@ class KVEventPublisher:
                 self._last_published = batch.published_at
                 number = batch.sequence.to_bytes(8, "big")
                 self._pub.send_multipart((self._topic, number, payload))
-        except zmq.ZMQError as exc:
+        except Exception as exc:  # thread top: stored, and raised by `publish`
             logger.exception("the thread that publishes KV events has died")
             self._failure = exc
         finally:

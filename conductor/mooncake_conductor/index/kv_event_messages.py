@@ -125,7 +125,7 @@ def decode_batch(payload: bytes) -> EventBatch:
         return EventBatch(float(published_at), known, rank, len(decoded) - len(known))
     except MalformedEvent:
         raise
-    except (msgspec.DecodeError, KeyError, TypeError, ValueError) as exc:
+    except (msgspec.DecodeError, KeyError, TypeError, ValueError, RecursionError) as exc:
         raise MalformedEvent(f"no batch of KV events: {exc!r} in {payload[:64]!r}") from exc
 
 

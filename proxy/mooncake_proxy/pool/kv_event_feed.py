@@ -155,7 +155,7 @@ class KVEventFeed:
                         subscription.in_flight and subscription.requests_deadline < time.monotonic()
                     ):
                         self._give_up(subscription)
-        except (zmq.ZMQError, OSError) as exc:
+        except Exception as exc:  # thread top: stored, and raised by `poll`
             logger.exception("the KV event thread has failed")
             self._failure = exc
         finally:

@@ -82,6 +82,7 @@ def test_storage_and_unknown_media_are_the_disk_tier(medium: str) -> None:
         PACK([1, [{"block_hashes": []}]]),
         PACK([1, [[]]]),
         PACK([1, 5]),
+        b"\x91" * 100_000 + b"\xc0",  # nested
     ],
 )
 def test_malformed_message_is_rejected(raw: bytes) -> None:

@@ -222,6 +222,14 @@ def test_address_in_use_is_rejected_with_advice() -> None:
             )
 
 
+def test_any_exception_that_ends_the_thread_is_raised_by_publish() -> None:
+    with published() as (publisher, _):
+        publisher.publish([object()])  # type: ignore[list-item]  # can't be encoded
+        publisher._thread.join()
+        with pytest.raises(KVConfigError, match="can't be published"):
+            publisher.publish([])
+
+
 def test_batch_time_does_not_go_back_with_the_clock() -> None:
     times = [100.0]
     with published(clock=lambda: times[-1]) as (publisher, subscriber):

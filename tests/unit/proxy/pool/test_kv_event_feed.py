@@ -71,3 +71,16 @@ def test_failed_delivery_does_not_block_the_next() -> None:
         ]
 
     asyncio.run(main())
+
+
+@pytest.mark.timeout(10)
+def test_any_exception_that_ends_the_thread_is_raised_by_poll() -> None:
+    async def main() -> None:
+        feed = KVEventFeed(lambda _: iter(()))
+        feed._commands.put(lambda: {}["unexpected"])
+        feed._thread.join()
+        with pytest.raises(KeyError, match="unexpected"):
+            feed.poll()
+        feed.close()
+
+    asyncio.run(main())
