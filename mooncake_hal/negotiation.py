@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from mooncake_hal.errors import PluginError, TransportUnavailable
@@ -98,15 +99,18 @@ class Transports:
         if wanted != AUTO:
             return cls([_open_one(registry, wanted, options)])
         opened, refusals = [], []
-        for row in _eligible(registry, allowed):
-            if allowed is not None and row.name not in allowed:
-                refusals.append(f"{row.name}: the backend can't use it")
-                continue
-            try:
-                opened.append(_open_one(registry, row.name, options))
-            except (TransportUnavailable, PluginError, OSError) as exc:
-                refusals.append(str(exc))
-                logger.info("transport %s is not offered: %s", row.name, exc)
+        with ExitStack() as undo:
+            for row in _eligible(registry, allowed):
+                if allowed is not None and row.name not in allowed:
+                    refusals.append(f"{row.name}: the backend can't use it")
+                    continue
+                try:
+                    opened.append(_open_one(registry, row.name, options))
+                    undo.callback(opened[-1].endpoint.close)
+                except (TransportUnavailable, PluginError, OSError) as exc:
+                    refusals.append(str(exc))
+                    logger.info("transport %s is not offered: %s", row.name, exc)
+            undo.pop_all()
         if not opened:
             raise TransportUnavailable(AUTO, "; ".join(refusals) or "no plugin offers a transport")
         return cls(opened)

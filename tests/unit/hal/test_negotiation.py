@@ -219,6 +219,7 @@ def test_exhausted_port_range_is_an_error() -> None:
     both = registry(TCP, spec("other", 20, load_tcp, ok=True))
     with pytest.raises(PortsExhausted, match=f"all ports of {ports} are taken on {host}"):
         Transports.open(both, options)
+    Transports.open(registry(TCP), options).close()  # what had been opened before is closed
 
 
 def test_listening_ports_are_counted() -> None:
