@@ -288,6 +288,7 @@ class ProxyConfig:
         if chosen and self.conductor is None:
             raise ConfigError(f"--policy {chosen[0]}: wanted the settings of the conductor")
         if self.conductor is not None:
+            self._check_capacities(self.conductor)
             self._check_choice("--admission", self.conductor.admission, ADMISSIONS)
             self._check_choice("--role-changes", self.conductor.role_changes, ROLE_CHANGES)
             if self.conductor.role_changes != "off" and self.slo_ttft_s is None:
@@ -306,6 +307,18 @@ class ProxyConfig:
                     f"wanted one of {', '.join(ADMITTING_POLICIES)}"
                 )
 
+    @staticmethod
+    def _check_capacities(conductor: ConductorConfig) -> None:
+        """Check what the conductor assumes of each instance."""
+        for flag, number in (
+            ("--kv-tokens", conductor.kv_tokens),
+            ("--max-batch", conductor.max_batch),
+        ):
+            if number < 1:
+                raise ConfigError(f"{flag} {number}: wanted 1 or more")
+        if not 0.0 < conductor.link_gb_s < math.inf:
+            raise ConfigError(f"--link-gb-s {conductor.link_gb_s:g}: wanted more than 0 GB/s")
+
     def _check_tenants(self) -> None:
         """Check that the classes that keys name exist, which requires the conductor."""
         known = {each.name for each in self.conductor.classes} if self.conductor else set()
@@ -321,6 +334,11 @@ class ProxyConfig:
         for flag, port in (("--port", self.port), ("--admin-port", self.admin_port or 0)):
             if not 0 <= port <= 65535:
                 raise ConfigError(f"{flag} {port}: wanted 0 to 65535")
+        if self.admin_port and self.admin_port == self.port:
+            raise ConfigError(
+                f"--admin-port {self.admin_port}: wanted another one than --port, which serves the "
+                "admin paths, too, where --admin-port is not given"
+            )
         if self.workers > 1 and self.admin_port == 0:
             raise ConfigError("--admin-port 0: with several workers wanted a port that all share")
 

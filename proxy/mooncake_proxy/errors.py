@@ -59,8 +59,12 @@ class AddressInUse(ConfigError):
 
 def cannot_listen(host: str, port: int, exc: OSError) -> ConfigError:
     """The error for an address that the system refuses to bind."""
-    kind = AddressInUse if exc.errno == errno.EADDRINUSE else ConfigError
-    return kind(f"can't listen on {host}:{port}: {exc}")
+    if exc.errno == errno.EADDRINUSE:
+        return AddressInUse(
+            f"can't listen on {host}:{port}: the port is in use; stop the program that uses it, or "
+            "choose another one"
+        )
+    return ConfigError(f"can't listen on {host}:{port}: {exc}")
 
 
 class Refusal(ProxyError):

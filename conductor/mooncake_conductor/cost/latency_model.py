@@ -134,8 +134,11 @@ def cold_start(model: str, device: str, num_devices: int) -> LatencyModel:
     """Initial latencies before any measurement: from published figures, else from device peaks.
 
     Raises:
-        ConductorConfigError: the model or device is unknown; the error lists the known ones.
+        ConductorConfigError: the model or device is unknown, or there is no device; the error lists
+            the known ones.
     """
+    if num_devices < 1:
+        raise ConductorConfigError(f"{num_devices} devices: an instance has 1 or more")
     measured = MEASURED.get((model, device, num_devices))
     if measured is not None:
         return measured

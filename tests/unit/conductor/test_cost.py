@@ -59,6 +59,8 @@ def test_unknown_model_or_device_is_named() -> None:
         cold_start("llama-3-8b", "B9", 8)
     with pytest.raises(ConductorConfigError, match="no model 'x'"):
         cold_start("x", "A100", 8)
+    with pytest.raises(ConductorConfigError, match="0 devices: an instance has 1 or more"):
+        cold_start("llama-3-8b", "A100", 0)
     with pytest.raises(ConductorConfigError, match="at least 0"):
         LatencyModel(-1, 0, 0, 0, 0, 0)
 

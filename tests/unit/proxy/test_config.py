@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mooncake_proxy.cli import main
-from mooncake_proxy.config import AdmissionConfig, ProxyConfig
+from mooncake_proxy.config import AdmissionConfig, ConductorConfig, ProxyConfig
 from mooncake_proxy.errors import (
     ConfigError,
 )
@@ -32,6 +32,11 @@ def spec(port: int, source: str, role: Role = Role.DECODE) -> InstanceSpec:
         ({"workers": 0}, "--workers 0"),
         ({"admin_port": 70000}, "--admin-port 70000"),
         ({"admin_port": 0, "workers": 2}, "--admin-port 0: with several workers"),
+        ({"port": 8001, "admin_port": 8001}, "--admin-port 8001: wanted another one than --port"),
+        ({"conductor": ConductorConfig(kv_tokens=0)}, "--kv-tokens 0: wanted 1 or more"),
+        ({"conductor": ConductorConfig(max_batch=-1)}, "--max-batch -1: wanted 1 or more"),
+        ({"conductor": ConductorConfig(link_gb_s=0)}, "--link-gb-s 0: wanted more than 0 GB/s"),
+        ({"conductor": ConductorConfig(link_gb_s=math.nan)}, "--link-gb-s nan: wanted more than"),
         ({"cache_salt_per_key": True}, "--cache-salt-per-key: wanted --api-key-file"),
         ({"otlp_endpoint": "nonsense"}, "--otlp-endpoint 'nonsense': wanted the URL"),
         ({"otlp_endpoint": "collector:4318"}, "such as http://collector:4318"),
