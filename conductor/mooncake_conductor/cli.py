@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 import signal
 import sys
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(options.run(options))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT  # the shell's convention, without a traceback
-    except ConductorError as exc:
+    except (ConductorError, OSError) as exc:
         print(f"mooncake-conductor: {exc}", file=sys.stderr)
         return 1
 
@@ -267,7 +268,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--cache-tokens", type=_count, default=3_000_000, help="per prefill node (3e6)"
     )
-    one.add_argument("--csv", type=Path, metavar="FILE", help="write a line per request")
+    one.add_argument("--csv", type=_output, metavar="FILE", help="write a line per request")
     one.set_defaults(run=simulate)
     many = commands.add_parser("compare", help="policies, loads and cache sizes as one table")
     _add_common(many)
@@ -293,7 +294,7 @@ def build_parser() -> argparse.ArgumentParser:
     systems.add_argument(
         "--cache-tokens", type=_count, default=3_000_000, help="per prefill node (3e6)"
     )
-    systems.add_argument("--svg", type=Path, metavar="FILE", help="write the chart")
+    systems.add_argument("--svg", type=_output, metavar="FILE", help="write the chart")
     systems.set_defaults(run=goodput)
     _add_calibrate(commands.add_parser("calibrate", help="measure a live instance"))
     return parser
@@ -303,7 +304,7 @@ def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     plan, add = CalibrationPlan(), parser.add_argument
     counts = _list_of(_count)
     add("url", metavar="URL", help="an idle OpenAI-compatible server, http://HOST:PORT")
-    add("--out", type=Path, default=Path("calibrated.json"), help="default: %(default)s")
+    add("--out", type=_output, default=Path("calibrated.json"), help="default: %(default)s")
     add("--name", default="measured", help="name of the measured row (measured)")
     meaning = "an idle proxy in front of it and of decode instances: measure the path through it"
     add("--through", default="", metavar="URL", help=meaning)
@@ -354,7 +355,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--copies", type=_count, default=1, help="replicate the trace's users N times (1)")
     add("--limit", type=_count, help="use only the first requests of the trace")
     add("--seed", type=int, default=0, help="seed of the random numbers (0)")
-    add("--html", type=Path, metavar="FILE", help="write one page with charts")
+    add("--html", type=_output, metavar="FILE", help="write one page with charts")
 
 
 def _positive(text: str) -> float:
@@ -365,10 +366,18 @@ def _positive(text: str) -> float:
 
 
 def _count(text: str) -> int:
-    value = int(float(text))
-    if value < 1:
+    value = float(text)
+    if not 1 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
+    return int(value)
+
+
+def _output(text: str) -> Path:
+    """Parse the path of a file to write. A run may take minutes, so its folder is checked first."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"can't write {path}: there is no folder {path.parent}")
+    return path
 
 
 def _list_of(read: Callable[[str], Number]) -> Callable[[str], list[Number]]:

@@ -68,8 +68,12 @@ class LiveInstance:
     def __init__(
         self, url: str, *, timeout_s: float = 120.0, api_key: str = "", model: str = ""
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            parts = urlsplit(url)
+            is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # the port is not a number, or an IPv6 address is incomplete
+            is_url = False
+        if not is_url:
             raise CalibrationFailed(f"an instance is http://HOST:PORT, found {url!r}")
         self._parts = parts
         self._timeout_s = timeout_s

@@ -166,3 +166,10 @@ def test_calibrate_command_writes_a_row(url: str, tmp_path: Path, capsys) -> Non
     assert main(["calibrate", url, "--out", str(path), *small]) == 0
     assert "per_token" in capsys.readouterr().out
     assert read_row(path).model == "tiny"
+
+
+@pytest.mark.parametrize("url", ["http://h:99999", "http://h:port", "http://[::1", "h:80"])
+def test_invalid_url_is_reported(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", url]) == 1
+    said = f"mooncake-conductor: an instance is http://HOST:PORT, found {url!r}\n"
+    assert capsys.readouterr().err == said

@@ -223,3 +223,29 @@ def test_poisson_arrivals_keep_the_order_and_the_rate(trace: Path, capsys) -> No
     assert times[-1] == pytest.approx(len(spread) / 5.0, rel=0.1)
     assert main(["simulate", str(trace), "--poisson", "5", "--limit", "50"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("load: prefill queue ")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("--html", "absent/page.html", "there is no folder absent"),
+        ("--csv", "absent/requests.csv", "there is no folder absent"),
+        ("--cache-tokens", "inf", "must be at least 1, got inf"),
+    ],
+)
+def test_unusable_options_are_reported_before_the_run(
+    option: str, value: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["simulate", str(tmp_path / "never-read"), option, value])
+    assert f"argument {option}: " in (said := capsys.readouterr().err)
+    assert message in said
+
+
+def test_file_that_can_not_be_written_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 9, "output_length": 2, "hash_ids": [1]}\n')
+    assert main(["simulate", str(trace), "--html", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.startswith("mooncake-conductor: [Errno 21] Is a directory: ")
