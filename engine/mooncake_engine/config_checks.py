@@ -19,7 +19,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("swap_space_bytes", "scheduler_delay_factor", "redundant_experts", "eplb_step_interval"),
-    "piecewise_graph_max_tokens",
+    *("piecewise_graph_max_tokens", "max_queued_requests"),
 )
 
 

@@ -10,7 +10,7 @@ from support.scripted_core import ScriptedExecutor, scripted_engine
 
 from mooncake_engine.async_engine import AsyncEngine
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.errors import InvalidRequest, Overloaded
+from mooncake_engine.errors import ConfigError, InvalidRequest, Overloaded
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
 
@@ -34,3 +34,9 @@ def test_request_beyond_total_capacity_is_invalid_not_overload() -> None:
         asyncio.run(check(engine))
     finally:
         engine.close()
+
+
+def test_negative_capacity_is_rejected() -> None:
+    """It would reject every request."""
+    with pytest.raises(ConfigError, match="max_queued_requests must not be negative, got -1"):
+        EngineConfig(Path("model"), max_queued_requests=-1)
