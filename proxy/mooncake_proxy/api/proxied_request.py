@@ -236,7 +236,8 @@ def time_limit(headers: dict[bytes, bytes], parsed: ParsedRequest, limit_s: floa
     except ValueError:
         seconds = -1.0
     if not 0.0 < seconds < float("inf"):
-        raise BadRequest(f"X-Request-Timeout {asked!r}: wanted a positive number of seconds")
+        shown = asked.decode("latin-1")
+        raise BadRequest(f"X-Request-Timeout {shown!r}: wanted a positive number of seconds")
     return min(seconds, limit_s)
 
 
