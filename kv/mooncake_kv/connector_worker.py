@@ -8,6 +8,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TypedDict
@@ -161,11 +162,14 @@ def _open_transports(
         device=memory.regions[0].device,
     )
     try:
-        transports = Transports.open(
-            registry, options, **choose_transports(config, memory.transports)
-        )
-        for region in memory.regions:
-            transports.register(region)
+        with ExitStack() as undo:
+            transports = Transports.open(
+                registry, options, **choose_transports(config, memory.transports)
+            )
+            undo.callback(transports.close)
+            for region in memory.regions:
+                transports.register(region)
+            undo.pop_all()
     except (HalError, ValueError, OSError) as exc:  # ValueError: a setting that can't be
         raise KVConfigError(f"KV can't be moved as configured: {exc}") from exc
     return transports

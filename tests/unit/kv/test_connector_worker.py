@@ -14,10 +14,10 @@ import msgspec
 import pytest
 from support.kv_rank import TIMEOUT_S, Rank, wait_for
 
-from mooncake_hal.errors import PeerLost, TransferTimeout
+from mooncake_hal.errors import PeerLost, TransferError, TransferTimeout
 from mooncake_hal.kv.transfer_plan import PeerSpans, plan_transfer
-from mooncake_hal.negotiation import NegotiatedPeer
-from mooncake_hal.transport import Peer, Spans
+from mooncake_hal.negotiation import NegotiatedPeer, Transports
+from mooncake_hal.transport import MemoryRegion, Peer, Spans
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_worker import ConnectorWorker, RankTransports
 from mooncake_kv.errors import ConnectorDead, Fatal, KVConfigError
@@ -286,6 +286,25 @@ def test_worker_without_threads_does_not_start(rank: Rank, monkeypatch: pytest.M
     refuse_threads(monkeypatch)
     with pytest.raises(KVConfigError, match="kv-end-0, which moves KV, can't be started: can't"):
         PullWorker(rank.context)
+
+
+def test_transports_that_can_not_register_the_memory_are_closed(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, close = list[Transports](), Transports.close
+
+    def refuse(transports: Transports, region: MemoryRegion) -> None:
+        raise TransferError("the driver rejects the memory")
+
+    def note_close(transports: Transports) -> None:
+        closed.append(transports)
+        close(transports)
+
+    monkeypatch.setattr(Transports, "register", refuse)
+    monkeypatch.setattr(Transports, "close", note_close)
+    with pytest.raises(KVConfigError, match="the driver rejects the memory"):
+        PullWorker(rank.context)
+    assert len(closed) == 1
 
 
 def test_thread_without_a_device_ends_the_engine(rank: Rank) -> None:
