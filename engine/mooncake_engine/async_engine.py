@@ -34,6 +34,7 @@ from mooncake_engine.messages import EngineInfo, EngineRequest, EngineStats, Tok
 from mooncake_engine.process.worker_counts import WorkerCounts
 from mooncake_engine.step_watchdog import StepWatchdog
 from mooncake_engine.text.completion_output import OnUpdate
+from mooncake_engine.text.tokenizer import allow_torch_import
 from mooncake_hal.registry import Registry
 from mooncake_kv.connector import CompatibilityReport, Topology
 from mooncake_kv.kv_events import KVEventEndpoints
@@ -102,21 +103,11 @@ class AsyncEngine:
         Raises:
             ConfigError, CheckpointError: the engine can't be set up as configured.
         """
-
-        def report(progress: LoadProgress) -> None:
-            if on_progress is not None:
-                on_progress("loading weights", progress.fraction)
-
-        if not has_core_process(config):
-            from mooncake_engine.assembly import build_engine  # torch
-
-            engine = build_engine(config, report)
-            return cls(engine.core, engine.info, config)
-        core = CoreClient(config)
+        loading = EngineLoad(config, on_progress)
         try:
-            return cls(core, core.wait_started(report).info, config)
+            return loading.wait()
         except BaseException:
-            core.close()
+            loading.close()
             raise
 
     @property
@@ -344,6 +335,41 @@ class AsyncEngine:
             reply.set_exception(EngineDead(str(failure)))
         for stream in streams:
             _call(stream.loop, [(stream.on_update, failure)])
+
+
+class EngineLoad:
+    """An engine that is being loaded. A core in a process of its own loads from now on, while the
+    caller does other work; one in this process loads in ``wait``.
+
+    Args:
+        config, on_progress: see ``AsyncEngine.start``.
+    """
+
+    def __init__(
+        self, config: EngineConfig, on_progress: Callable[[str, float], None] | None = None
+    ) -> None:
+        self._config = config
+        self._on_progress = on_progress
+        self._core = CoreClient(config) if has_core_process(config) else None
+
+    def wait(self) -> AsyncEngine:
+        """Block until the engine is ready; raises the errors of ``AsyncEngine.start``."""
+        if self._core is not None:
+            return AsyncEngine(self._core, self._core.wait_started(self._report).info, self._config)
+        allow_torch_import()
+        from mooncake_engine.assembly import build_engine  # torch
+
+        engine = build_engine(self._config, self._report)
+        return AsyncEngine(engine.core, engine.info, self._config)
+
+    def close(self) -> None:
+        """Stop a core process that is not wanted any more. Idempotent."""
+        if self._core is not None:
+            self._core.close()
+
+    def _report(self, progress: LoadProgress) -> None:
+        if self._on_progress is not None:
+            self._on_progress("loading weights", progress.fraction)
 
 
 def has_core_process(config: EngineConfig) -> bool:

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.config_file import CONFIG_FILE, with_config
@@ -51,9 +51,6 @@ from mooncake_hal.options import (
     positive_int,
 )
 from mooncake_kv.config import KVTransferConfig
-
-if TYPE_CHECKING:
-    from mooncake_engine.text.completion_output import EngineClient
 
 _REPLAY_COMMAND = "mooncake_engine.replay.replay_command"
 _SERVING_COMMAND = "mooncake_engine.replay.serving_command"
@@ -164,6 +161,7 @@ def build_parser(words: Collection[str] | None = None) -> argparse.ArgumentParse
 
 
 def _serve(args: argparse.Namespace) -> int:
+    from mooncake_engine.async_engine import EngineLoad
     from mooncake_engine.process.progress_bar import ProgressBar
     from mooncake_engine.server.api_server import serve
     from mooncake_engine.server.api_workers import serve_with_workers
@@ -183,20 +181,9 @@ def _serve(args: argparse.Namespace) -> int:
         if options.api_workers > 1:
             serve_with_workers(config, args.host, args.port, options, ProgressBar())
         else:
-            serve(config, args.host, args.port, _start_engine, options)
+            load_engine = partial(EngineLoad, on_progress=ProgressBar())
+            serve(config, args.host, args.port, load_engine, options)
     return 0
-
-
-def _start_engine(config: EngineConfig) -> EngineClient:
-    """Start the engine. Torch is imported only here, if at all, so that errors which don't need it
-    are reported at once."""
-    from mooncake_engine.async_engine import AsyncEngine, has_core_process
-    from mooncake_engine.process.progress_bar import ProgressBar
-    from mooncake_engine.text.tokenizer import allow_torch_import
-
-    if not has_core_process(config):
-        allow_torch_import()
-    return AsyncEngine.start(config, ProgressBar())
 
 
 def _generate(args: argparse.Namespace) -> int:

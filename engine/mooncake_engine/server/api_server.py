@@ -23,6 +23,7 @@ from typing import Protocol
 import uvicorn
 from starlette.applications import Starlette
 
+from mooncake_engine.async_engine import EngineLoad
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead, PortInUse
 from mooncake_engine.kv_connector import resolve
@@ -46,8 +47,8 @@ from mooncake_engine.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-StartEngine = Callable[[EngineConfig], EngineClient]
-"""Loads an engine; blocks until it is ready."""
+LoadEngine = Callable[[EngineConfig], EngineLoad]
+"""Begins to load an engine."""
 _KEEP_ALIVE_S = 75
 _GRACEFUL_SHUTDOWN_S = 5
 """Seconds that clients have to read the end of their responses when the server shuts down."""
@@ -91,7 +92,7 @@ def serve(
     config: EngineConfig,
     host: str,
     port: int,
-    start_engine: StartEngine,
+    load_engine: LoadEngine,
     options: ServerOptions | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then finish the running requests within
@@ -104,7 +105,7 @@ def serve(
         config: the engine's configuration.
         host: the address to listen on.
         port: the port to listen on; 0 picks a free one.
-        start_engine: loads the engine.
+        load_engine: begins to load the engine; the tokenizer is loaded meanwhile.
         options: the server's options; None for the defaults.
 
     Raises:
@@ -115,11 +116,10 @@ def serve(
     options = options or ServerOptions()
     check_before_loading(config, host, options)
     with closing(bind(host, port)) as listener, open_tracing(config, options) as tracing:
-        tokenizer = Tokenizer.load(config.model, config.chat_template)
         port = listener.getsockname()[1]
         config = with_api_port(config, port)
         with (
-            closing(start_engine(config)) as engine,
+            _loaded(config, load_engine) as (engine, tokenizer),
             watched_interpreter(config.step_timeout_s),
         ):
             url = url_of(host, port)
@@ -141,6 +141,18 @@ def serve(
 
                 run_server(app, listener, background, on_ready)
             engine.check_health()
+
+
+@contextmanager
+def _loaded(
+    config: EngineConfig, load_engine: LoadEngine
+) -> Iterator[tuple[EngineClient, Tokenizer]]:
+    """The engine and the tokenizer. A core in a process of its own loads the model while this
+    process loads the tokenizer; otherwise the tokenizer comes first, without torch."""
+    with closing(load_engine(config)) as loading:
+        tokenizer = Tokenizer.load(config.model, config.chat_template)
+        with closing(loading.wait()) as engine:
+            yield engine, tokenizer
 
 
 def _num_held_by(engine: EngineClient) -> int:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from mooncake_engine.config import EngineConfig, Role
-from mooncake_engine.errors import ConfigError
+from mooncake_engine.errors import CheckpointError, ConfigError
+from mooncake_engine.server import api_server
 from mooncake_engine.server.api_server import serve
 from mooncake_kv.config import KVTransferConfig
 
@@ -28,3 +29,27 @@ def test_engine_config_has_the_port_of_the_api() -> None:
     [found] = configs
     assert found.kv_transfer is not None
     assert found.kv_transfer.api_port > 0
+
+
+def test_model_is_loaded_while_the_tokenizer_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core in a process of its own has started to load by then; it ends if there is no tokenizer
+    for its tokens."""
+    events: list[str] = []
+
+    class Loading:
+        def __init__(self, config: EngineConfig) -> None:
+            events.append("the engine loads")
+
+        def close(self) -> None:
+            events.append("the engine is closed")
+
+    class NoTokenizer:
+        @staticmethod
+        def load(*_: object) -> None:
+            events.append("the tokenizer loads")
+            raise CheckpointError("no tokenizer")
+
+    monkeypatch.setattr(api_server, "Tokenizer", NoTokenizer)
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        serve(EngineConfig(TINY_LLAMA), "127.0.0.1", 0, Loading)  # type: ignore[arg-type]
+    assert events == ["the engine loads", "the tokenizer loads", "the engine is closed"]
