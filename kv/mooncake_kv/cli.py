@@ -54,6 +54,8 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_PORT = 7701
 CONNECT_TIMEOUT_S = 10.0
+DRAIN_S = 5.0
+"""Seconds that a store waits at its end for loads and saves in flight; a second signal ends it."""
 NETWORK_FIELDS = (
     "host",
     "advertise_host",
@@ -383,6 +385,7 @@ def _serve(service: StoreService, store: NodeStore, host: str) -> None:
         flush=True,
     )
     service.wait()
+    service.drain(DRAIN_S)
 
 
 @contextmanager

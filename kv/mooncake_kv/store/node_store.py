@@ -138,6 +138,7 @@ class NodeStore:
             self._undo = undo.pop_all()
         self._endpoints: dict[str, bytes] = {}
         self._last_user = 0
+        self._is_draining = False
         self._is_closed = False
 
     def offer(self, transports: Transports) -> None:
@@ -167,6 +168,17 @@ class NodeStore:
         with self._lock:
             self._last_user += 1
             return StoreUser(self, self._last_user)
+
+    def drain(self) -> None:
+        """Grant no more handles: pins are misses, and writes are refused as by a store that is
+        gone, so that they are offered again. Handles in force stay valid."""
+        with self._lock:
+            self._is_draining = True
+
+    def is_busy(self) -> bool:
+        """Whether any chunk is being read or written, by users or on its way to an SSD."""
+        stats = self.stats()
+        return stats.num_pins + stats.num_staging > 0
 
     def close(self) -> None:
         """Release memory, files and threads. Close users and transports first. Idempotent."""
@@ -219,6 +231,9 @@ class NodeStore:
         self, keys: Sequence[bytes], user: int, lease_s: float, first_bytes: int | None = None
     ) -> Future[list[ReadHandle | None]]:
         with self._lock:
+            if self._is_draining:
+                self._table.stats.num_misses += len(keys)
+                return done([None] * len(keys))
             now = self._clock()
             self._table.touch(keys, now)
             handles = self._table.pin(keys, user, lease_s, now)
@@ -250,6 +265,8 @@ class NodeStore:
         is_use: bool = True,
     ) -> list[WriteHandle | PutRefusal]:
         with self._lock:
+            if self._is_draining:
+                return [PutRefusal.UNREACHABLE] * len(chunks)
             now = self._clock()
             found = self._table.reserve(chunks, user, lease_s, now, copy, is_use=is_use)
             if is_use:

@@ -23,6 +23,7 @@ import heapq
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ Result = TypeVar("Result")
 START_TIMEOUT_S = 30.0
 SIGNAL_POLL_S = 0.5
 """How often ``wait`` wakes up so that Python can run signal handlers."""
+DRAIN_POLL_S = 0.02
 MAX_TICKETS = 1024
 """Upper bound of the pending replies that one user has not collected."""
 UNSEEN_WRITERS_S = 600.0
@@ -165,8 +167,18 @@ class StoreService:
         if self._failure is not None:
             raise self._failure
 
+    def drain(self, timeout_s: float) -> None:
+        """Grant no more handles, and wait for those in force and for the writes queued for SSDs. Up
+        to ``timeout_s`` seconds, or until ``stop`` is called."""
+        self._store.drain()
+        deadline = time.monotonic() + timeout_s
+        while self._store.is_busy() and time.monotonic() < deadline:
+            with contextlib.suppress(Empty):
+                self._stops.get(timeout=DRAIN_POLL_S)
+                return
+
     def stop(self) -> None:
-        """Make ``wait`` return. Safe to call from a signal handler."""
+        """Make ``wait`` return, or ``drain``. Safe to call from a signal handler."""
         self._stops.put(None)
 
     def close(self) -> None:

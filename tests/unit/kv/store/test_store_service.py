@@ -378,6 +378,27 @@ def test_rejecting_store_is_asked_rarely_and_its_reason_logged_once(monkeypatch,
     client.close()
 
 
+def test_draining_store_ends_reads_and_grants_no_others(served, client):
+    put(client, 1)
+    (handle,) = client.pin([chunk(1).key]).result(WAIT_S)
+    draining = threading.Thread(target=served.service.drain, args=(WAIT_S,))
+    draining.start()
+    while (granted := client.reserve([chunk(2)]).result(WAIT_S)) != [PutRefusal.UNREACHABLE]:
+        client.abort(granted).result(WAIT_S)
+    assert client.pin([chunk(1).key]).result(WAIT_S) == [None]
+    assert draining.is_alive()
+    assert client.release([handle]).result(WAIT_S) == [True]
+    draining.join(WAIT_S)
+    assert not draining.is_alive()
+
+
+def test_second_stop_ends_draining(served, client):
+    put(client, 1)
+    client.pin([chunk(1).key]).result(WAIT_S)
+    served.service.stop()
+    served.service.drain(WAIT_S * 10)
+
+
 def test_restarted_store_is_reconnected_and_old_handles_are_invalid(caplog):
     caplog.set_level(logging.CRITICAL)
     first = Served()
