@@ -26,6 +26,8 @@ from support.deploy import (
 from mooncake_engine.config import Role
 from mooncake_engine.instance_arguments import kv_transfer_config
 from mooncake_hal.port_range import PortRange
+from mooncake_kv.cli import DRAIN_S
+from mooncake_kv.store.ssd_tier import CLOSE_TIMEOUT_S
 from mooncake_proxy.config_from_options import config_from
 from mooncake_proxy.pool.kubernetes import KubernetesConfig, PodList, specs_of_pods
 from mooncake_proxy.pool.pool_file import parse_pool_file
@@ -37,6 +39,7 @@ UNITS = {
     "engine": unit_command(
         SYSTEMD / "mooncake-engine@.service", environment_of(SYSTEMD / "engine.env.example")
     ),
+    "kv": unit_command(SYSTEMD / "mooncake-kv.service", environment_of(SYSTEMD / "kv.env.example")),
     "proxy": unit_command(
         SYSTEMD / "mooncake-proxy.service", environment_of(SYSTEMD / "proxy.env.example")
     ),
@@ -223,11 +226,18 @@ def test_container_grace_period_covers_shutdown_timeout(name: str) -> None:
     assert given > parse(COMPOSE[name]).shutdown_timeout
 
 
-@pytest.mark.parametrize("name", UNITS)
-def test_unit_stop_timeout_covers_shutdown_timeout(name: str) -> None:
-    unit = {"engine": "mooncake-engine@.service", "proxy": "mooncake-proxy.service"}[name]
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [
+        ("engine", "mooncake-engine@.service"),
+        ("proxy", "mooncake-proxy.service"),
+        ("kv", "mooncake-kv.service"),
+    ],
+)
+def test_unit_stop_timeout_covers_shutdown_timeout(name: str, unit: str) -> None:
     [given] = re.findall(r"^TimeoutStopSec=(\d+)$", (SYSTEMD / unit).read_text(), re.MULTILINE)
-    assert int(given) > parse(UNITS[name]).shutdown_timeout
+    of_store = DRAIN_S + CLOSE_TIMEOUT_S
+    assert int(given) > getattr(parse(UNITS[name]), "shutdown_timeout", of_store)
 
 
 def test_port_range_in_guides_is_free_on_every_host() -> None:
