@@ -96,7 +96,7 @@ def engine_config(
     is_async: bool,
     pool: str | None = None,
     is_pool_first: bool = False,
-    is_hybrid: bool = False,
+    is_hybrid: bool | None = False,
     has_events: bool = False,
     num_ubatches: int = 1,
 ) -> Any:
@@ -109,7 +109,7 @@ def engine_config(
         is_async: whether a step is scheduled before the previous one has ended.
         pool: address for the pool's connector.
         is_pool_first: whether MultiConnector lists the pool's connector before the other one.
-        is_hybrid: whether each kind of layers has a block table of its own.
+        is_hybrid: whether each kind of layers has a block table of its own; None: vLLM decides.
         has_events: whether KV events are enabled.
         num_ubatches: number of overlapping microbatches per step.
     """
@@ -135,7 +135,7 @@ def engine_config(
         max_num_seqs=4,
         max_num_batched_tokens=16,
         async_scheduling=is_async,
-        disable_hybrid_kv_cache_manager=not is_hybrid,
+        disable_hybrid_kv_cache_manager=None if is_hybrid is None else not is_hybrid,
         kv_events_config={"enable_kv_cache_events": True, "publisher": "null"}
         if has_events
         else None,
@@ -194,13 +194,14 @@ class MadeUpModel:
     Args:
         caches: the rank's memory.
         groups: the layers' KV-cache groups.
+        windows: the layers' sliding windows in tokens; 0: none.
     """
 
-    def __init__(self, caches: Caches, groups: Sequence[KVGroup]) -> None:
+    def __init__(self, caches: Caches, groups: Sequence[KVGroup], windows: Sequence[int]) -> None:
         memories = [layer.numpy() for layer in caches.layers.values()]
         heads = np.arange(KV.kv_heads)[:, None] / 4
         self._layers = [
-            MadeUpLayer(memories[layer], np.float32(layer / 8) + heads, number, group.window)
+            MadeUpLayer(memories[layer], np.float32(layer / 8) + heads, number, windows[layer])
             for number, group in enumerate(groups)
             for layer in group.layers
         ]
@@ -270,7 +271,8 @@ class VllmInstance:
     Args:
         config: see ``engine_config``.
         num_blocks: of KV; a small number makes vLLM preempt.
-        window: sliding window of the first layer; 0: none.
+        window: sliding window of the first layer; 0: none. With the hybrid manager off, vLLM keeps
+            all of its blocks.
         is_behind: whether the model runs a step only when its output is needed, after vLLM has
             processed the previous output; otherwise as soon as it is scheduled. vLLM does both.
     """
@@ -282,11 +284,12 @@ class VllmInstance:
         config.kv_transfer_config.engine_id = uuid.uuid4().hex
         config.instance_id = uuid.uuid4().hex[:8]
         config.cache_config.num_gpu_blocks = num_blocks
-        groups = (KVGroup((0,), window), KVGroup((1,))) if window else ()
+        is_hybrid = not config.scheduler_config.disable_hybrid_kv_cache_manager
+        groups = (KVGroup((0,), window), KVGroup((1,))) if window and is_hybrid else ()
         model = replace(KV, groups=groups)
         self.caches = make_caches(model, "LBHNC", num_blocks, BLOCK_SIZE)
         groups = groups or (KVGroup((0, 1)),)
-        self._model = MadeUpModel(self.caches, groups)
+        self._model = MadeUpModel(self.caches, groups, (window, 0))
         self._depth = 2 if config.scheduler_config.async_scheduling else 1
         names = list(self.caches.layers)
         specs = [

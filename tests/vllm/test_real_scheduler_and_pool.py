@@ -115,12 +115,12 @@ class Pair:
 
 
 def pooled(
-    store: StoreService, *, is_async: bool, is_behind: bool = False
+    store: StoreService, *, is_async: bool, is_behind: bool = False, window: int = 0
 ) -> AbstractContextManager[VllmInstance]:
     """An instance that uses this store."""
     pool = f"connect=127.0.0.1:{store.port},chunk={CHUNK}"
     config = engine_config("kv_both", "HalPoolConnector", "recompute", is_async=is_async, pool=pool)
-    return vllm_instance(config, NUM_BLOCKS, is_behind=is_behind)
+    return vllm_instance(config, NUM_BLOCKS, window, is_behind=is_behind)
 
 
 def wait_for_saved(instance: VllmInstance, wanted: int) -> None:
@@ -136,9 +136,14 @@ def wait_for_saved(instance: VllmInstance, wanted: int) -> None:
 
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)
+@pytest.mark.parametrize("window", [0, 6], ids=["full", "sliding"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
-def test_instance_loads_kv_computed_by_another(store: StoreService, is_async: bool) -> None:
-    with pooled(store, is_async=is_async) as first, pooled(store, is_async=is_async) as second:
+def test_instance_loads_kv_computed_by_another(
+    store: StoreService, is_async: bool, window: int
+) -> None:
+    """vLLM's hybrid manager is off, so that it keeps the blocks of sliding windows."""
+    options: dict[str, Any] = {"is_async": is_async, "window": window}
+    with pooled(store, **options) as first, pooled(store, **options) as second:
         pair = Pair((first, second))
         pair.do("ask", 4, 0)
         pair.do("settle", 0, 0)

@@ -186,7 +186,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self._names_layers = not vllm_config.parallel_config.use_ubatching
         self._deltas = MetricDeltas()
         self._config = self._read_settings(vllm_config)
-        check_supported(vllm_config, kv_cache_config)
+        check_supported(vllm_config, kv_cache_config, is_pool=self.is_pool)
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerHooks | None = None
         if role == KVConnectorRole.SCHEDULER:
