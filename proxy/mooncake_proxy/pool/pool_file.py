@@ -18,15 +18,6 @@ SOURCE = "file"
 POLL_S = 0.5
 
 
-def read_pool_file(path: str) -> list[InstanceSpec]:
-    """The instances in the file. Raises ConfigError if it can't be read or parsed."""
-    try:
-        data = Path(path).read_bytes()
-    except OSError as exc:
-        raise ConfigError(f"pool file {path}: {exc.strerror}") from exc
-    return parse_pool_file(data, path)
-
-
 def parse_pool_file(data: bytes, path: str) -> list[InstanceSpec]:
     """The instances in the file's content: JSON if its name ends in .json, else YAML."""
     try:
@@ -79,9 +70,11 @@ class PoolFileWatch:
 
     def load(self) -> None:
         """Read the file at startup, when a broken file is fatal. Raises ConfigError."""
-        wanted = read_pool_file(self._path)
-        self._content = Path(self._path).read_bytes()
-        self._follow(wanted)
+        try:
+            self._content = Path(self._path).read_bytes()
+        except OSError as exc:
+            raise ConfigError(f"pool file {self._path}: {exc.strerror}") from exc
+        self._follow(parse_pool_file(self._content, self._path))
 
     def _follow(self, wanted: list[InstanceSpec]) -> None:
         apply_plan(

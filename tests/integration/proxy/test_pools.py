@@ -14,7 +14,8 @@ from support.proxy_fakes import FakeDeployment, FakeInstance, fake_deployment, t
 from support.proxy_fakes_client import BODY, STREAM, events_of, post, streamed_text
 
 from mooncake_proxy.http1.upstream_connection import ClientContext
-from mooncake_proxy.pool.instances import Role
+from mooncake_proxy.pool import pool_file
+from mooncake_proxy.pool.instances import InstanceSpec, Role
 from mooncake_proxy.pool.kubernetes import (
     KubernetesConfig,
     KubernetesWatch,
@@ -113,6 +114,30 @@ def test_only_an_idle_instance_switches_its_role() -> None:
             assert len(s.app.router.pool.live(Role.PREFILL)) == 2
             running.cancel()
             await asyncio.wait({running})
+
+    uvloop.run(main())
+
+
+def test_change_of_the_pool_file_during_the_start_is_applied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        async with fake_deployment(num_decodes=0) as s:
+            path = tmp_path / "pools.json"
+            path.write_text('{"decode": ["http://first:1"]}')
+            read = pool_file.parse_pool_file
+
+            def read_and_change(data: bytes, name: str) -> list[InstanceSpec]:
+                path.write_text('{"decode": ["http://second:1"]}')
+                return read(data, name)
+
+            watch = PoolFileWatch(str(path), s.app.process.pools)
+            monkeypatch.setattr(pool_file, "parse_pool_file", read_and_change)
+            watch.load()
+            monkeypatch.undo()
+            watch.poll_once()
+            names = [i.name for i in s.app.router.pool if i.spec.role is Role.DECODE]
+            assert names == ["http://second:1"]
 
     uvloop.run(main())
 
