@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
@@ -181,8 +182,9 @@ def accept_authenticated(listener: socket.socket, key: bytes) -> Connection:
     take longer than ``_AUTH_TIMEOUT_S``, are closed.
 
     Raises:
-        TimeoutError: no connection came within the listener's timeout.
+        TimeoutError: no such connection came within the listener's timeout.
     """
+    began, limit_s = time.monotonic(), listener.gettimeout()
     while True:
         accepted, address = listener.accept()
         with _authenticating(accepted) as connection:
@@ -196,6 +198,8 @@ def accept_authenticated(listener: socket.socket, key: bytes) -> Connection:
                 connection.close()
             else:
                 return connection
+        if limit_s is not None and time.monotonic() - began > limit_s:
+            raise TimeoutError(f"no connection was authenticated within {limit_s:g} s")
 
 
 def connect_authenticated(address: tuple[str, int], key: bytes) -> Connection:

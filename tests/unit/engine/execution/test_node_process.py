@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
@@ -117,3 +118,23 @@ def test_node_exits_on_a_signal(checkpoint: Path, listener: socket.socket) -> No
 def test_different_secrets_are_reported(checkpoint: Path, listener: socket.socket) -> None:
     with pytest.raises(ConfigError, match="give both the same --node-secret-file"):
         join(checkpoint, listener, lambda *_: None, "another one")
+
+
+@pytest.mark.timeout(30)
+def test_rejected_connections_do_not_extend_the_wait(listener: socket.socket) -> None:
+    """A load balancer's or a Kubernetes probe connects all the time."""
+    is_over = threading.Event()
+
+    def probe() -> None:
+        while not is_over.wait(0.01):
+            socket.create_connection(listener.getsockname()).close()
+
+    prober = threading.Thread(target=probe)
+    prober.start()
+    listener.settimeout(0.2)
+    try:
+        with pytest.raises(TimeoutError):
+            accept_authenticated(listener, SECRET.encode())
+    finally:
+        is_over.set()
+        prober.join()
