@@ -44,6 +44,7 @@ from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.kv_connector import (
     EXTENSION,
     SchedulerConnector,
+    engine_errors,
     find_connector,
     settle_addresses,
 )
@@ -320,6 +321,11 @@ def start_executors(
         ]
     except HalError as exc:
         raise ConfigError(f"backend {backend.name!r} can't load the model: {exc}") from exc
+    except MemoryError as exc:
+        raise ConfigError(
+            f"this host does not have the memory for a step of up to {config.max_num_seqs} "
+            f"sequences: {exc}; lower --max-num-seqs or --max-model-len"
+        ) from exc
 
 
 def _make_core(
@@ -435,11 +441,12 @@ def _make_kv_events(config: EngineConfig, block_size: int, dp_rank: int) -> KVEv
     """Creates the event log of a data-parallel rank's block pool; None if events are off.
 
     Raises:
-        KVConfigError: the configured addresses can't be bound.
+        ConfigError: the configured addresses can't be bound.
     """
     if config.kv_events is None or not config.kv_events.is_published:
         return None
-    publisher = KVEventPublisher(config.kv_events, dp_rank=dp_rank)
+    with engine_errors():
+        publisher = KVEventPublisher(config.kv_events, dp_rank=dp_rank)
     endpoints = publisher.endpoints
     logger.info("KV events at %s", endpoints.endpoint)
     return KVEventLog(publisher.publish, block_size, publisher.close, endpoints)

@@ -55,11 +55,11 @@ def with_config(
     options = commands.get(argv[0], ()) if argv else ()
     if CONFIG_FILE not in options:
         return list(argv)
-    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    finder = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     finder.add_argument(CONFIG_FILE.flag, type=Path, action="append", default=[])
     try:
         found, _ = finder.parse_known_args(argv[1:])
-    except SystemExit:  # --config without a file: the command's parser reports it
+    except argparse.ArgumentError:  # --config without a file: the command's parser reports it
         return list(argv)
     by_name = _by_name(option for option in options if option is not CONFIG_FILE)
     written: list[str] = []

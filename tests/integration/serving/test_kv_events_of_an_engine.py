@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
+import pytest
 from support.event_requests import FROM_THE_START, request_events
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.event_stream import EventStream
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_engine import LLM, SamplingParams
+from mooncake_engine.errors import ConfigError
 from mooncake_kv.kv_events import event_key
 from mooncake_kv.kv_events_config import KVEventsConfig
 
@@ -44,3 +47,10 @@ def test_index_matches_prefix_cache(tmp_path: Path) -> None:
         assert 0 < len(pool._index) < count
         while index.digest(0, Tier.DEVICE)[0] != len(pool._index):
             replay(endpoint, stream)
+
+
+def test_address_in_use_is_a_configuration_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        endpoint = f"tcp://*:{taken.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"KV events can't be published at .*in use"):
+            LLM(MODEL, threads=1, num_kv_blocks=24, kv_events=KVEventsConfig(True, endpoint))

@@ -147,6 +147,12 @@ def test_missing_file_is_rejected(tmp_path: Path) -> None:
         parse("serve", "--config", str(tmp_path / "missing"))
 
 
+def test_missing_file_name_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "x", "--config"])
+    assert capsys.readouterr().err.count("expected one argument") == 1
+
+
 def test_other_commands_ignore_config() -> None:
     assert with_config(["generate", "--config", "x"], OPTIONS) == ["generate", "--config", "x"]
     assert with_config([], OPTIONS) == []

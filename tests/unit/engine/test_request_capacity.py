@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from support.scripted_core import ScriptedExecutor, scripted_engine
 
+from mooncake_engine import LLM
 from mooncake_engine.async_engine import AsyncEngine
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, InvalidRequest, Overloaded
@@ -40,3 +41,9 @@ def test_negative_capacity_is_rejected() -> None:
     """It would reject every request."""
     with pytest.raises(ConfigError, match="max_queued_requests must not be negative, got -1"):
         EngineConfig(Path("model"), max_queued_requests=-1)
+
+
+def test_too_many_sequences_for_the_memory_of_the_host_are_a_configuration_error() -> None:
+    model = Path(__file__).resolve().parents[3] / "examples" / "tiny-llama"
+    with pytest.raises(ConfigError, match=r"does not have the memory.*lower --max-num-seqs"):
+        LLM(model, threads=1, num_kv_blocks=24, max_num_seqs=1 << 40)
