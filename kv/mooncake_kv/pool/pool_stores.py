@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
-from mooncake_hal.errors import HalError
+from mooncake_hal.errors import HalError, PortsExhausted
 from mooncake_hal.negotiation import AUTO, Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.session.addressing import is_loopback
@@ -199,7 +199,13 @@ class PoolStores:
                 store.offer(transports)
             else:
                 address = StoreAddress(network.host, config.port, self._secret)
-                service = StoreService.start(store, transports, address)
+                try:
+                    service = StoreService.start(store, transports, address)
+                except PortsExhausted as exc:
+                    raise KVConfigError(
+                        f"--kv-pool: port {config.port} on {network.host} is in use: stop the "
+                        "process that uses it, or choose another port=..."
+                    ) from exc
                 undo.callback(service.close)
                 self._listens = (network.advertise_host or network.host, service.port)
                 logger.info("the store of this instance listens on port %d", service.port)

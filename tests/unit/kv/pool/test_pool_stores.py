@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.session.processes import ProcessName, this_process
 from mooncake_hal.transport import EndpointOptions
+from mooncake_kv.errors import KVConfigError
 from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_kv.pool.pool_events import PoolStats
 from mooncake_kv.pool.pool_stores import PoolStores
@@ -67,3 +69,11 @@ def test_lost_store_is_counted_as_not_connected(service: StoreService) -> None:
 def test_stores_that_ranks_share_are_counted_once() -> None:
     rank = PoolStats(num_loads=3, num_stores=2, num_connected_stores=1)
     assert rank + rank == PoolStats(num_loads=6, num_stores=2, num_connected_stores=1)
+
+
+def test_port_in_use_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        config = KVPoolConfig(dram_bytes=1 << 20, port=port)
+        with pytest.raises(KVConfigError, match=f"--kv-pool: port {port} on 127.0.0.1 is in use"):
+            PoolStores(config, Registry.discover(), "here")
