@@ -358,15 +358,22 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--html", type=_output, metavar="FILE", help="write one page with charts")
 
 
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
+
+
 def _positive(text: str) -> float:
-    value = float(text)
+    value = _number(text)
     if not value > 0:
         raise argparse.ArgumentTypeError(f"must be more than 0, got {text}")
     return value
 
 
 def _count(text: str) -> int:
-    value = float(text)
+    value = _number(text)
     if not 1 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
     return int(value)

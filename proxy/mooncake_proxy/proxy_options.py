@@ -402,4 +402,10 @@ def _add_objectives(parser: argparse.ArgumentParser) -> None:
 
 
 def _tokens_or_auto(text: str) -> int | None:
-    return None if text == "auto" else int(text)
+    if text == "auto":
+        return None
+    try:
+        return int(text)
+    except ValueError:
+        wanted = "wanted a number of tokens, or auto"
+        raise argparse.ArgumentTypeError(f"{wanted}, found {text!r}") from None

@@ -231,6 +231,7 @@ def test_poisson_arrivals_keep_the_order_and_the_rate(trace: Path, capsys) -> No
         ("--html", "absent/page.html", "there is no folder absent"),
         ("--csv", "absent/requests.csv", "there is no folder absent"),
         ("--cache-tokens", "inf", "must be at least 1, got inf"),
+        ("--load", "much", "must be a number, got 'much'"),
     ],
 )
 def test_unusable_options_are_reported_before_the_run(

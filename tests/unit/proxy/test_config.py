@@ -81,3 +81,9 @@ def test_invalid_certificates_are_reported(
     stderr = capfd.readouterr().err
     assert f"mooncake-proxy: {flag} {path}: wanted" in stderr
     assert "Traceback" not in stderr
+
+
+def test_short_prompt_tokens_names_what_it_accepts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--short-prompt-tokens", "some"])
+    assert "wanted a number of tokens, or auto, found 'some'" in capsys.readouterr().err
