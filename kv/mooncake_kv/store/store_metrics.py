@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 
@@ -62,74 +62,67 @@ class Family:
 
 def families(stats: StoreStats) -> list[Family]:
     """A store's counters and gauges as metric families."""
-
-    def tiers(dram: float, ssd: float) -> Rows:
-        return {(("tier", Tier.DRAM.value),): dram, (("tier", Tier.SSD.value),): ssd}
-
-    def reasons(counts: dict[str, int], known: Sequence[str]) -> Rows:
-        # from 0 on: Prometheus would not see the increase from nothing to the first count
-        every = dict.fromkeys(known, 0) | counts
-        return {(("reason", reason),): count for reason, count in sorted(every.items())}
-
-    def one(value: float) -> Rows:
-        return {(): value}
-
     used = stats.capacity_bytes - stats.free_bytes
-    expired: Rows = {
-        (("kind", "read"),): stats.num_expired_reads,
-        (("kind", "write"),): stats.num_expired_writes,
-    }
-    hung: Rows = {
-        (("kind", "read"),): stats.num_ssd_hung_reads,
-        (("kind", "write"),): stats.num_ssd_hung_writes,
-    }
-    per_day = stats.ssd_write_bytes_per_day
-    limit, budget = (one(per_day), one(stats.ssd_budget_bytes)) if per_day else ({}, {})
+    expired = _by("kind", {"read": stats.num_expired_reads, "write": stats.num_expired_writes})
+    refused = _by("reason", dict.fromkeys(_PUT_REFUSALS, 0) | stats.num_refused_puts)
+    evicted = _by("reason", dict.fromkeys(EVICTION_REASONS, 0) | stats.num_evicted)
     return [
         Family(
-            "capacity_bytes", "Capacity.", tiers(stats.capacity_bytes, stats.ssd_capacity_bytes)
+            "capacity_bytes", "Capacity.", _tiers(stats.capacity_bytes, stats.ssd_capacity_bytes)
         ),
-        Family("used_bytes", "Bytes in use.", tiers(used, stats.ssd_bytes)),
-        Family("chunks", "Chunks stored now.", tiers(stats.num_chunks, stats.ssd_chunks)),
-        Family("staging_chunks", "Chunks being written.", one(stats.num_staging)),
-        Family("pins", "Read handles in force.", one(stats.num_pins)),
-        Family("quarantine_bytes", "Freed, not reusable yet.", one(stats.quarantine_bytes)),
-        Family("leaked_bytes", "Held by abandoned writers.", one(stats.abandoned_bytes)),
-        Family("probed_keys_total", "Keys probed by message.", one(stats.num_probes)),
-        Family("hits_total", "Keys pinned.", tiers(stats.num_dram_hits, stats.num_ssd_hits)),
-        Family("misses_total", "Keys that could not be pinned.", one(stats.num_misses)),
-        Family("read_bytes_total", "Bytes of pinned chunks.", one(stats.pinned_bytes)),
-        Family("puts_total", "Chunks put.", one(stats.num_puts)),
-        Family("put_bytes_total", "Bytes of chunks put.", one(stats.put_bytes)),
-        Family("aborted_puts_total", "Writes aborted or expired.", one(stats.num_aborts)),
-        Family(
-            "refused_puts_total",
-            "Puts refused, by reason.",
-            reasons(stats.num_refused_puts, _PUT_REFUSALS),
-        ),
-        Family(
-            "evictions_total",
-            "Evicted chunks, by reason.",
-            reasons(stats.num_evicted, EVICTION_REASONS),
-        ),
+        Family("used_bytes", "Bytes in use.", _tiers(used, stats.ssd_bytes)),
+        Family("chunks", "Chunks stored now.", _tiers(stats.num_chunks, stats.ssd_chunks)),
+        Family("staging_chunks", "Chunks being written.", _one(stats.num_staging)),
+        Family("pins", "Read handles in force.", _one(stats.num_pins)),
+        Family("quarantine_bytes", "Freed, not reusable yet.", _one(stats.quarantine_bytes)),
+        Family("leaked_bytes", "Held by abandoned writers.", _one(stats.abandoned_bytes)),
+        Family("probed_keys_total", "Keys probed by message.", _one(stats.num_probes)),
+        Family("hits_total", "Keys pinned.", _tiers(stats.num_dram_hits, stats.num_ssd_hits)),
+        Family("misses_total", "Keys that could not be pinned.", _one(stats.num_misses)),
+        Family("read_bytes_total", "Bytes of pinned chunks.", _one(stats.pinned_bytes)),
+        Family("puts_total", "Chunks put.", _one(stats.num_puts)),
+        Family("put_bytes_total", "Bytes of chunks put.", _one(stats.put_bytes)),
+        Family("aborted_puts_total", "Writes aborted or expired.", _one(stats.num_aborts)),
+        Family("refused_puts_total", "Puts refused, by reason.", refused),
+        Family("evictions_total", "Evicted chunks, by reason.", evicted),
         Family("leaked_handles_total", "Handles that expired.", expired),
         Family(
-            "invalid_reads_total", "Reads without a valid handle.", one(stats.num_invalid_reads)
+            "invalid_reads_total", "Reads without a valid handle.", _one(stats.num_invalid_reads)
         ),
-        Family("ssd_written_bytes_total", "Written to SSDs.", one(stats.ssd_written_bytes)),
+        *_ssd_families(stats),
+    ]
+
+
+def _ssd_families(stats: StoreStats) -> list[Family]:
+    hung = _by("kind", {"read": stats.num_ssd_hung_reads, "write": stats.num_ssd_hung_writes})
+    skipped = _by("reason", dict.fromkeys(SSD_SKIP_REASONS, 0) | stats.num_ssd_skipped)
+    per_day = stats.ssd_write_bytes_per_day
+    limit, budget = (_one(per_day), _one(stats.ssd_budget_bytes)) if per_day else ({}, {})
+    return [
+        Family("ssd_written_bytes_total", "Written to SSDs.", _one(stats.ssd_written_bytes)),
         Family("ssd_write_limit_bytes_per_day", "Limit of writes to SSDs, if set.", limit),
         Family("ssd_write_budget_bytes", "What the limit allows to write now.", budget),
-        Family("ssd_read_bytes_total", "Read from SSDs.", one(stats.ssd_read_bytes)),
-        Family("ssd_corrupt_total", "Damaged records.", one(stats.num_ssd_corrupt)),
-        Family("ssd_errors_total", "I/O errors.", one(stats.num_ssd_errors)),
+        Family("ssd_read_bytes_total", "Read from SSDs.", _one(stats.ssd_read_bytes)),
+        Family("ssd_corrupt_total", "Damaged records.", _one(stats.num_ssd_corrupt)),
+        Family("ssd_errors_total", "I/O errors.", _one(stats.num_ssd_errors)),
         Family("ssd_hung_drives", "Drives with hung reads, or writes.", hung),
-        Family("ssd_unscanned_drives", "Drives being scanned.", one(stats.num_ssd_unscanned)),
-        Family(
-            "ssd_skipped_total",
-            "Chunks not written.",
-            reasons(stats.num_ssd_skipped, SSD_SKIP_REASONS),
-        ),
+        Family("ssd_unscanned_drives", "Drives being scanned.", _one(stats.num_ssd_unscanned)),
+        Family("ssd_skipped_total", "Chunks not written.", skipped),
     ]
+
+
+def _one(value: float) -> Rows:
+    return {(): value}
+
+
+def _tiers(dram: float, ssd: float) -> Rows:
+    return _by("tier", {Tier.DRAM.value: dram, Tier.SSD.value: ssd})
+
+
+def _by(label: str, values: Mapping[str, float]) -> Rows:
+    """Samples by one label. Counters have one of every known value, 0 at first: Prometheus would
+    not see the increase from no sample to the first count."""
+    return {((label, name),): value for name, value in sorted(values.items())}
 
 
 def prometheus_text(stats: StoreStats) -> str:
