@@ -79,10 +79,16 @@ BODIES = {
     "v1/engine/parallel_sampling.py": ("get_child_info",),
     "entrypoints/openai/completion/serving.py": ("create_completion", "render_completion_request"),
     "entrypoints/generate/base/serving.py": ("_with_kv_transfer_rejection_cleanup",),
+    "v1/worker/worker_base.py": ("initialize_from_config",),
 }
-"""Methods on whose bodies we depend: the ids of a request's choices, and that the connector gets
-the parameters of a request that the front end refuses."""
-PACKAGES = {"distributed": ("get_pp_group", "get_tp_group"), "platforms": ("current_platform",)}
+"""Methods on whose bodies we depend: the ids of a request's choices, that the connector gets the
+parameters of a request that the front end refuses, and that a worker's connector can read vLLM's
+own configuration."""
+PACKAGES = {
+    "config": ("get_current_vllm_config_or_none",),
+    "distributed": ("get_pp_group", "get_tp_group"),
+    "platforms": ("current_platform",),
+}
 """Packages from which we import names directly."""
 WITH_SIGNATURES = (
     "KVConnectorBase_V1",
@@ -309,13 +315,15 @@ def calls(package: Path) -> Iterator[tuple[str, int, list[str]]]:
 
 
 def module_texts(package: Path, name: str) -> Iterator[str]:
-    """Names that a package's ``__init__`` defines or imports with ``*``."""
+    """Names that a package's ``__init__`` defines or imports."""
     folder = package / name
     tree = ast.parse((folder / "__init__.py").read_text())
     yield from defined(tree)
     for node in tree.body:
-        is_star = isinstance(node, ast.ImportFrom) and node.names[0].name == "*"
-        if is_star and node.level == 1 and node.module:
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        yield from (each.asname or each.name for each in node.names)
+        if node.names[0].name == "*" and node.level == 1 and node.module:
             yield from defined(ast.parse((folder / f"{node.module}.py").read_text()))
 
 

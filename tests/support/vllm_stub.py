@@ -82,6 +82,7 @@ def install(monkeypatch: pytest.MonkeyPatch, device: str = "cpu") -> None:
     Factory.registered = {}
     modules: dict[str, dict[str, Any]] = {
         "vllm": {},
+        "vllm.config": {"get_current_vllm_config_or_none": lambda: None},
         "vllm.platforms": {"current_platform": SimpleNamespace(device_type=device)},
         "vllm.distributed": {"get_pp_group": None, "get_tp_group": None},
         "vllm.distributed.kv_events": {

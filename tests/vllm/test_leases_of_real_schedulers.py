@@ -3,6 +3,7 @@ ranks of D are given, and one beside the pool, in both orders of a MultiConnecto
 
 from __future__ import annotations
 
+import copy
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
@@ -15,6 +16,7 @@ from support.vllm_scheduler import (
     settle,
     vllm_instance,
 )
+from vllm.config import set_current_vllm_config
 
 from mooncake_vllm.errors import UnsupportedByVllmConnector
 
@@ -141,3 +143,25 @@ def test_pool_that_could_only_load_or_save_is_refused(is_pool_first: bool, role:
         vllm_instance(config, NUM_BLOCKS),
     ):
         pass
+
+
+@ORDERS
+@pytest.mark.parametrize("connector", ["HalPushConnector", "HalPullConnector"])
+def test_role_of_multiconnector_must_protect_pushed_blocks(
+    is_pool_first: bool, connector: str
+) -> None:
+    """With two batches in flight, as a producer vLLM gives a request blocks that a step still
+    writes. Reads wait for the step, which a peer that pushes can't."""
+    config: Any = copy.deepcopy(
+        engine_config(
+            "kv_consumer", connector, "fail", is_async=True, pool=POOL, is_pool_first=is_pool_first
+        )
+    )
+    config.kv_transfer_config.kv_role = "kv_producer"
+    with ExitStack() as stack:
+        stack.enter_context(set_current_vllm_config(config))  # as vLLM does in its workers
+        if connector == "HalPushConnector":
+            stack.enter_context(
+                pytest.raises(UnsupportedByVllmConnector, match="use kv_both for MultiConnector")
+            )
+        stack.enter_context(vllm_instance(config, NUM_BLOCKS))

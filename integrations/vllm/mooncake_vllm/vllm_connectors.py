@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
 
+from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.kv_events import (
     BlockRemoved as VllmBlockRemoved,
@@ -39,6 +40,7 @@ from mooncake_vllm.ascend_memory import HEADS_FIRST, check_ascend, view_ascend_c
 from mooncake_vllm.errors import ConnectorDied, UnsupportedByVllmConnector
 from mooncake_vllm.transfer_stats import POOL, HalPromMetrics, HalStats, MetricDeltas
 from mooncake_vllm.vllm_instance import (
+    check_outer_role,
     check_supported,
     describe_device,
     describe_instance,
@@ -176,6 +178,9 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     """The KV cache layout that makes its transfers few and large; None if none does."""
     is_pool = False
     """Whether its metrics are the pool's."""
+    loads_wait_for_steps = True
+    """Whether its loads begin after the steps that may still write to their blocks; see
+    ``HeldLoads``."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -187,6 +192,9 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self._deltas = MetricDeltas()
         self._config = self._read_settings(vllm_config)
         check_supported(vllm_config, kv_cache_config, is_pool=self.is_pool)
+        if role == KVConnectorRole.WORKER and not self.loads_wait_for_steps:
+            # vLLM has set it in its workers: a MultiConnector's child is given another one.
+            check_outer_role(vllm_config, get_current_vllm_config_or_none())
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerHooks | None = None
         if role == KVConnectorRole.SCHEDULER:
@@ -431,6 +439,7 @@ class HalPushConnector(HalConnector):
 
     connector_name = "MooncakeLayerwiseConnector"
     best_layout = "LBHNC"  # layers are sent one by one; in each, a block's heads are contiguous
+    loads_wait_for_steps = False  # P writes, which knows nothing of D's steps
 
 
 # vLLM drops blocks that have left a sliding window only if its connector declares that it supports

@@ -201,6 +201,29 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, *, is_pool: bool = F
         raise UnsupportedByVllmConnector(f"KV can't be transferred yet with {'; '.join(problems)}")
 
 
+def check_outer_role(vllm_config: Any, outer: Any) -> None:
+    """Refuse a ``kv_role`` of MultiConnector with which vLLM gives a load blocks that a step in
+    flight still writes. For a connector whose loads don't wait for such steps.
+
+    Args:
+        vllm_config: the configuration that the connector was given, with its own ``kv_role``.
+        outer: vLLM's configuration; None if it is unknown.
+
+    Raises:
+        UnsupportedByVllmConnector: the two roles contradict each other.
+    """
+    transfer = vllm_config.kv_transfer_config
+    transfer_of_vllm = None if outer is None else outer.kv_transfer_config
+    if transfer_of_vllm is None or vllm_config.max_concurrent_batches == 1:
+        return
+    if transfer.is_kv_consumer and not transfer_of_vllm.is_kv_consumer:
+        raise UnsupportedByVllmConnector(
+            f"a child of MultiConnector has the kv_role {transfer.kv_role}, MultiConnector itself "
+            f"{transfer_of_vllm.kv_role}: vLLM would let it load into blocks that a step in flight "
+            "still writes for another request; use kv_both for MultiConnector"
+        )
+
+
 def _parallel_problems(parallel: Any) -> Iterator[str]:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:

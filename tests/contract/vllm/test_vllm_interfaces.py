@@ -64,6 +64,7 @@ NOT_OVERRIDDEN = {
 
 READ = {
     "transfer": "KVTransferConfig",
+    "transfer_of_vllm": "KVTransferConfig",
     "kv_transfer_config": "KVTransferConfig",
     "parallel": "ParallelConfig",
     "parallel_config": "ParallelConfig",
@@ -214,6 +215,13 @@ def test_connector_gets_params_of_a_request_for_an_unknown_model(facts: dict[str
     assert "self._check_model" in bodies["render_completion_request"]
     notify = "self.engine_client.notify_kv_transfer_request_rejected"
     assert notify in bodies["_with_kv_transfer_rejection_cleanup"]
+
+
+@release
+def test_connectors_of_workers_can_read_vllms_own_configuration(facts: dict[str, Any]) -> None:
+    """A child of MultiConnector is given another one, with its own ``kv_role``."""
+    bodies = facts["bodies"]["initialize_from_config"]
+    assert {"set_current_vllm_config", "self.worker.initialize_from_config"} <= {*bodies}
 
 
 @release

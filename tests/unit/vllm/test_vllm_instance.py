@@ -16,6 +16,7 @@ from mooncake_hal.latents import PAIRS
 from mooncake_kv.model_fingerprint import model_fingerprint
 from mooncake_vllm.errors import UnsupportedByVllmConnector
 from mooncake_vllm.vllm_instance import (
+    check_outer_role,
     check_supported,
     describe_device,
     describe_instance,
@@ -177,6 +178,37 @@ def test_pool_supports_windows_whose_blocks_are_kept(each: Any, max_model_len: i
     kept = config()
     kept.model_config.max_model_len = max_model_len
     check_supported(kept, caches(each), is_pool=True)
+
+
+def with_role(kv_role: str, num_batches: int = 2) -> Any:
+    loads = kv_role != "kv_producer"
+    return SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(kv_role=kv_role, is_kv_consumer=loads),
+        max_concurrent_batches=num_batches,
+    )
+
+
+@pytest.mark.parametrize("kv_role", ["kv_consumer", "kv_both"])
+def test_child_that_loads_is_rejected_in_a_producer(kv_role: str) -> None:
+    with pytest.raises(UnsupportedByVllmConnector, match="use kv_both for MultiConnector"):
+        check_outer_role(with_role(kv_role), with_role("kv_producer"))
+
+
+@pytest.mark.parametrize(
+    ("child", "outer"),
+    [
+        (with_role("kv_producer"), with_role("kv_producer")),
+        (with_role("kv_consumer"), with_role("kv_both")),
+        (with_role("kv_both"), with_role("kv_both")),
+        (with_role("kv_consumer", num_batches=1), with_role("kv_producer", num_batches=1)),
+        (with_role("kv_consumer"), None),
+        (with_role("kv_consumer"), SimpleNamespace(kv_transfer_config=None)),
+    ],
+)
+def test_roles_with_which_no_step_writes_to_loaded_blocks_are_accepted(
+    child: Any, outer: Any
+) -> None:
+    check_outer_role(child, outer)
 
 
 def test_request_ids_that_may_repeat_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
