@@ -51,6 +51,6 @@ def test_index_matches_prefix_cache(tmp_path: Path) -> None:
 
 def test_address_in_use_is_a_configuration_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        endpoint = f"tcp://*:{taken.getsockname()[1]}"
+        events = KVEventsConfig(True, endpoint=f"tcp://*:{taken.getsockname()[1]}")
         with pytest.raises(ConfigError, match=r"KV events can't be published at .*in use"):
-            LLM(MODEL, threads=1, num_kv_blocks=24, kv_events=KVEventsConfig(True, endpoint))
+            LLM(MODEL, threads=1, num_kv_blocks=24, kv_events=events)
