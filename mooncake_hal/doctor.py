@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import base64
+import http.client
 import json
 import socket
 import urllib.error
@@ -30,7 +31,7 @@ from mooncake_hal.deployment import (
 from mooncake_hal.errors import BackendNotFound, BackendUnavailable, DeploymentRefused, HalError
 from mooncake_hal.known_hardware import HardwareInfo
 from mooncake_hal.negotiation import Transports, offered_transports, reserved_ports
-from mooncake_hal.port_range import ReservedPorts
+from mooncake_hal.port_range import MAX_PORT, ReservedPorts
 from mooncake_hal.ports import Port
 from mooncake_hal.registry import Registry
 from mooncake_hal.specs import Check, TransportConstraints
@@ -165,22 +166,29 @@ def examine_peer(registry: Registry, url: str, secret: bytes) -> list[Check]:
         topology = _fetch(f"{url.rstrip('/')}/kv/topology")
     except (OSError, ValueError) as exc:
         return [Check(f"HTTP of {url}", str(exc))]
+    except http.client.HTTPException as exc:
+        reason = f"{url} does not speak HTTP ({type(exc).__name__}): wanted --port of an instance"
+        return [Check(f"HTTP of {url}", f"{reason}, not --kv-port")]
+    try:
+        host, port, ranks = topology["host"], int(topology["port"]), topology["ranks"]
+    except (KeyError, TypeError, ValueError):
+        return [Check(f"HTTP of {url}", f"{url} is another server, not a mooncake-engine instance")]
     checks = [Check(f"HTTP of {url}")]
-    host, port = topology["host"], topology["port"]
     side_channel, problem = f"KV side channel {host}:{port}", None
     try:
         socket.create_connection((host, port), CONNECT_TIMEOUT_S).close()
     except OSError as exc:
         problem = f"can't be reached: {exc}; is the port open between the hosts?"
     checks.append(Check(side_channel, problem))
-    checks += _try_ranks(registry, topology["ranks"], host, secret)
+    checks += _try_ranks(registry, ranks, host, secret)
     return checks
 
 
 def _fetch(url: str) -> dict[str, Any]:
     try:
         with closing(urllib.request.urlopen(url, timeout=CONNECT_TIMEOUT_S)) as answer:
-            return dict(json.load(answer))
+            found = json.load(answer)
+            return found if isinstance(found, dict) else {}
     except urllib.error.HTTPError as exc:
         raise OSError(
             f"{url} returned HTTP {exc.code}: the server has no KV connector, or is not a "
@@ -329,7 +337,7 @@ def _plan(raw: dict[str, Any], found: PlannedHardware) -> InstancePlan:
     role = raw.get("role", "both")
     host = raw.get("host", "127.0.0.1")
     wanted = (("HTTP", raw.get("http")), ("KV side channel", raw.get("kv")))
-    ports = tuple(Port(what, host, _number(what, number)) for what, number in wanted if number)
+    ports = tuple(Port(what, host, _port(what, number)) for what, number in wanted if number)
     block_size = _number("block_size", raw.get("block_size", usual_block_size(found.block_sizes)))
     if block_size not in found.block_sizes and block_size > 0:
         sizes = ", ".join(map(str, sorted(found.block_sizes)))
@@ -350,6 +358,13 @@ def _plan(raw: dict[str, Any], found: PlannedHardware) -> InstancePlan:
         ),
         found.reserved,
     )
+
+
+def _port(what: str, given: Any) -> int:
+    port = _number(what, given)
+    if not 0 <= port <= MAX_PORT:
+        raise DeploymentRefused([f"{what}: wanted a port, 0 to {MAX_PORT}, got {port}"])
+    return port
 
 
 def _number(what: str, given: Any) -> int:

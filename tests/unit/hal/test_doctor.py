@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import base64
+import socket
+import threading
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -149,3 +151,35 @@ def test_invalid_peer_url_is_rejected_with_the_form(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == (
         "FAIL  HTTP of p0: wanted --peer http://HOST:PORT, its --host and --port\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (b"\x00\x10challenge", "does not speak HTTP (BadStatusLine): wanted --port of an instance"),
+        (b"HTTP/1.1 200 OK\r\n\r\n{}", "is another server, not a mooncake-engine instance"),
+        (b"HTTP/1.1 200 OK\r\n\r\n[5]", "is another server, not a mooncake-engine instance"),
+    ],
+)
+def test_peer_that_is_no_instance_is_reported(
+    answer: bytes, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        status = cli.main(["doctor", "--peer", f"http://127.0.0.1:{listener.getsockname()[1]}"])
+        thread.join()
+    assert status == 1
+    assert problem in capsys.readouterr().out
+
+
+def test_impossible_port_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    status, output = plan(capsys, "role=both,http=99999")
+    assert (status, output) == (1, "FAIL  deployment: HTTP: wanted a port, 0 to 65535, got 99999\n")
