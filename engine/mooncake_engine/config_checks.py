@@ -1,4 +1,5 @@
-"""Checks of an EngineConfig: bounds of single options, and options that exclude or need each other.
+"""Checks of an EngineConfig: bounds of single options, and options that exclude or need each other;
+and of URLs, which several commands take.
 
 Every check raises ConfigError, with the option, the value that was found, and what to change.
 """
@@ -6,6 +7,7 @@ Every check raises ConfigError, with the option, the value that was found, and w
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from mooncake_engine.errors import ConfigError
 
@@ -87,3 +89,18 @@ def _check_step_timeout(seconds: float) -> None:
         raise ConfigError(
             f"step_timeout_s must be 0, which is no limit, or 1 to 86400 seconds, got {seconds:g}"
         )
+
+
+def check_url(option: str, url: str) -> None:
+    """Check that a URL names an HTTP server; ``option`` is the option that has set it."""
+    if not is_http_url(url):
+        raise ConfigError(f"{option} must be http://HOST:PORT or https://…, got {url!r}")
+
+
+def is_http_url(text: str) -> bool:
+    """Whether a text is the URL of an HTTP server, with a valid port if it has one."""
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # the port is not a number, or an IPv6 address is truncated
+        return False

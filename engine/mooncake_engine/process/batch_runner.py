@@ -18,10 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
+from mooncake_engine.config_checks import check_url
 from mooncake_engine.errors import ConfigError, EngineError
 from mooncake_engine.messages import BATCH_PRIORITY
 
@@ -79,9 +79,7 @@ class Batch:
     pause: Callable[[float], None] = time.sleep
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url must be http://HOST:PORT or https://…, got {self.url!r}")
+        check_url("--url", self.url)
         for flag, value in (
             ("--concurrency", self.concurrency),
             ("--max-attempts", self.max_attempts),

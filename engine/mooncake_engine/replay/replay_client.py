@@ -16,7 +16,8 @@ from urllib.parse import urlsplit
 import httptools
 import msgspec
 
-from mooncake_engine.errors import ConfigError, EngineError
+from mooncake_engine.config_checks import check_url
+from mooncake_engine.errors import EngineError
 from mooncake_engine.replay.latency_summary import Record
 from mooncake_engine.replay.trace import probe_text
 from mooncake_hal.timing import timeout
@@ -60,9 +61,7 @@ class TargetServer:
     verifies_certificates: bool = True
 
     def __post_init__(self) -> None:
-        parts = urlsplit(self.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"--url must be http://HOST:PORT or https://…, got {self.url!r}")
+        check_url("--url", self.url)
 
     async def get(self, path: str) -> bytes:
         """Send a GET request; returns the body of the response.

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
+from mooncake_engine.config_checks import check_url, is_http_url
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.process.worker_counts import MAX_WORKERS
 from mooncake_engine.text.reasoning import REASONING_PARSERS, detect_reasoning
@@ -205,7 +205,7 @@ class ServerOptions:
                 f"--tool-call-parser must be one of {', '.join(known)}, "
                 f"got {self.tool_call_parser!r}"
             )
-        if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):
+        if self.otlp_endpoint is not None and not is_http_url(self.otlp_endpoint):
             raise ConfigError(
                 "--otlp-endpoint must be the URL of a collector such as http://collector:4318, "
                 f"got {self.otlp_endpoint!r}"
@@ -216,8 +216,8 @@ class ServerOptions:
     def _check_registration(self) -> None:
         for flag, urls in (("--register", self.register), ("--register-url", [self.register_url])):
             for url in urls:
-                if url is not None and not _is_http_url(url):
-                    raise ConfigError(f"{flag} must be http://HOST:PORT, got {url!r}")
+                if url is not None:
+                    check_url(flag, url)
         if bool(self.register) is not bool(self.register_secret):
             raise ConfigError(
                 "--register and --register-secret-file go together: the proxies to register with, "
@@ -260,11 +260,3 @@ class ServerOptions:
         if self.tool_call_parser == AUTO:
             return detect_parser(tokenizer.chat_template)
         return None if self.tool_call_parser == NONE else self.tool_call_parser
-
-
-def _is_http_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number, or an IPv6 address is truncated
-        return False

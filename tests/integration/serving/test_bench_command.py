@@ -116,6 +116,7 @@ def test_rejections_are_counted_separately(served: Any, trace: Path) -> None:
     ("url", "options", "words"),
     [
         ("ftp://host", (), "--url must be http"),
+        ("http://host:99999", (), "--url must be http"),
         ("http://127.0.0.1:9", (), "can't connect to http://127.0.0.1:9"),
         ("http://127.0.0.1:9", ("--slo-ttft", "0"), "--slo-ttft must be more than 0"),
         ("http://127.0.0.1:9", ("--slo-tbt-times", "0"), "--slo-tbt-times must be more than 0"),

@@ -131,7 +131,11 @@ def test_invalid_file_is_rejected_before_any_request(
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"url": "ftp://x"}, "--url must be"), ({"concurrency": 0}, "--concurrency must be at least")],
+    [
+        ({"url": "ftp://x"}, "--url must be"),
+        ({"url": "http://x:y"}, "--url must be"),
+        ({"concurrency": 0}, "--concurrency must be at least"),
+    ],
 )
 def test_invalid_options_are_rejected(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
