@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import Awaitable, Callable
 
 import pytest
 
+from mooncake_kv import metaserver_client
 from mooncake_kv.errors import KVConfigError, KVTransferError
 from mooncake_kv.metaserver_client import Metaserver, MetaserverRule, post_params
 
@@ -115,3 +117,19 @@ def test_all_addresses_of_requesting_host_are_allowed(
 def test_host_names_are_case_insensitive() -> None:
     rule = MetaserverRule(["Proxy.Example"])
     assert asyncio.run(rule.permits("proxy.example", "192.0.2.1", "192.0.2.9"))
+
+
+def test_tls_context_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading this host's certificates takes the loop that renews leases 30 ms."""
+    made, make = list[ssl.SSLContext](), ssl.create_default_context
+
+    def note_made() -> ssl.SSLContext:
+        made.append(make())
+        return made[-1]
+
+    metaserver_client._tls_context.cache_clear()
+    monkeypatch.setattr(ssl, "create_default_context", note_made)
+    for _ in range(2):
+        with pytest.raises(KVTransferError, match="failed"):
+            asyncio.run(post_params(Metaserver("https://127.0.0.1:9/x"), {}, ANYBODY))
+    assert len(made) == 1
