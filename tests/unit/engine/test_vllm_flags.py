@@ -57,12 +57,15 @@ def test_flags_without_effect_are_ignored_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     given = ["--enable-chunked-prefill", "--max-logprobs", "5", "--uvicorn-log-level=debug", "-x"]
+    given += ["--disable-log-stats", "--attention-backend", "FLASH_ATTN"]
     with caplog.at_level(logging.WARNING):
         assert without_vllm_flags(given) == ["-x"]
     assert [record.getMessage() for record in caplog.records] == [
         "--enable-chunked-prefill has no effect: long prompts run in chunks",
         "--max-logprobs has no effect: up to 128 are supported",
         "--uvicorn-log-level has no effect: see --log-level",
+        "--disable-log-stats has no effect: see --log-stats-interval",
+        "--attention-backend has no effect: kernels are the backend's own",
     ]
 
 
@@ -72,6 +75,8 @@ def test_flags_without_effect_are_ignored_with_a_warning(
         (["--kv-transfer-config", "{}"], "is an option of vLLM; use instead: --role pref"),
         (["--revision=v1"], "--revision is an option of vLLM; use instead: --model ORG/NAME@"),
         (["--trust-remote-code"], "a checkpoint's code is never run"),
+        (["--kv-cache-memory-bytes", "4G"], "use instead: --kv-cache-bytes$"),
+        (["--data-parallel-rank=1"], "--dp-size; over several hosts with --nnodes"),
     ],
 )
 def test_unsupported_flags_are_rejected_with_an_alternative(argv: list[str], message: str) -> None:
