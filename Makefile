@@ -19,6 +19,7 @@ help:  ## print this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 22
 
 up:  ## serve MODEL (a path, ORG/NAME or smollm2) with a prefill instance, a decode instance and a proxy; ENGINE=vllm uses vLLM's CPU build; Ctrl-C stops everything
+	$(if $(UP_$(ENGINE)),,$(error ENGINE=$(ENGINE): wanted mooncake or vllm))
 	@ci/install
 	@model=$$($(PYTHON_IN_VENV) ci/example_model.py "$(MODEL)") && exec $(UP_$(ENGINE)) $(ARGS)
 

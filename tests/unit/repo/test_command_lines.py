@@ -4,6 +4,7 @@ parsers."""
 from __future__ import annotations
 
 import re
+import subprocess
 
 import msgspec
 import pytest
@@ -246,3 +247,11 @@ def test_port_range_in_guides_is_free_on_every_host() -> None:
     ranges = [PortRange.parse(words) for words in re.findall(r"--kv-port-range\s+(\d+-\d+)", text)]
     assert ranges
     assert all(found.first > 1023 and found.last < 15_000 for found in ranges)
+
+
+def test_make_up_names_the_engines_that_exist() -> None:
+    done = subprocess.run(
+        ["make", "-n", "up", "ENGINE=vlm"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "ENGINE=vlm: wanted mooncake or vllm" in done.stderr
