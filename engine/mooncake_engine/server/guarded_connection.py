@@ -98,7 +98,7 @@ class GuardedConnection(HttpToolsProtocol):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._idle_since: float | None = None
-        self._num_fields = 0
+        self._num_fields = self._num_field_bytes = 0
         self._num_bytes = 0  # bytes received since the last head or body data
         self._read_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
@@ -134,7 +134,7 @@ class GuardedConnection(HttpToolsProtocol):
         extensions: Any = {WRITE_CHUNK: write_chunk}  # ASGI types know only its own
         self.scope["extensions"] = extensions
         self._idle_since = None
-        self._num_fields = 0
+        self._num_fields = self._num_field_bytes = 0
         self._set_read_timeout(self.limits.head_s, "the request's head")
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -142,6 +142,10 @@ class GuardedConnection(HttpToolsProtocol):
         self._num_fields += 1
         if self._num_fields > self.limits.fields:
             raise ValueError(f"more than {self.limits.fields} headers")
+        # A head that arrives in one read is parsed before ``data_received`` sees its length.
+        self._num_field_bytes += len(name) + len(value)
+        if self._num_field_bytes > self.limits.head_bytes:
+            raise ValueError(f"more than {self.limits.head_bytes} bytes of headers")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

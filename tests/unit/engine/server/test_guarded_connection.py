@@ -122,6 +122,13 @@ def send_all(connection: socket.socket, *pieces: bytes) -> None:
         pass
 
 
+def test_head_that_arrives_in_one_read_is_limited_as_well() -> None:
+    head = REQUEST[:-2] + b"X-A: " + b"a" * PATIENT.head_bytes + b"\r\n\r\n"
+    with served(PATIENT) as (address, _), connect(address) as connection:
+        send_all(connection, head)
+        assert b"400 Bad Request" in connection.recv(1 << 16)
+
+
 def test_pipelined_requests_are_served_in_order() -> None:
     with served(PATIENT) as (address, _), connect(address) as connection:
         for _ in range(3):
