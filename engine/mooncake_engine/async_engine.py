@@ -35,6 +35,7 @@ from mooncake_engine.process.worker_counts import WorkerCounts
 from mooncake_engine.step_watchdog import StepWatchdog
 from mooncake_engine.text.completion_output import OnUpdate
 from mooncake_engine.text.tokenizer import allow_torch_import
+from mooncake_hal.command_line import collector_paused
 from mooncake_hal.registry import Registry
 from mooncake_kv.connector import CompatibilityReport, Topology
 from mooncake_kv.kv_events import KVEventEndpoints
@@ -357,7 +358,8 @@ class EngineLoad:
         if self._core is not None:
             return AsyncEngine(self._core, self._core.wait_started(self._report).info, self._config)
         allow_torch_import()
-        from mooncake_engine.assembly import build_engine  # torch
+        with collector_paused():
+            from mooncake_engine.assembly import build_engine  # torch
 
         engine = build_engine(self._config, self._report)
         return AsyncEngine(engine.core, engine.info, self._config)

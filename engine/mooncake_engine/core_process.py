@@ -25,8 +25,8 @@ from dataclasses import replace
 from functools import partial
 from mmap import mmap
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
-from mooncake_engine.assembly import RunningEngine, build_engine
 from mooncake_engine.core_messages import (
     OTHER,
     UPDATES,
@@ -47,10 +47,14 @@ from mooncake_engine.core_messages import (
     encode_updates,
 )
 from mooncake_engine.errors import EngineDead, EngineError
-from mooncake_engine.execution.rank_launcher import Rank, fork_local_ranks, has_local_ranks
 from mooncake_engine.messages import FinishReason, TokenUpdate
 from mooncake_engine.process.queued_stderr import queued_stderr
 from mooncake_engine.step_watchdog import STATE_BYTES, StepWatch, StepWatchdog
+from mooncake_hal.command_line import collector_paused
+
+if TYPE_CHECKING:
+    from mooncake_engine.assembly import RunningEngine
+    from mooncake_engine.execution.rank_launcher import Rank
 
 logger = logging.getLogger(__name__)
 
@@ -178,6 +182,9 @@ class CoreProcess:
         Raises:
             EngineError: the model can't be loaded, or the engine died.
         """
+        with collector_paused():
+            from mooncake_engine.assembly import build_engine
+
         parent = threading.Thread(target=self._handle_parent, name="parent", daemon=True)
         parent.start()
         watch = StepWatch(start.config.step_timeout_s, self._state)
@@ -318,6 +325,11 @@ def main(arguments: list[str]) -> int:
         start: Start = pickle.loads(parent.recv_bytes())
     except (EOFError, OSError):
         return PARENT_GONE
+    with collector_paused():
+        from mooncake_engine.execution.rank_launcher import (  # torch, for the ranks, too
+            fork_local_ranks,
+            has_local_ranks,
+        )
     ranks: Sequence[Rank] = ()
     if has_local_ranks(start.config):  # fork now, while this process has a single thread
         ranks = fork_local_ranks(start.config.num_all_ranks, connections)

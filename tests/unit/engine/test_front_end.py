@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from support.scripted_core import ScriptedExecutor, scripted_engine
 
-from mooncake_engine import core_process
+from mooncake_engine import assembly, core_process
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.core_messages import UPDATES, AddRequest, Start, decode_updates
 from mooncake_engine.core_process import CoreProcess, FrontEnd
@@ -112,7 +112,7 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Connection]]:
     monkeypatch.setattr(core_process, "MAX_UNSENT_BYTES", 1000)
     monkeypatch.setattr(core_process.gc, "freeze", lambda: None)
     engine = scripted_engine(ScriptedExecutor(lambda _request: ANSWER))
-    monkeypatch.setattr(core_process, "build_engine", lambda *_: engine)
+    monkeypatch.setattr(assembly, "build_engine", lambda *_: engine)
     pairs = [Pipe() for _ in range(3)]
     parent, *served = [FrontEnd(ours, f"front {n}") for n, (ours, _) in enumerate(pairs)]
     served[0]._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1)

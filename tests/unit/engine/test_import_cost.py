@@ -31,3 +31,10 @@ def test_server_modules_do_not_import_torch(module: str) -> None:
     modules = imported_by("-c", f"import mooncake_engine.server.{module}")
     assert "mooncake_engine.kv_connector" in modules
     assert "torch" not in modules
+
+
+def test_core_process_imports_torch_only_in_its_main() -> None:
+    """There the garbage collector is paused for it."""
+    modules = imported_by("-c", "import mooncake_engine.core_process")
+    assert "mooncake_engine.core_messages" in modules
+    assert "torch" not in modules

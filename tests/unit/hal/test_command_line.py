@@ -5,9 +5,11 @@ The proxy shares no code with the others, but describes the end of a process in 
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 
@@ -17,7 +19,11 @@ from mooncake_conductor import cli as conductor_cli
 from mooncake_engine.cli import main as engine_main
 from mooncake_hal import __version__, cli as hal_cli
 from mooncake_hal.cli import main as hal_main
-from mooncake_hal.command_line import describe_exit as by_engine, load_development_module
+from mooncake_hal.command_line import (
+    collector_paused,
+    describe_exit as by_engine,
+    load_development_module,
+)
 from mooncake_kv import cli as kv_cli
 from mooncake_proxy.cli import main as proxy_main
 from mooncake_proxy.ops.worker_processes import describe_exit as by_proxy
@@ -155,3 +161,11 @@ def test_ctrl_c_while_the_proxy_loads_exits_at_once() -> None:
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_garbage_is_collected_again_after_a_pause() -> None:
+    with collector_paused():
+        assert not gc.isenabled()
+    with suppress(ImportError), collector_paused():
+        raise ImportError("a package that is not installed")
+    assert gc.isenabled()
