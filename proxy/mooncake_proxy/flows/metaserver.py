@@ -30,8 +30,8 @@ class MetaserverSession:
 
     __slots__ = ("_dispatch_prefill", "_metaserver", "_task", "failed", "key")
 
-    def __init__(self, book: Metaserver, dispatch: Dispatch) -> None:
-        self._metaserver = book
+    def __init__(self, metaserver: Metaserver, dispatch: Dispatch) -> None:
+        self._metaserver = metaserver
         self._dispatch_prefill = dispatch
         self._task: asyncio.Task[None] | None = None
         # Random and secret: the metaserver has no other authentication.
@@ -71,14 +71,16 @@ class MetaserverSession:
                 self.failed.set_exception(error)
 
     async def supervise_decode(self, decoding: asyncio.Task[None]) -> None:
-        """Wait for D. If the prefill fails first, cancel D and raise the prefill's error."""
+        """Wait for D. If the prefill fails first, cancel D and raise the prefill's error, unless the
+        client has D's answer already."""
         try:
             await asyncio.wait({decoding, self.failed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not decoding.done():
                 decoding.cancel()
                 await asyncio.wait({decoding})
-        if self.failed.done():
+        is_answered = not decoding.cancelled() and decoding.exception() is None
+        if self.failed.done() and not is_answered:
             self.failed.result()
         decoding.result()
 
