@@ -71,8 +71,10 @@ class MetaserverSession:
                 self.failed.set_exception(error)
 
     async def supervise_decode(self, decoding: asyncio.Task[None]) -> None:
-        """Wait for D. If the prefill fails first, cancel D and raise the prefill's error, unless the
-        client has D's answer already."""
+        """Wait for D. If the prefill fails first, cancel D and raise the prefill's error.
+
+        Once the client has D's answer, the prefill's error no longer counts.
+        """
         try:
             await asyncio.wait({decoding, self.failed}, return_when=asyncio.FIRST_COMPLETED)
         finally:
