@@ -1,4 +1,5 @@
-"""Tests the pool's connector in two vLLM instances, one of which runs the store, with an SSD."""
+"""Tests the pool's connector in two vLLM instances, one of which runs the store, with an SSD: with
+full attention, and with layers that have sliding windows."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import zmq
 from vllm_environment import CACHE
+from vllm_pairs import FULL, MODELS, SLIDING, answers_alone, folder_of
 from vllm_requests import figure, post, token_ids
 from vllm_serving import Json, cores, free_port, serving
 
@@ -40,7 +42,7 @@ def check_pool(
     timeout_s: float,
 ) -> list[str]:
     """Test that one instance saves KV and the other one loads it, and that the first one finds it
-    on its SSD after a restart; returns the problems.
+    on its SSD after a restart; the former also with sliding windows. Returns the problems.
 
     Args:
         python: interpreter of vLLM's environment.
@@ -48,18 +50,21 @@ def check_pool(
         wanted: a single vLLM's answer to each.
         timeout_s: seconds for an instance to start.
     """
-    shutil.rmtree(SSD, ignore_errors=True)
-    SSD.mkdir()
     answers = PoolAnswers(cases, wanted)
-    return check_shared(python, answers, timeout_s) + check_again(python, answers, timeout_s)
+    problems = check_shared(python, answers, timeout_s) + check_again(python, answers, timeout_s)
+    # vLLM turns its hybrid manager off for the pool's connector, but not for an instance alone.
+    wanted = answers_alone(python, timeout_s, cases, SLIDING)
+    return problems + check_shared(python, PoolAnswers(cases, wanted, SLIDING), timeout_s)
 
 
 @dataclass(frozen=True)
 class PoolAnswers:
-    """Requests, and a single vLLM's answers to them; see ``check_pool``."""
+    """Requests, and a single vLLM's answers to them; see ``check_pool``. The model is one of
+    ``MODELS``."""
 
     cases: dict[str, tuple[str, Json]]
     wanted: dict[str, Json]
+    model: str = FULL
 
     @property
     def num_chunks(self) -> int:
@@ -71,12 +76,15 @@ class PoolAnswers:
         """Send one of the requests to an instance; returns the problems."""
         found = token_ids(post(url, *self.cases[name]))
         same = found == token_ids(self.wanted[name])
-        print(f"pool          {f'{name}, {how}':34} {'ok' if same else 'WRONG'}", flush=True)
-        return [] if same else [f"pool {name} {how}: {found!r:.200}"]
+        print(f"pool {self.model:8} {f'{name}, {how}':34} {'ok' if same else 'WRONG'}", flush=True)
+        return [] if same else [f"pool, {self.model}: {name} {how}: {found!r:.200}"]
 
 
 def check_shared(python: Path, answers: PoolAnswers, timeout_s: float) -> list[str]:
     """Test two instances, with the store in the first one; returns the problems."""
+    shutil.rmtree(SSD, ignore_errors=True)
+    SSD.mkdir()
+    model, options = folder_of(python, answers.model), MODELS[answers.model].words
     port, replay_port, problems = free_port(), free_port(), []
     published = {
         "enable_kv_cache_events": True,
@@ -89,7 +97,9 @@ def check_shared(python: Path, answers: PoolAnswers, timeout_s: float) -> list[s
             log = CACHE / f"vllm-pool-{number}.log"
             words = ("--kv-events-config", json.dumps(published)) if number == 0 else ()
             vllm = stack.enter_context(
-                serving(python, pool_config(pool), cores(number), log, *words)
+                serving(
+                    *(python, pool_config(pool), cores(number), log, *options, *words), model=model
+                )
             )
             vllm.wait_until_healthy(timeout_s)  # the store must be ready before its clients
             urls.append(vllm.url)
