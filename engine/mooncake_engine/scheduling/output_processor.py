@@ -283,14 +283,7 @@ class OutputProcessor:
         table = self._blocks.detach(request)
         self._leased[request.request_id] = table
         params = self._connector.request_finished(request, table)
-        return TokenUpdate(
-            update.request_id,
-            update.token_ids,
-            update.logprobs,
-            update.finish,
-            num_cached_tokens=update.num_cached_tokens,
-            kv_transfer_params=params,
-        )
+        return replace(update, kv_transfer_params=params)
 
 
 def _logprobs(tokens: tuple[SampledToken, ...]) -> tuple[TokenLogprobs, ...]:

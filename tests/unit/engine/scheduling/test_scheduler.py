@@ -94,6 +94,15 @@ def test_newest_request_is_preempted_and_resumes_with_its_tokens() -> None:
     assert len(plan.new_requests[0].token_ids) == 9
 
 
+def test_stop_token_of_a_prefill_that_is_sent_to_a_peer_is_reported() -> None:
+    """Without it the token's text would be part of the answer."""
+    scheduler, _ = make_scheduler()
+    scheduler.add(make_request("p", [10], sends_kv=True))
+    _, [update] = run_step(scheduler, EOS)
+    assert (update.finish, update.stop_token_id) == (FinishReason.STOP, EOS)
+    assert update.kv_transfer_params is not None
+
+
 def test_prefill_for_a_peer_keeps_its_blocks_until_released() -> None:
     scheduler, connector = make_scheduler()
     scheduler.add(make_request("p", list(range(10, 20)), keeps_kv=True))
