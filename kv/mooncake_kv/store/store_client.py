@@ -381,7 +381,11 @@ class StoreClient:
         while True:
             session = await self._connect()
             if session is not None:
-                await asyncio.wait({session.closed})
+                try:
+                    await asyncio.wait({session.closed})
+                except asyncio.CancelledError:  # ``close`` came before the session was known
+                    session.abort(PeerLost("the client was closed"))
+                    raise
                 self._lost(session, session.closed.result())
             await asyncio.sleep(REFUSED_PAUSE_S if self.is_refused else RECONNECT_PAUSE_S)
 

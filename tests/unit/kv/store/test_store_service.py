@@ -325,6 +325,31 @@ def test_client_closed_during_handshake_leaves_no_connection(served, monkeypatch
     assert sessions[0].closed.done()
 
 
+def test_client_that_connects_while_it_is_closed_leaves_no_connection(served, monkeypatch):
+    sessions, is_closing = [], asyncio.Event()
+    open_session, close_session = StoreClient._open_session, StoreClient._close_session
+    has_begun = threading.Event()
+
+    async def open_late(client, session):
+        sessions.append(session)
+        has_begun.set()
+        await is_closing.wait()
+        return await open_session(client, session)
+
+    async def close_early(client):
+        await close_session(client)
+        is_closing.set()
+        while client._session is None:
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(StoreClient, "_open_session", open_late)
+    monkeypatch.setattr(StoreClient, "_close_session", close_early)
+    client = StoreClient(served.address)
+    assert has_begun.wait(WAIT_S)
+    client.close()
+    assert sessions[0].closed.done()
+
+
 @pytest.mark.parametrize("timeout_s", [float("nan"), 0.0, 4000.0])
 def test_user_with_invalid_transfer_timeout_is_rejected(served, caplog, timeout_s):
     client = StoreClient(served.address, transfer_timeout_s=timeout_s)
