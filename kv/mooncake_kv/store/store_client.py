@@ -383,7 +383,7 @@ class StoreClient:
             if session is not None:
                 try:
                     await asyncio.wait({session.closed})
-                except asyncio.CancelledError:  # ``close`` came before the session was known
+                except asyncio.CancelledError:  # ``close`` did not see this session yet
                     session.abort(PeerLost("the client was closed"))
                     raise
                 self._lost(session, session.closed.result())

@@ -249,7 +249,7 @@ def test_operator_inspects_store_and_drops_chunks(started, tmp_path):
         command += ["--kv-secret-file", str(store.secret_file)]
         return subprocess.run(command, capture_output=True, text=True, timeout=START_S, check=True)
 
-    assert "num_puts               3\n" in run("stats").stdout
+    assert "num_puts                3\n" in run("stats").stdout
     assert "mooncake_store_puts_total 3\n" in run("stats", "--prometheus").stdout
     with urllib.request.urlopen(f"http://127.0.0.1:{metrics_port}/metrics", timeout=60) as page:
         assert b"mooncake_store_puts_total 3\n" in page.read()

@@ -339,8 +339,7 @@ def test_client_that_connects_while_it_is_closed_leaves_no_connection(served, mo
     async def close_early(client):
         await close_session(client)
         is_closing.set()
-        while client._session is None:
-            await asyncio.sleep(0)
+        await asyncio.to_thread(client._answered.wait, WAIT_S)
 
     monkeypatch.setattr(StoreClient, "_open_session", open_late)
     monkeypatch.setattr(StoreClient, "_close_session", close_early)
