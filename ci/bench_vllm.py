@@ -29,11 +29,21 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
 from vllm_contenders import CONTENDERS, Contender, running
 from vllm_environment import SKIPPED, Skip, exit_on_sigterm, install_connector
+from vllm_pace import (
+    BY_ITSELF,
+    HITS,
+    LOADS,
+    REQUESTS_PER_WINDOW,
+    Turn,
+    measure_turns,
+    ratio_of,
+)
 from vllm_requests import COMPLETIONS, completion, figure, post, tokens
 from vllm_serving import Json, family, prepare, title
 
@@ -62,7 +72,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 WANTED_SPEED_UP, WANTED_OF_ENGINE = 1.2, 0.9
 HAND_OVER_MS, NUM_STEPS = 5.0, 2
 WANTED_TPOT = 1.03
-PACE_ROUNDS, LOADS_PER_ROUND, PACE_TOKENS = 9, 12, 2 * NUM_OUT
+PACE_STREAMS, TURNS_PER_STREAM, PACE_TOKENS = 6, 4, 1_600
 STAGES = (
     ("on P", "prefill", ("e2e_request_latency",)),
     ("D waits", "decode", ("request_queue_time",)),
@@ -167,7 +177,7 @@ def main() -> int:
     device = "" if args.device == "cpu" else f"{args.device} "
     for item in items:
         verdict = "ok" if item.holds else "short"
-        print(f"{device + item.name:64} {item.found:>14} {item.wanted:>12} {verdict}")
+        print(f"{device + item.name:64} {item.found:>17} {item.wanted:>12} {verdict}")
     if missing:
         print(f"skipped: {', '.join(missing)}, see above")
         return SKIPPED
@@ -376,38 +386,35 @@ def measure_pace(contender: Contender, results: Results) -> None:
     """D's TPOT while it loads KV, relative to a stream alone, and to the same requests with KV
     cached.
 
-    Measures a stream on D alone, with ten loads per second, and with ten prefix hits per second, in
-    turns. P, which may share the cores, holds prompts during all of them.
+    Ten loads per second, or ten prefix hits. P, which may share the cores, holds prompts during all
+    of it.
     """
-    alone, hits = [], []
-    loading = prefilled_prompts(contender, 0)
-    for number in range(PACE_ROUNDS):
-        by_itself = tpot_beside(contender, [])
-        loads = tpot_beside(contender, loading)
-        alone.append(loads / by_itself)
-        present = [*map(without_transfer, loading)]
-        loading = prefilled_prompts(contender, number + 1)
-        hits.append(loads / tpot_beside(contender, present))
-    feed(contender, loading)
-    for found, by in ((median(alone), "alone"), (median(hits), "prefix hits")):
+    turns: list[Turn] = []
+    for number in range(PACE_STREAMS):
+        loads = [
+            prefilled_prompts(contender, (TURNS_PER_STREAM + 1) * number + each)
+            for each in range(TURNS_PER_STREAM + 1)
+        ]
+        turns += measure_turns(
+            contender.decode + COMPLETIONS,
+            request(99_000, num_out=PACE_TOKENS),
+            loads[:-1],
+            partial(ask, contender.decode),
+            without_transfer,
+        )
+        for body in loads[-1]:
+            ask(contender.decode, body)
+    for by in (BY_ITSELF, HITS):
+        found = ratio_of(turns, LOADS, by)
         name = f"{contender.name}: TPOT of D while loads run, by {by}"
-        results.judge(name, f"{found:.3f}", f"<= {WANTED_TPOT}", found <= WANTED_TPOT)
+        results.judge(name, str(found), f"<= {WANTED_TPOT}", found.median <= WANTED_TPOT)
 
 
 def prefilled_prompts(contender: Contender, number: int) -> list[Json]:
     """Requests whose prompts P has computed and D has never seen."""
-    seeds = range(95_000 + 100 * number, 95_000 + 100 * number + LOADS_PER_ROUND)
+    first = 95_000 + REQUESTS_PER_WINDOW * number
+    seeds = range(first, first + REQUESTS_PER_WINDOW)
     return [prefilled(contender, request(seed, num_out=1)) for seed in seeds]
-
-
-def tpot_beside(contender: Contender, bodies: Sequence[Json]) -> float:
-    """TPOT in seconds of one stream on D while D serves these requests, ten per second; the stream
-    starts after the first and ends before the last of them."""
-    with ThreadPoolExecutor(1) as threads:
-        others = threads.submit(feed, contender, bodies)
-        found = ask(contender.decode, request(99_000, num_out=PACE_TOKENS)).tpot_s
-        others.result()
-    return found
 
 
 def prefilled(contender: Contender, body: Json) -> Json:
@@ -427,13 +434,6 @@ def prefilled(contender: Contender, body: Json) -> Json:
 def without_transfer(body: Json) -> Json:
     """The same request without ``kv_transfer_params``, for an instance that has the KV."""
     return {key: value for key, value in body.items() if key != "kv_transfer_params"}
-
-
-def feed(contender: Contender, bodies: Sequence[Json]) -> None:
-    """Send these requests to D, ten per second."""
-    for body in bodies:
-        ask(contender.decode, body)
-        time.sleep(0.1)
 
 
 def median_tpot(contender: Contender) -> float:
