@@ -81,7 +81,7 @@ def test_directories_of_unmounted_drive_are_not_created(tmp_path: Path) -> None:
     ("extra", "words"),
     [
         ({"lease_second": 5}, "has lease_second, which the connector does not know; it knows"),
-        ({"lease_seconds": "soon"}, "invalid float value: 'soon'"),
+        ({"lease_seconds": "soon"}, "argument --lease-seconds: wanted a number, got 'soon'"),
         ({"port_range": "9-1"}, "wanted a range of ports"),
         ({"secret_file": "/nowhere"}, "can't read --kv-secret-file"),
         ({"host": "no.such.host.invalid"}, "has no address"),
