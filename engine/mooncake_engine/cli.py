@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.config_file import CONFIG_FILE, with_config
-from mooncake_engine.errors import ConfigError, EngineError, EngineStuck
+from mooncake_engine.errors import ConfigError, EngineError, EngineStuck, PortInUse
 from mooncake_engine.instance_arguments import (
     CONNECTOR_OPTIONS,
     INSTANCE_OPTIONS,
@@ -104,7 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        The exit status: 0, 1 for a failure, 2 for a wrong command line or configuration.
+        The exit status: 0, 1 for a failure or a port in use, 2 for a wrong command line or
+        configuration.
     """
     # Until there is something to clean up, Ctrl-C ends the process at once, as SIGTERM does: a
     # KeyboardInterrupt would get lost in the import of a foreign module or in a finaliser.
@@ -138,7 +139,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _refuse(exc: Exception) -> int:
     print(f"mooncake-engine: error: {exc}", file=sys.stderr)
-    return 2 if isinstance(exc, ConfigError) else 1
+    # Service managers restart the program after status 1, but not after 2: a port becomes free.
+    return 2 if isinstance(exc, ConfigError) and not isinstance(exc, PortInUse) else 1
 
 
 def build_parser(words: Collection[str] | None = None) -> argparse.ArgumentParser:
