@@ -58,7 +58,8 @@ def tables() -> str:
             if path.name not in ("__init__.py", "__main__.py")
         ]
         if rows:
-            parts.append(f"### `{folder}/`\n\n{about}.\n\n| file | content |\n|---|---|\n")
+            sentence = f"{about}.\n\n" if about else ""
+            parts.append(f"### `{folder}/`\n\n{sentence}| file | content |\n|---|---|\n")
             parts.append("\n".join(rows) + "\n\n")
     return "".join(parts).rstrip("\n") + "\n"
 
