@@ -98,8 +98,9 @@ def block_torch_import() -> None:
     """Keep transformers from importing torch in this process.
 
     Otherwise transformers imports torch and all its model code, which takes 300 MB of memory and
-    some seconds and is not needed for tokenising."""
-    if "torch" not in sys.modules:
+    some seconds and is not needed for tokenising. If it has been imported already, it may have seen
+    that torch is installed, and could not do without it any more."""
+    if "torch" not in sys.modules and "transformers" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]  # makes "import torch" fail
         logging.getLogger("transformers").addFilter(_is_not_torch_warning)
 
