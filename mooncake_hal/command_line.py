@@ -159,11 +159,13 @@ def collector_paused() -> Iterator[None]:
     """Pause the garbage collector while torch or another large package is imported. What an import
     makes lives on, and each collection looks at it again: 0.1 of 1.7 s with torch and the
     engine."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
 
 
 def import_path() -> str:

@@ -421,11 +421,13 @@ class StoreClient:
         self._last_error = error
         host, port = self._address.host, self._address.port
         if not self.is_refused:
+            self._answered.clear()
             logger.debug("can't connect to the store at %s port %d: %s", host, port, error)
-        elif str(error) != self._refusal:
+            return
+        self._answered.set()
+        if str(error) != self._refusal:
             self._refusal = str(error)
             logger.warning("the store at %s port %d rejects this client: %s", host, port, error)
-        (self._answered.set if self.is_refused else self._answered.clear)()
 
     async def _open_session(self, session: AsyncSession) -> ArenaInfo:
         """Register this user, and name the writes of a former session that are still in flight.
