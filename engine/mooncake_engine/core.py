@@ -226,7 +226,7 @@ class EngineCore:
             kv_byte_seconds=dict(self._kv_residency.byte_seconds),
             speculation=self._scheduler.speculation.stats(),
             kv_transfer={} if self._connector is None else self._connector.stats(),
-            kv_pool=None if pool is None else pool.stats.snapshot(),
+            kv_pool=None if pool is None else pool.read_stats(),
             experts=self._executor.expert_load,
             waited_s=tuple(self._executor.waited_s),
             pool_store=None if pool is None else pool.store_stats,

@@ -94,6 +94,7 @@ class SchedulerPool:
             stores, geometry, identity, self.transfer_timeout_s, num_ranks
         )
         self.chunk_bytes = client.chunk_bytes
+        self.stats = client.stats
         self.load_costs = client.load_costs
         self.on_rank_message = client.on_rank_message
         self.lookup = client.lookup
@@ -105,18 +106,17 @@ class SchedulerPool:
         self.close = client.close
 
     @property
-    def stats(self) -> PoolStats:
-        stats, stores = self._client.stats, self._stores
-        stats.num_stores, stats.num_connected_stores = len(stores.all), stores.num_connected
-        return stats
-
-    @property
     def home_location(self) -> StoreLocation | None:
         return self._stores.home_location
 
     @property
     def store_stats(self) -> StoreStats | None:
         return self._stores.own_stats()
+
+    def read_stats(self) -> PoolStats:
+        found, stores = self.stats.snapshot(), self._stores
+        found.num_stores, found.num_connected_stores = len(stores.all), stores.num_connected
+        return found
 
     @property
     def publishes_saves(self) -> bool:

@@ -130,13 +130,10 @@ class ChunkPool(Protocol):
     always_loads: bool
     """Whether chunks that were found are loaded even if recomputing them is estimated to be faster.
     """
+    stats: PoolStats
+    """Counters."""
     load_costs: LoadCosts
     """Estimates of load durations, from completed loads."""
-
-    @property
-    def stats(self) -> PoolStats:
-        """Counters, with gauges that are up to date."""
-        ...
 
     @property
     def home_location(self) -> StoreLocation | None:
@@ -146,6 +143,10 @@ class ChunkPool(Protocol):
     @property
     def store_stats(self) -> StoreStats | None:
         """Counters of the node store in this instance; None if it has none."""
+        ...
+
+    def read_stats(self) -> PoolStats:
+        """Returns a copy of ``stats`` with all gauges as they are now. Thread-safe."""
         ...
 
     @property
