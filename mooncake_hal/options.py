@@ -25,7 +25,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
 
-from mooncake_hal.port_range import PortRange
+from mooncake_hal.port_range import MAX_PORT, PortRange
 
 Config = TypeVar("Config")
 
@@ -202,8 +202,8 @@ def positive_int(text: str) -> int:
 
 def port_number(text: str) -> int:
     """Parse an option's value as a TCP port, 0 to 65535."""
-    if not text.isdecimal() or int(text) > 65_535:
-        raise argparse.ArgumentTypeError(f"wanted a port, 0 to 65535, got {text!r}")
+    if not text.isdecimal() or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"wanted a port, 0 to {MAX_PORT}, got {text!r}")
     return int(text)
 
 
