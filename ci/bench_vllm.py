@@ -20,11 +20,9 @@ can't run here.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 import time
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -44,7 +42,7 @@ from vllm_pace import (
     measure_turns,
     ratio_of,
 )
-from vllm_requests import COMPLETIONS, completion, figure, post, tokens
+from vllm_requests import COMPLETIONS, completion, figure, post, timed_choices, tokens
 from vllm_serving import Json, family, prepare, title
 
 NUM_IN, NUM_OUT = 256, 64
@@ -338,17 +336,11 @@ def request(seed: int, num_out: int = NUM_OUT, num_in: int = NUM_IN) -> Json:
 
 def ask(url: str, body: Json) -> Timing:
     """Send a streaming request; returns its timing."""
-    asked = urllib.request.Request(
-        url + COMPLETIONS, json.dumps(body).encode(), {"content-type": "application/json"}
-    )
     began, first, last, text = time.perf_counter(), 0.0, 0.0, ""
-    with urllib.request.urlopen(asked, timeout=300) as answer:
-        for line in answer:
-            if line.startswith(b"data: {"):
-                last = time.perf_counter() - began
-                first = first or last
-                choices = json.loads(line[6:]).get("choices") or [{}]
-                text += choices[0].get("text") or ""
+    for now, choice in timed_choices(url, body):
+        last = now - began
+        first = first or last
+        text += choice.get("text") or ""
     return Timing(first, last, text, body["max_tokens"])
 
 
@@ -396,7 +388,7 @@ def measure_pace(contender: Contender, results: Results) -> None:
             for each in range(TURNS_PER_STREAM + 1)
         ]
         turns += measure_turns(
-            contender.decode + COMPLETIONS,
+            contender.decode,
             request(99_000, num_out=PACE_TOKENS),
             loads[:-1],
             partial(ask, contender.decode),

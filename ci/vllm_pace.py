@@ -8,17 +8,16 @@ differed by more than the bound, because of whatever else a host did in the mean
 
 from __future__ import annotations
 
-import json
 import math
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 
+from vllm_requests import timed_choices
 from vllm_serving import Json
 
 BY_ITSELF, LOADS, HITS = "alone", "loads", "prefix hits"
@@ -27,7 +26,6 @@ ORDERS = ((BY_ITSELF, LOADS, HITS), (LOADS, BY_ITSELF, HITS), (LOADS, HITS, BY_I
 """Orders of a turn's windows, used alternately; the loads of a turn fill the cache for its hits."""
 WINDOW_S, PERIOD_S = 0.5, 0.1
 REQUESTS_PER_WINDOW = round(WINDOW_S / PERIOD_S)
-TIMEOUT_S = 300.0
 MIDDLE = 0.64
 """Half the width of the 80 % confidence interval of a median, in ranks, divided by the square root
 of the number of values: 1.28 standard deviations of a binomial distribution."""
@@ -92,7 +90,7 @@ def measure_turns(
     """Measure turns while one stream runs, which is cancelled afterwards.
 
     Args:
-        url: where to send the stream.
+        url: the instance.
         stream: the stream's request, long enough for all turns; turns after its end are left out.
         loads: for each turn, requests whose KV is loaded.
         send: sends a request to the instance and waits for its answer.
@@ -145,13 +143,9 @@ def reading(url: str, body: Json) -> Iterator[tuple[TokenStream, Future[None]]]:
 
 def read(url: str, body: Json, tokens: TokenStream, stop: threading.Event) -> None:
     """Read a stream until it ends, or until the event is set, which disconnects."""
-    data = json.dumps(body | {"return_token_ids": True}).encode()
-    asked = urllib.request.Request(url, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(asked, timeout=TIMEOUT_S) as answer:
-        for line in answer:
+    with closing(timed_choices(url, body | {"return_token_ids": True})) as choices:
+        for now, choice in choices:
             if stop.is_set():
                 return
-            if line.startswith(b"data: {"):
-                choices = json.loads(line[6:]).get("choices") or [{}]
-                if token_ids := choices[0].get("token_ids"):
-                    tokens.add(time.perf_counter(), len(token_ids))
+            if token_ids := choice.get("token_ids"):
+                tokens.add(now, len(token_ids))

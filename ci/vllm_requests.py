@@ -9,13 +9,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 
 from vllm_serving import Json
 
 # The first answer is slow on a busy machine, because kernels are compiled.
 ANSWER_TIMEOUT_S = 600
+STREAM_TIMEOUT_S = 300.0
 METRICS_TIMEOUT_S = 60.0
 NUM_TOKENS = 16
 FREED_S = 120.0
@@ -81,6 +82,20 @@ def ask(
         return joined([json.loads(content)])
     *events, last = [block.removeprefix("data: ") for block in content.split("\n\n") if block]
     return joined([json.loads(event) for event in events]) if last == "[DONE]" else (last, "error")
+
+
+def timed_choices(url: str, body: Json) -> Generator[tuple[float, Json], None, None]:
+    """Send a streaming completion; yields each event's choice, empty if it has none, with the time
+    of its arrival by ``time.perf_counter``. Closing the iterator disconnects."""
+    request = urllib.request.Request(
+        url + COMPLETIONS, json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=STREAM_TIMEOUT_S) as answer:
+        for line in answer:
+            if line.startswith(b"data: {"):
+                now = time.perf_counter()
+                choices: list[Json] = json.loads(line[6:]).get("choices") or [{}]
+                yield now, choices[0]
 
 
 def joined(chunks: list[Json]) -> tuple[str, str]:
