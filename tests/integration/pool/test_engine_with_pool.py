@@ -49,6 +49,7 @@ def test_next_turn_loads_prompt_and_answer(model, monkeypatch):
     assert num_cached == (200 + 39) // CHUNK * CHUNK
     assert (stats.num_loads, stats.num_failed_loads) == (1, 0)
     assert stats.num_found_chunks == {"dram": 7}
+    assert (stats.num_stores, stats.num_connected_stores) == (1, 1)
 
 
 @pytest.mark.parametrize("length", [CHUNK, 2 * CHUNK, 2 * CHUNK + 1, 3 * CHUNK + 5])
