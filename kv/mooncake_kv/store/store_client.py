@@ -130,6 +130,7 @@ class StoreClient:
         self._answered = threading.Event()  # the store has accepted or rejected this client
         self._is_closed = False  # no more requests: the client has failed or is closed
         self._has_left = False
+        self._lock = threading.Lock()  # no call becomes pending once ``_is_closed`` is set
         self._misses: dict[Future[Any], Any] = {}  # pending futures, and what a miss sets them to
         self._loop = IoLoop("store-client", lambda *_: None, self._failed)
         self._loop.call("", lambda: self._loop.spawn_housekeeping(self._stay_connected()))
@@ -262,14 +263,17 @@ class StoreClient:
         self._has_left = True
         try:
             if self._session is not None:
-                self._ask(CloseSession(), CountReply, lambda _: None, None).result()
-        finally:
-            has_failed, self._is_closed = self._is_closed, True
-            if not has_failed:
                 with contextlib.suppress(FutureTimeout):  # the loop is stuck
+                    self._ask(CloseSession(), CountReply, lambda _: None, None).result(
+                        CLOSE_TIMEOUT_S
+                    )
+        finally:
+            has_failed = self._is_closed
+            self._end_calls()
+            if not has_failed:
+                with contextlib.suppress(FutureTimeout):
                     self._loop.run(self._close_session(), CLOSE_TIMEOUT_S)
             self._loop.close()
-            self._end_waits()
 
     # -- inside ---------------------------------------------------------------------------------
 
@@ -306,7 +310,11 @@ class StoreClient:
         """
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
-        if self._session is None or self._is_closed:
+        with self._lock:
+            is_miss = self._session is None or self._is_closed
+            if not is_miss:
+                self._misses[future] = miss
+        if is_miss:
             future.set_result(miss)
             return future
 
@@ -319,13 +327,19 @@ class StoreClient:
             except (TransferError, BadFrame) as exc:
                 logger.debug("a store request failed: %s: %s", type(request).__name__, exc)
             finally:
-                self._misses.pop(future, None)
-                if not future.done():
-                    future.set_result(result)
+                self._resolve(future, result)
 
-        self._misses[future] = miss
-        self._loop.call("", lambda: self._spawn(run()))
+        # A loop that ends meanwhile drops the task, maybe before its first line: then, as whenever
+        # no more calls are accepted, ``_end_calls`` resolves the future.
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call("", lambda: self._spawn(run()))
         return future
+
+    def _resolve(self, future: Future[Result], result: Result) -> None:
+        with self._lock:
+            is_pending = self._misses.pop(future, self) is not self
+        if is_pending:
+            future.set_result(result)
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
         self._loop.spawn(coroutine)
@@ -473,10 +487,12 @@ class StoreClient:
         self._is_closed = True
         if self._session is not None:
             self._lost(self._session, PeerLost("the client failed"))
-        self._end_waits()
+        self._end_calls()
 
-    def _end_waits(self) -> None:
-        """Resolve all pending futures as misses."""
-        for future, miss in list(self._misses.items()):
-            if not future.done():
-                future.set_result(miss)
+    def _end_calls(self) -> None:
+        """Accept no more calls, and resolve all pending ones as misses."""
+        with self._lock:
+            self._is_closed = True
+            pending, self._misses = self._misses, {}
+        for future, miss in pending.items():
+            future.set_result(miss)

@@ -526,6 +526,55 @@ async def defect():
     raise ZeroDivisionError
 
 
+def stop_loop(client):
+    loop = client._loop._loop
+    loop.call_soon_threadsafe(loop.stop)
+
+
+class WatchedLock:
+    """A lock that tells when a second thread waits for it."""
+
+    def __init__(self):
+        self.is_wanted = threading.Event()
+        self._lock = threading.Lock()
+
+    def __enter__(self):
+        if not self._lock.acquire(blocking=False):
+            self.is_wanted.set()
+            self._lock.acquire()
+
+    def __exit__(self, *_):
+        self._lock.release()
+
+
+def test_call_that_becomes_pending_while_the_client_fails_is_a_miss(client, caplog):
+    lock = client._lock = WatchedLock()
+
+    class EndsLoop(dict):
+        def __setitem__(self, future, miss):
+            stop_loop(client)
+            lock.is_wanted.wait(WAIT_S)
+            super().__setitem__(future, miss)
+
+    client._misses = EndsLoop()
+    assert client.stats().result(WAIT_S) is None
+    assert "a store client failed" in caplog.text
+
+
+def test_call_whose_loop_ends_before_it_runs_is_a_miss(client, monkeypatch, caplog):
+    """Also if it can't even be scheduled any more."""
+    call = client._loop.call
+
+    def late_call(*args):
+        stop_loop(client)
+        client._loop._thread.join(WAIT_S)
+        call(*args)
+
+    monkeypatch.setattr(client._loop, "call", late_call)
+    assert client.stats().result(WAIT_S) is None
+    assert "a store client failed" in caplog.text
+
+
 def test_calls_beyond_the_sessions_limit_wait_for_a_slot(served, client, caplog):
     """Such calls once ended the session, and with it every read and write in flight."""
     put(client, 1)
