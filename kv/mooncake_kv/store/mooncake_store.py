@@ -21,7 +21,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, TypeVar
@@ -43,6 +43,7 @@ from mooncake_kv.store.chunk_store import (
     WriteHandle,
 )
 from mooncake_kv.store.chunk_table import ChunkTable, TableSettings
+from mooncake_kv.store.daemon_threads import DaemonThreads
 from mooncake_kv.store.eviction import LRU
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,7 @@ class MooncakeChunkStore:
                 f"Mooncake Store rejects this client (status {status}): check that {config.host} "
                 f"is an address of this host, and that {config.master} runs the client's version"
             )
-        self._pool = ThreadPoolExecutor(NUM_THREADS, "mooncake-store")
+        self._threads = _client_threads("mooncake-store", NUM_THREADS)
         self._stop = threading.Event()
         self._timer = threading.Thread(target=self._run_timer, name="mooncake-time", daemon=True)
         self._timer.start()
@@ -199,20 +200,41 @@ class MooncakeChunkStore:
         return _done(found)
 
     def close(self) -> None:
-        if self._is_closed:
-            return
-        self._is_closed = True
+        """Wait up to CALL_TIMEOUT_S for calls in flight, and as long for the client to leave the
+        pool. Idempotent.
+
+        If it does not, because the master is gone, its memory stays mapped until the process ends:
+        the client may still write to it.
+        """
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
         self._stop.set()
         self._timer.join()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-        for future, (_, miss) in list(self._waiting.items()):
-            if not future.done():
-                future.set_result(miss)
+        self._threads.cancel_queued()
+        has_ended = _end(self._threads)
+        with self._lock:
+            waiting, self._waiting = self._waiting, {}
+        for future, (_, miss) in waiting.items():
+            future.set_result(miss)
+        if has_ended:
+            leaving = _client_threads("mooncake-leave", 1)
+            leaving.add([self._leave])
+            has_ended = _end(leaving)
+        if not has_ended:
+            logger.warning(
+                "the client of a Mooncake Store did not return within %g s: its memory stays in "
+                "use until this process ends",
+                CALL_TIMEOUT_S,
+            )
+
+    def _leave(self) -> None:
         self._client.unregister_buffer(self._memory.address)
         self._client.close()
         self._memory.close()
 
-    # -- on the threads of the pool --------------------------------------------------------------
+    # -- on the client's threads -----------------------------------------------------------------
 
     def _probe(self, keys: Sequence[bytes]) -> list[Residence]:
         found = self._client.batch_is_exist([_name(key) for key in keys]) if keys else []
@@ -381,14 +403,18 @@ class MooncakeChunkStore:
         """Run a call of the client in the background.
 
         Args:
-            call: blocks on the client; runs on a thread of the pool.
+            call: blocks on the client; runs on a thread of the client.
             miss: the result if the call fails or times out.
             undo: called with a result that came after the timeout.
             refused: called if the call is not made, because too many are waiting.
         """
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
-        if self._is_closed or len(self._waiting) >= MAX_WAITING:
+        with self._lock:
+            is_refused = self._is_closed or len(self._waiting) >= MAX_WAITING
+            if not is_refused:
+                self._waiting[future] = (time.monotonic() + CALL_TIMEOUT_S, miss)
+        if is_refused:
             refused()
             future.set_result(miss)
             return future
@@ -406,9 +432,7 @@ class MooncakeChunkStore:
             else:
                 future.set_result(result)
 
-        with self._lock:
-            self._waiting[future] = (time.monotonic() + CALL_TIMEOUT_S, miss)
-        self._pool.submit(run)
+        self._threads.add([run])
         return future
 
     def _run_timer(self) -> None:
@@ -426,6 +450,15 @@ class MooncakeChunkStore:
                 )
             for future, miss in late:
                 future.set_result(miss)
+
+
+def _client_threads(name: str, count: int) -> DaemonThreads[Callable[[], None]]:
+    return DaemonThreads(name, count, lambda call: call())
+
+
+def _end(threads: DaemonThreads[Callable[[], None]]) -> bool:
+    threads.close()
+    return threads.join(time.monotonic() + CALL_TIMEOUT_S)
 
 
 def _package() -> ModuleType:

@@ -13,16 +13,15 @@ import logging
 import math
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
 
 from mooncake_kv.store.chunk_store import Chunk
+from mooncake_kv.store.daemon_threads import DaemonThreads
 from mooncake_kv.store.ssd_config import SsdConfig
 from mooncake_kv.store.ssd_directory import (
     RecordLocation,
@@ -38,8 +37,6 @@ logger = logging.getLogger(__name__)
 SLOWEST_BYTES_PER_S = 10e6
 """Throughput that one thread of several gets from the slowest supported drive; timeouts grow with
 the bytes of a request at this rate."""
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,71 +108,6 @@ class HangWatch:
         return is_hung
 
 
-class DriveThreads(Generic[Item]):
-    """A thread pool with fair queueing: the threads take one item of each ``add`` call in turn, so
-    that a call with many items does not delay the others.
-
-    Args:
-        name: prefix of the threads' names.
-        count: number of threads.
-        run: processes one item.
-    """
-
-    def __init__(self, name: str, count: int, run: Callable[[Item], None]) -> None:
-        self._run = run
-        self._queue: deque[Iterator[Item]] = deque()
-        self._changed = threading.Condition()
-        self._is_closed = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
-            for number in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def add(self, items: Sequence[Item]) -> None:
-        """Queue items, which are started in their order. Takes constant time."""
-        with self._changed:
-            self._queue.append(iter(items))
-            self._changed.notify(len(items))
-
-    def cancel_queued(self) -> list[Item]:
-        """Remove and return all items that have not been started."""
-        with self._changed:
-            queue, self._queue = self._queue, deque()
-        return [item for items in queue for item in items]
-
-    def close(self) -> None:
-        """Let the threads end once the queue is empty. Idempotent."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-
-    def join(self, until: float) -> bool:
-        """Wait for the threads until a time of ``time.monotonic``; False if some still run."""
-        for thread in self._threads:
-            thread.join(max(0.0, until - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
-
-    def _work(self) -> None:
-        while (item := self._next()) is not None:
-            try:
-                self._run(item)
-            except Exception:  # thread top: fails this item only
-                logger.exception("%s failed", threading.current_thread().name)
-
-    def _next(self) -> Item | None:
-        with self._changed:
-            while True:
-                self._changed.wait_for(lambda: self._queue or self._is_closed)
-                if not self._queue:
-                    return None
-                items = self._queue.popleft()
-                for item in items:
-                    self._queue.append(items)
-                    return item
-
-
 class Drive:
     """A directory with its I/O threads. Owned by ``SsdTier``.
 
@@ -219,8 +151,8 @@ class Drive:
             on_hang="a write has timed out: this drive is only read until it completes",
             on_recovery="writes complete again",
         )
-        self.readers = DriveThreads(f"ssd-read-{number}", config.read_threads, self._read)
-        self.writers = DriveThreads(f"ssd-write-{number}", config.write_threads, write)
+        self.readers = DaemonThreads(f"ssd-read-{number}", config.read_threads, self._read)
+        self.writers = DaemonThreads(f"ssd-write-{number}", config.write_threads, write)
         self.num_queued_writes = 0
         self.keys_of_use: dict[bytes, dict[bytes, None]] = {}
         self.collecting = threading.Lock()

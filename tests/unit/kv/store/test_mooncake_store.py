@@ -26,6 +26,8 @@ class StandIn:
     def __init__(self):
         self.answers = threading.Event()
         self.answers.set()
+        self.leaves = threading.Event()
+        self.leaves.set()
         self.error = None
         self.objects = {}
 
@@ -35,7 +37,7 @@ class StandIn:
     register_buffer = unregister_buffer = setup
 
     def close(self):
-        pass
+        assert self.leaves.wait(WAIT_S)
 
     def batch_is_exist(self, names):
         assert self.answers.wait(WAIT_S)
@@ -70,6 +72,7 @@ def store(monkeypatch):
     store = MooncakeChunkStore(MooncakeStoreConfig("master:1", staging_bytes=COUNT * NBYTES))
     yield store
     store._client.answers.set()
+    store._client.leaves.set()
     store.close()
 
 
@@ -117,3 +120,29 @@ def test_failing_client_frees_staging_memory(store, call):
     assert store.stats().result().free_bytes == COUNT * NBYTES
     assert store.reserve(chunks()).result(WAIT_S) == [PutRefusal.PRESENT] * COUNT
     assert None not in store.pin([c.key for c in chunks()]).result(WAIT_S)
+
+
+def test_close_gives_up_on_calls_of_a_master_that_is_gone(store, monkeypatch, caplog):
+    monkeypatch.setattr(mooncake_store, "CALL_TIMEOUT_S", 0.2)
+    store._client.answers.clear()
+    waiting = store.probe([ABSENT_KEY])
+    store.close()
+    assert waiting.result(0) == [Residence.ABSENT]
+    assert "did not return within 0.2 s: its memory stays in use" in caplog.text
+    store._memory.view(0, NBYTES).release()
+
+
+def test_close_gives_up_on_a_client_that_does_not_leave(store, monkeypatch, caplog):
+    monkeypatch.setattr(mooncake_store, "CALL_TIMEOUT_S", 0.2)
+    store._client.leaves.clear()
+    store.close()
+    assert "did not return within 0.2 s: its memory stays in use" in caplog.text
+    store._memory.view(0, NBYTES).release()
+
+
+def test_closed_store_answers_with_misses(store):
+    store.commit(reserve(store)).result(WAIT_S)
+    store.close()
+    assert store.probe([chunks()[0].key]).result(0) == [Residence.ABSENT]
+    with pytest.raises(ValueError, match="released"):
+        store._memory.view(0, NBYTES)

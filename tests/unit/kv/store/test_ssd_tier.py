@@ -24,7 +24,7 @@ from mooncake_kv.store.chunk_store import (
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.ssd_config import SsdConfig, SsdDirectoryConfig
 from mooncake_kv.store.ssd_directory import SsdDirectory
-from mooncake_kv.store.ssd_drive import ChunkWrite, DriveThreads
+from mooncake_kv.store.ssd_drive import ChunkWrite
 from mooncake_kv.store.ssd_reads import ChunkRead
 from mooncake_kv.store.ssd_records import PAGE, read_page, record_bytes
 
@@ -892,21 +892,3 @@ def test_closed_store_stops_collecting(opened, monkeypatch):
     assert len(written) == 1
     again = opened(capacity=80)
     assert again.user.probe(keys(range(0, 50, 2))).result() == [Residence.SSD] * 25
-
-
-def test_threads_process_items_of_calls_round_robin():
-    gate, taken = threading.Event(), []
-
-    def run(item):
-        assert gate.wait(WAIT_S)
-        taken.append(item)
-
-    threads = DriveThreads("test", 1, run)
-    threads.add(["a1", "a2", "a3"])
-    threads.add(["b1"])
-    threads.add(["c1", "c2"])
-    gate.set()
-    threads.close()
-    assert threads.join(time.monotonic() + WAIT_S)
-    assert sorted(taken[:3]) == ["a1", "b1", "c1"]
-    assert taken[3:] == ["a2", "c2", "a3"]
