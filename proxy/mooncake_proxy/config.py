@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from mooncake_proxy.api.api_keys import ApiKey
 from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.http1.http_wire import MAX_PORT
 from mooncake_proxy.http1.server_connection import ServerLimits
 from mooncake_proxy.http1.upstream_connection import ClientLimits
 from mooncake_proxy.pool.health_checks import HealthConfig
@@ -332,8 +333,8 @@ class ProxyConfig:
 
     def _check_ports(self) -> None:
         for flag, port in (("--port", self.port), ("--admin-port", self.admin_port or 0)):
-            if not 0 <= port <= 65535:
-                raise ConfigError(f"{flag} {port}: wanted 0 to 65535")
+            if not 0 <= port <= MAX_PORT:
+                raise ConfigError(f"{flag} {port}: wanted 0 to {MAX_PORT}")
         if self.admin_port and self.admin_port == self.port:
             raise ConfigError(
                 f"--admin-port {self.admin_port}: wanted another one than --port, which serves the "

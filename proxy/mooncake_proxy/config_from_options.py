@@ -15,7 +15,7 @@ from mooncake_proxy.config import (
     TlsConfig,
 )
 from mooncake_proxy.errors import ConfigError
-from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.http_wire import MAX_PORT, Origin
 from mooncake_proxy.http1.server_connection import ServerLimits
 from mooncake_proxy.http1.upstream_connection import ClientLimits
 from mooncake_proxy.pool.health_checks import HealthConfig
@@ -186,6 +186,13 @@ def _instances(args: argparse.Namespace) -> tuple[InstanceSpec, ...]:
         (Role.DECODE, "--decode", args.decode),
         (Role.BOTH, "--backend-url", args.backend_url),
     ]
+    for flag, port in (
+        ("--prefill-bootstrap-port", args.prefill_bootstrap_port),
+        ("--kv-events-port", args.kv_events_port),
+        ("--kv-events-replay-port", args.kv_events_replay_port),
+    ):
+        if port is not None and not 1 <= port <= MAX_PORT:
+            raise ConfigError(f"{flag} {port}: wanted 1 to {MAX_PORT}")
     specs = []
     for role, flag, urls in given:
         for text in urls:

@@ -17,6 +17,7 @@ STATUS_LINES = {
     for status in HTTPStatus
 }
 LAST_CHUNK = b"0\r\n\r\n"
+MAX_PORT = 65535
 
 
 def status_line(status: int) -> bytes:
@@ -75,7 +76,7 @@ class Origin:
             raise ConfigError(f"instance URL {url!r}: {exc}; {_WANTED}") from exc
         if "://" not in url and port is None:
             raise ConfigError(f"instance URL {url!r}: neither scheme nor port; {_WANTED}")
-        if parts.scheme not in {"http", "https"} or not parts.hostname:
+        if parts.scheme not in {"http", "https"} or not parts.hostname or port == 0:
             raise ConfigError(f"instance URL {url!r}: {_WANTED}")
         if parts.username or parts.query or parts.fragment:
             raise ConfigError(f"instance URL {url!r}: user, query and fragment are not allowed")

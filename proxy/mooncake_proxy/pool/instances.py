@@ -14,9 +14,9 @@ from itertools import product
 
 from msgspec import Struct
 
-from mooncake_proxy.errors import Conflict, NoInstance, NotFound
+from mooncake_proxy.errors import ConfigError, Conflict, NoInstance, NotFound
 from mooncake_proxy.http1.connection_pool import ConnectionPool
-from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.http_wire import MAX_PORT, Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.bootstrap_server import BootstrapServer
 from mooncake_proxy.pool.device_classes import relative_speed
@@ -69,6 +69,12 @@ class InstanceSpec:
     # Names of its model in requests: the first is the name of its pool, the others are aliases and
     # adapters. Empty: it serves requests for models that no other pool has.
     models: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("bootstrap_port", "kv_events_port", "kv_events_replay_port"):
+            port = getattr(self, field)
+            if port is not None and not 1 <= port <= MAX_PORT:
+                raise ConfigError(f"instance {self.name}: {field} {port}: wanted 1 to {MAX_PORT}")
 
     @property
     def repeats_first_token(self) -> bool:

@@ -20,7 +20,7 @@ from msgspec import Struct, field
 
 from mooncake_proxy.errors import ConfigError, UpstreamError
 from mooncake_proxy.http1.connection_pool import ConnectionPool, timeout
-from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.http_wire import MAX_PORT, Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext, ClientLimits
 from mooncake_proxy.pool.instances import InstanceSpec, Role
 from mooncake_proxy.pool.membership import apply_plan, plan_membership
@@ -35,7 +35,6 @@ EMITS_ANNOTATION = "mooncake-hal/decode-emits-first-token"
 MODELS_ANNOTATION = "mooncake-hal/models"
 POLL_S = 2.0
 TIMEOUT_S = 10.0
-MAX_PORT = 65535
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
@@ -149,7 +148,7 @@ def _is_ready(pod: Pod) -> bool:
 
 def _port_of(pod: Pod) -> int | None:
     named = pod.metadata.annotations.get(PORT_ANNOTATION, "")
-    if named.isdecimal() and int(named) <= MAX_PORT:
+    if named.isdecimal() and 1 <= int(named) <= MAX_PORT:
         return int(named)
     return next((port.container_port for c in pod.spec.containers for port in c.ports), None)
 

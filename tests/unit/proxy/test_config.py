@@ -67,6 +67,17 @@ def test_configuration_errors_are_reported(settings: dict[str, object], message:
         ProxyConfig(**settings)  # type: ignore[arg-type]  # wrong on purpose
 
 
+@pytest.mark.parametrize(
+    "flag", ["--prefill-bootstrap-port", "--kv-events-port", "--kv-events-replay-port"]
+)
+@pytest.mark.parametrize("port", [0, 65536])
+def test_ports_of_instances_are_checked(
+    flag: str, port: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--backend-url", "http://h:1", flag, str(port)]) == 2
+    assert f"mooncake-proxy: {flag} {port}: wanted 1 to 65535" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--tls-cert", "--upstream-ca"])
 @pytest.mark.parametrize("content", [None, "no certificate"])
 def test_invalid_certificates_are_reported(

@@ -18,6 +18,8 @@ from mooncake_proxy.pool.pool_file import parse_pool_file
         (b"decode: [{url: 'http://h:1', colour: red}]", "unknown field `colour`"),
         (b"decode: ['ftp://h']", "ftp://h"),
         (b"decode: ['http://.svc:1']", "label empty"),
+        (b"decode: ['http://h:0']", "http://h:0"),
+        (b"decode: [{url: 'http://h:1', kv_events_port: 99999}]", "_port 99999: wanted 1 to 65535"),
         (b"decode: [2001-99-99]", "month must be in"),
         (b"decode: [!!timestamp soon]", "pools.yaml: "),
         (b"prefill: ['http://h:1']\ndecode: ['http://g:1', 'h:1']", "http://h:1 given twice"),
