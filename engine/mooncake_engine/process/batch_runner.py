@@ -9,31 +9,39 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import socket
 import threading
-import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from mooncake_engine.config_checks import check_url
 from mooncake_engine.errors import ConfigError, EngineError
 from mooncake_engine.messages import BATCH_PRIORITY
+from mooncake_hal.session.listener import hang_up, tune
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")
 _RETRIED_STATUSES = (429, 503)
 """Statuses with which a server rejects requests for the time being; these are retried."""
 _MIN_PAUSE_S, _MAX_PAUSE_S = 1.0, 60.0
 """Bounds of the pause between two attempts, which doubles each time, in seconds."""
+_CONNECT_S = 60.0
 
 
 class BatchFailed(EngineError):
-    """Some requests of a batch failed; the result file says why."""
+    """Some requests of a batch failed, and the result file says why; or that file can't be written
+    any more."""
+
+
+class _RunEnded(Exception):
+    """The run ends before this request has its result."""
 
 
 class _Line(msgspec.Struct):
@@ -67,7 +75,8 @@ class Batch:
         max_attempts: maximum number of attempts per request, not counting those that the server
             rejects for the time being.
         headers: HTTP headers of every request.
-        pause: sleeps for a number of seconds between attempts.
+        pause: sleeps for a number of seconds between attempts; by default until the run ends, at
+            most.
     """
 
     url: str
@@ -76,7 +85,7 @@ class Batch:
     concurrency: int = 32
     max_attempts: int = 5
     headers: dict[str, str] = field(default_factory=dict)
-    pause: Callable[[float], None] = time.sleep
+    pause: Callable[[float], object] | None = None
 
     def __post_init__(self) -> None:
         check_url("--url", self.url)
@@ -93,27 +102,34 @@ def run_batch(batch: Batch, on_progress: Callable[[str, float], None]) -> str:
 
     Raises:
         ConfigError: a file is invalid or can't be accessed; nothing was sent.
-        BatchFailed: some requests failed.
+        BatchFailed: some requests failed, or a result can't be written, which ends the run.
     """
     lines = _read_requests(batch.input_file)
     answered = _read_answered(batch.output_file)
     left = [line for line in lines if line.custom_id not in answered]
     num_done = num_failed = 0
     lock = threading.Lock()
-    with batch.output_file.open("ab") as results, ThreadPoolExecutor(batch.concurrency) as pool:
+    client = _Client(batch)
+    # Unbuffered: each result is kept if the run is interrupted, and what could not be written is
+    # not tried again when the file is closed.
+    with FileIO(batch.output_file, "ab") as results, ThreadPoolExecutor(batch.concurrency) as pool:
 
         def one(line: _Line) -> None:
             nonlocal num_done, num_failed
-            result = _serve(batch, line)
+            result = client.serve(line)
             with lock:
-                results.write(msgspec.json.encode(result) + b"\n")
-                results.flush()  # keeps the result if the run is interrupted
+                _append(results, msgspec.json.encode(result) + b"\n", batch.output_file)
                 num_done += 1
                 num_failed += not _is_answered(result)
                 on_progress("running the batch", num_done / len(left))
 
-        for ended in [pool.submit(one, line) for line in left]:
-            ended.result()
+        try:
+            ended, _ = wait([pool.submit(one, line) for line in left], None, FIRST_EXCEPTION)
+            for each in ended:
+                each.result()
+        finally:  # what is still queued or in flight could not be recorded
+            client.close()
+            pool.shutdown(cancel_futures=True)
     summary = (
         f"{len(left)} requests sent, {num_failed} of them failed; "
         f"{len(lines) - len(left)} had been answered before: {batch.output_file}"
@@ -187,31 +203,25 @@ def _read_answered(path: Path) -> set[str]:
     return {result.custom_id for result in found if result.is_answered}
 
 
+def _append(results: FileIO, line: bytes, path: Path) -> None:
+    """Append a whole line, or nothing of it.
+
+    Raises:
+        BatchFailed: the file can't be written.
+    """
+    end = os.fstat(results.fileno()).st_size
+    try:
+        while line:  # the last bytes that fit on a full disk are written without an error
+            line = line[results.write(line) :]
+    except OSError as exc:
+        results.truncate(end)
+        raise BatchFailed(
+            f"can't write --output-file {path}: {exc.strerror}; the results in it are complete. "
+            "Make room and run the command again: it sends only the requests that are left"
+        ) from exc
+
+
 # --- requests ------------------------------------------------------------------------------
-
-
-def _serve(batch: Batch, line: _Line) -> dict[str, Any]:
-    """Send a request, with retries; returns its line of the result file."""
-    priority = max(line.body.get("priority") or 0, BATCH_PRIORITY)
-    body = msgspec.json.encode({**line.body, "priority": priority})
-    num_failures, pause_s = 0, _MIN_PAUSE_S
-    while True:
-        got = _post(batch, line.url, body)
-        if got.status is not None and got.status < 500 and got.status != 429:
-            break
-        num_failures += got.status not in _RETRIED_STATUSES
-        if num_failures >= batch.max_attempts:
-            break
-        batch.pause(min(got.retry_after_s or pause_s, _MAX_PAUSE_S))
-        pause_s = min(2 * pause_s, _MAX_PAUSE_S)
-    response = {"status_code": got.status, "request_id": got.request_id, "body": got.body}
-    error = {"code": "no_answer", "message": got.error}
-    return {
-        "id": f"batch_req_{line.custom_id}",
-        "custom_id": line.custom_id,
-        "response": None if got.status is None else response,
-        "error": error if got.status is None else None,
-    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,20 +233,90 @@ class _Response:
     error: str = ""
 
 
-def _post(batch: Batch, path: str, body: bytes) -> _Response:
-    url = batch.url.rstrip("/").removesuffix("/v1") + path
-    headers = {"Content-Type": "application/json", **batch.headers}
-    request = urllib.request.Request(url, body, headers)
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignore http_proxy
-    try:
+class _Client:
+    """Sends the requests of a run, from any thread, until the run ends.
+
+    A request may be queued and generated for hours, so a response has no timeout. A server that
+    has vanished is noticed by TCP instead, as its kernel does not reply either.
+    """
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+        url = urlsplit(batch.url)
+        is_tls = url.scheme == "https"
+        self._kind = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
+        self._host, self._port = url.hostname or "", url.port or (443 if is_tls else 80)
+        self._prefix = url.path.rstrip("/").removesuffix("/v1")
+        self._headers = {"Content-Type": "application/json", "Connection": "close"}
+        self._headers |= batch.headers
+        self._lock = threading.Lock()
+        self._open: set[socket.socket] = set()
+        self._ended = threading.Event()
+
+    def close(self) -> None:
+        """Abort all requests: their threads get a ``_RunEnded``."""
+        with self._lock:
+            self._ended.set()
+            for sock in self._open:
+                hang_up(sock)
+
+    def serve(self, line: _Line) -> dict[str, Any]:
+        """Send a request, with retries; returns its line of the result file.
+
+        Raises:
+            _RunEnded: the client was closed.
+        """
+        batch = self._batch
+        pause = batch.pause or self._ended.wait
+        priority = max(line.body.get("priority") or 0, BATCH_PRIORITY)
+        body = msgspec.json.encode({**line.body, "priority": priority})
+        num_failures, pause_s = 0, _MIN_PAUSE_S
+        while True:
+            got = self._post(line.url, body)
+            if got.status is not None and got.status < 500 and got.status != 429:
+                break
+            num_failures += got.status not in _RETRIED_STATUSES
+            if num_failures >= batch.max_attempts:
+                break
+            pause(min(got.retry_after_s or pause_s, _MAX_PAUSE_S))
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
+        response = {"status_code": got.status, "request_id": got.request_id, "body": got.body}
+        error = {"code": "no_answer", "message": got.error}
+        return {
+            "id": f"batch_req_{line.custom_id}",
+            "custom_id": line.custom_id,
+            "response": None if got.status is None else response,
+            "error": error if got.status is None else None,
+        }
+
+    def _post(self, path: str, body: bytes) -> _Response:
         try:
-            with opener.open(request) as response:
-                return _parse_response(response.status, response.headers, response.read())
-        except urllib.error.HTTPError as exc:
-            with exc:
-                return _parse_response(exc.code, exc.headers, exc.read())
-    except (OSError, http.client.HTTPException) as exc:
-        return _Response(None, error=f"{url} does not respond: {exc}")
+            with self._connection() as connection:
+                connection.request("POST", self._prefix + path, body, self._headers)
+                with connection.getresponse() as response:
+                    return _parse_response(response.status, response.headers, response.read())
+        except (OSError, http.client.HTTPException) as exc:
+            if self._ended.is_set():
+                raise _RunEnded from exc
+            return _Response(None, error=f"{self._batch.url} does not respond: {exc}")
+
+    @contextmanager
+    def _connection(self) -> Iterator[http.client.HTTPConnection]:
+        connection = self._kind(self._host, self._port, timeout=_CONNECT_S)
+        connection.connect()
+        sock = connection.sock  # the connection forgets it when the response is its last one
+        try:
+            tune(sock)
+            sock.settimeout(None)
+            with self._lock:
+                if self._ended.is_set():
+                    raise _RunEnded
+                self._open.add(sock)
+            yield connection
+        finally:
+            with self._lock:
+                self._open.discard(sock)
+            connection.close()
 
 
 def _parse_response(status: int, headers: Any, content: bytes) -> _Response:

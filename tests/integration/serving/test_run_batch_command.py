@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import http.client
 import json
+import socket
 from collections.abc import Callable
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,11 @@ from support.fake_engine import FakeEngine, upper_case
 
 from mooncake_engine.errors import ConfigError, Overloaded
 from mooncake_engine.messages import BATCH_PRIORITY, EngineRequest
+from mooncake_engine.process import batch_runner
 from mooncake_engine.process.batch_runner import Batch, BatchFailed, run_batch
 
 Run = Callable[..., str]
+FULL = r"can't write --output-file .*: No space left on device; the results in it are complete"
 
 
 def line(name: str, **changes: Any) -> dict[str, Any]:
@@ -108,6 +114,48 @@ def test_unreachable_server_yields_no_result(tmp_path: Path) -> None:
     [found] = results(tmp_path / "out.jsonl").values()
     assert found["response"] is None
     assert found["error"]["code"] == "no_answer"
+
+
+def test_server_that_has_vanished_is_noticed_without_a_limit_on_responses(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sockets: list[socket.socket] = []
+    real = http.client.HTTPConnection.getresponse
+
+    def getresponse(connection: http.client.HTTPConnection) -> http.client.HTTPResponse:
+        sock = connection.sock
+        sockets.append(sock)
+        assert sock.gettimeout() is None
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) == 30
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 60_000
+        return real(connection)
+
+    monkeypatch.setattr(http.client.HTTPConnection, "getresponse", getresponse)
+    run(line("tea"))
+    assert len(sockets) == 1
+
+
+def test_full_disk_ends_the_run_and_keeps_whole_results(
+    run: Run, served: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While one request computes for ever, another one's result does not fit."""
+
+    class FullDisk(FileIO):
+        def write(self, content: Any) -> int:
+            if len(content) > 20:
+                return super().write(content[:20])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    run(line("first"))
+    served.engine.hold_at = 5  # a token that only the longest prompt's answer has
+    monkeypatch.setattr(batch_runner, "FileIO", FullDisk)
+    with pytest.raises(BatchFailed, match=FULL):
+        run(line("forever"), *(line(str(at)) for at in range(200)), concurrency=2)
+    monkeypatch.undo()
+    assert set(results(tmp_path / "out.jsonl")) == {"first"}
+    assert len(served.engine.seen) < 10, "what can't be recorded is not computed"
+    assert run(line("first"), line("milk")).startswith("1 requests sent, 0 of them failed")
 
 
 @pytest.mark.parametrize(
