@@ -38,6 +38,12 @@ _STACK_BYTES = 4 << 20
 """The child's stack size: half of that of the threads that compile the grammar again."""
 _MAX_REJECTIONS = 1024
 """Rejected grammars that are remembered, by hash: sending one again costs no compilation."""
+_OUTSIDE_SIGNALS = (signal.SIGKILL, signal.SIGTERM)
+"""Signals that the child's limits do not send: somebody else did, such as the kernel of a host that
+is out of memory."""
+_MAX_DEATHS = 3
+"""Deaths of the child that may have been the machine's doing before a grammar is taken for the
+cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,23 +79,21 @@ class GrammarProcess:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None
         self._rejections: OrderedDict[bytes, str] = OrderedDict()
+        self._deaths: OrderedDict[bytes, int] = OrderedDict()  # those that prove nothing yet
 
     def check(self, grammar: Grammar) -> None:
         """Compile a grammar in the child process.
 
         Raises:
             InvalidRequest: the grammar is invalid, or compiling it exceeds the limits.
-            RequestFailed: the child process can't be started at the moment.
+            RequestFailed: the child process can't be started at the moment, or was killed from
+                outside.
         """
         key = hashlib.sha256(f"{grammar.kind.name}:{grammar.source}".encode()).digest()
         with self._lock:
             reason = self._rejections.get(key)
             if reason is None:
-                reason = self._compile(grammar)
-                if reason:
-                    self._rejections[key] = reason
-                    if len(self._rejections) > _MAX_REJECTIONS:
-                        self._rejections.popitem(last=False)
+                reason = self._compile(grammar, key)
         if reason:
             raise InvalidRequest(reason, param=PARAM)
 
@@ -98,20 +102,49 @@ class GrammarProcess:
         with self._lock:
             self._end()
 
-    def _compile(self, grammar: Grammar) -> str:
-        """Compile a grammar; returns the reason for its rejection, or an empty string."""
+    def _compile(self, grammar: Grammar, key: bytes) -> str:
+        """Compile a grammar; returns the reason for its rejection, or an empty string.
+
+        Raises:
+            RequestFailed: see ``check``.
+        """
         child = self._child
         if child is None or child.poll() is not None:
             child = self._start()
         reply = self._exchange(child, grammar, self._limits.wall_s)
         if reply is not None:
-            return reply.decode()
+            self._deaths.pop(key, None)
+            return self._reject(key, reply.decode()) if reply else ""
+        is_late = not _has_exited(child)
         status = self._end()
-        logger.warning("compiling a %s killed the compiler: %s", grammar.kind.value, status)
-        return (
-            f"the {grammar.kind.value} is rejected: compiling it takes more than "
-            f"{self._limits.cpu_s} s, or more memory or nesting than allowed ({status})"
+        what = grammar.kind.value
+        logger.warning("compiling a %s killed the compiler: %s", what, status)
+        reason = (
+            f"the {what} is rejected: compiling it takes more than {self._limits.cpu_s} s, or more "
+            f"memory or nesting than allowed ({status})"
         )
+        is_from_outside = -child.returncode in _OUTSIDE_SIGNALS
+        if not is_from_outside or self._count_death(key) >= _MAX_DEATHS:
+            return self._reject(key, reason)
+        if is_late:  # by wall-clock time, which also passes on a machine that is busy with others
+            return reason
+        raise RequestFailed(
+            f"the process that compiles grammars was killed from outside ({status}), perhaps "
+            "because the host is out of memory: send the request again"
+        )
+
+    def _reject(self, key: bytes, reason: str) -> str:
+        self._rejections[key] = reason
+        if len(self._rejections) > _MAX_REJECTIONS:
+            self._rejections.popitem(last=False)
+        return reason
+
+    def _count_death(self, key: bytes) -> int:
+        num_deaths = self._deaths.pop(key, 0) + 1
+        self._deaths[key] = num_deaths
+        if len(self._deaths) > _MAX_REJECTIONS:
+            self._deaths.popitem(last=False)
+        return num_deaths
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._end()
@@ -128,6 +161,7 @@ class GrammarProcess:
             raise RequestFailed(f"can't start a process to compile grammars in: {exc}") from exc
         self._child = child
         if self._exchange(child, self._setup, self._limits.start_s) is None:
+            _has_exited(child)
             raise RequestFailed(f"the grammar compiler's process did not start: {self._end()}")
         return child
 
@@ -157,14 +191,22 @@ class GrammarProcess:
         child, self._child = self._child, None
         if child is None:
             return ""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(0.1)  # it may be exiting by itself, with a status that says why
         child.kill()
         # Closes the pipes and waits. Closing flushes what a child that is gone has not read.
         with contextlib.suppress(OSError), child:
             pass
         code = child.returncode
         return signal.Signals(-code).name if code < 0 else f"status {code}"
+
+
+def _has_exited(child: subprocess.Popen[bytes]) -> bool:
+    """Whether a child that does not reply has ended by itself, with a status that says why; it may
+    be about to."""
+    try:
+        child.wait(0.1)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def _write_frame(sink: IO[bytes], body: bytes) -> None:

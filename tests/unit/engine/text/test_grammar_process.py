@@ -6,11 +6,12 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
 
-from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.errors import InvalidRequest, RequestFailed
 from mooncake_engine.sampling_params import Grammar, GrammarKind
 from mooncake_engine.text.grammar_compiler import TokenTable
 from mooncake_engine.text.grammar_process import CompileLimits, GrammarProcess
@@ -122,6 +123,59 @@ def test_a_child_that_was_killed_is_replaced(process: GrammarProcess) -> None:
     assert process._child is not None
     process._child.wait(60)
     assert child_of(process) != before
+
+
+def hung(process: GrammarProcess) -> subprocess.Popen[bytes]:
+    """Give the process a child that reads a grammar and then never replies."""
+    child = subprocess.Popen(
+        ["sh", "-c", "head -c 4 >/dev/null; echo read >&2; exec sleep 600"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    process._child = child
+    return child
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_a_grammar_whose_child_was_killed_from_outside_is_compiled_again(number: int) -> None:
+    """As by the kernel of a host that is out of memory; but not for ever."""
+    process = GrammarProcess(TABLE, PATIENT)
+
+    def killed() -> None:
+        with hung(process) as child, ThreadPoolExecutor(1) as thread:
+            check = thread.submit(process.check, FINE)
+            assert child.stderr is not None
+            assert child.stderr.readline() == b"read\n"
+            child.send_signal(number)
+            check.result()
+
+    for _ in range(2):
+        for _ in range(2):
+            with pytest.raises(RequestFailed, match=r"killed from outside \(SIG.*request again"):
+                killed()
+        process.check(FINE)
+        process.close()
+    for _ in range(2):
+        with pytest.raises(RequestFailed):
+            killed()
+    with pytest.raises(InvalidRequest, match="is rejected"):
+        killed()
+    with pytest.raises(InvalidRequest, match="is rejected"):
+        process.check(FINE)
+    assert process._child is None
+
+
+@pytest.mark.timeout(300)
+def test_a_grammar_that_got_no_reply_in_time_is_compiled_again() -> None:
+    """The machine may have been busy."""
+    process = GrammarProcess(TABLE, CompileLimits(wall_s=0.01, start_s=120.0))
+    with hung(process), pytest.raises(InvalidRequest, match="SIGKILL"):
+        process.check(FINE)
+    process._limits = PATIENT
+    process.check(FINE)
+    process.close()
 
 
 def test_a_child_that_reads_no_more_is_replaced() -> None:
