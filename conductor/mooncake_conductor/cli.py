@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TextIO, TypeVar
 
 from mooncake_conductor import __version__
+from mooncake_conductor.argument_parser import CommandParser, DefaultsInHelp
 from mooncake_conductor.calibration.live_instance import LiveInstance
 from mooncake_conductor.calibration.measured_costs import (
     CalibrationPlan,
@@ -254,107 +255,164 @@ def _mean_ttft(summary: RunSummary) -> float:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="mooncake-conductor", description=__doc__)
+    """The command line of `mooncake-conductor`."""
+    parser = CommandParser(prog="mooncake-conductor", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True)
-    one = commands.add_parser("simulate", help="replay a trace on a modelled cluster")
+    commands = parser.add_subparsers(required=True, metavar="command")
+
+    def command(
+        name: str, text: str, run: Callable[[argparse.Namespace], int]
+    ) -> argparse.ArgumentParser:
+        added = commands.add_parser(
+            name, help=text, description=text, formatter_class=DefaultsInHelp
+        )
+        added.set_defaults(run=run)
+        return added
+
+    one = command("simulate", "replay a trace on a modelled cluster", simulate)
     _add_common(one)
+    one.add_argument("--policy", choices=POLICIES, default=DEFAULT_POLICY, help="routing policy")
     one.add_argument(
-        "--policy", choices=POLICIES, default=DEFAULT_POLICY, help="default: %(default)s"
+        "--load",
+        type=_positive,
+        default=1.0,
+        metavar="FACTOR",
+        help="multiple of the trace's request rate",
     )
-    one.add_argument(
-        "--load", type=_positive, default=1.0, help="multiple of the trace's request rate (1)"
-    )
-    one.add_argument(
-        "--cache-tokens", type=_count, default=3_000_000, help="per prefill node (3e6)"
-    )
+    _add_cache_tokens(one)
     one.add_argument("--csv", type=_output, metavar="FILE", help="write a line per request")
-    one.set_defaults(run=simulate)
-    many = commands.add_parser("compare", help="policies, loads and cache sizes as one table")
+    many = command("compare", "policies, loads and cache sizes as one table", compare)
     _add_common(many)
     many.add_argument(
         "--policies",
         type=_names(POLICIES, "policy"),
         default=list(POLICIES),
-        help="comma-separated (all)",
+        metavar="NAME,...",
+        help=f"of {', '.join(POLICIES)} (default: all)",
     )
-    loads = "multiples of the trace's request rate, comma-separated (1)"
-    many.add_argument("--loads", type=_list_of(_positive), default=[1.0], help=loads)
-    caches = "tokens per prefill node, comma-separated (3e6)"
-    many.add_argument("--caches", type=_list_of(_count), default=[3_000_000], help=caches)
-    many.set_defaults(run=compare)
-    about = "goodput over load, compared with coupled instances"
-    systems = commands.add_parser("goodput", help=about)
+    _add_loads(many)
+    many.add_argument(
+        "--caches",
+        type=_list_of(_count),
+        default=[3_000_000],
+        metavar="TOKENS,...",
+        help="sizes of the prefix cache of a prefill node",
+    )
+    systems = command("goodput", "goodput over load, compared with coupled instances", goodput)
     _add_common(systems)
-    names = ", ".join(SYSTEMS)
     systems.add_argument(
-        "--systems", type=_names(SYSTEMS, "system"), default=list(SYSTEMS), help=f"of {names} (all)"
+        "--systems",
+        type=_names(SYSTEMS, "system"),
+        default=list(SYSTEMS),
+        metavar="NAME,...",
+        help=f"of {', '.join(SYSTEMS)} (default: all)",
     )
-    systems.add_argument("--loads", type=_list_of(_positive), default=[1.0], help=loads)
-    systems.add_argument(
-        "--cache-tokens", type=_count, default=3_000_000, help="per prefill node (3e6)"
-    )
+    _add_loads(systems)
+    _add_cache_tokens(systems)
     systems.add_argument("--svg", type=_output, metavar="FILE", help="write the chart")
-    systems.set_defaults(run=goodput)
-    _add_calibrate(commands.add_parser("calibrate", help="measure a live instance"))
+    _add_calibrate(
+        command("calibrate", "measure the latencies of a live instance", calibrate_instance)
+    )
     return parser
+
+
+def _add_loads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--loads",
+        type=_list_of(_positive),
+        default=[1.0],
+        metavar="FACTOR,...",
+        help="multiples of the trace's request rate",
+    )
+
+
+def _add_cache_tokens(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cache-tokens",
+        type=_count,
+        default=3_000_000,
+        metavar="TOKENS",
+        help="size of the prefix cache of a prefill node",
+    )
 
 
 def _add_calibrate(parser: argparse.ArgumentParser) -> None:
     plan, add = CalibrationPlan(), parser.add_argument
-    counts = _list_of(_count)
     add("url", metavar="URL", help="an idle OpenAI-compatible server, http://HOST:PORT")
-    add("--out", type=_output, default=Path("calibrated.json"), help="default: %(default)s")
-    add("--name", default="measured", help="name of the measured row (measured)")
+    add(
+        "--out",
+        type=_output,
+        default=Path("calibrated.json"),
+        metavar="FILE",
+        help="write the measured row, for --calibrated",
+    )
+    add("--name", default="measured", metavar="NAME", help="name of the measured row")
     meaning = "an idle proxy in front of it and of decode instances: measure the path through it"
     add("--through", default="", metavar="URL", help=meaning)
-    add("--served-model", default="", help="model to request (the first that the server lists)")
-    add("--api-key", default="", help="sent as a bearer token")
-    lengths = {
-        "--prompt-tokens": (plan.prompt_tokens, "lengths of prompts"),
-        "--batches": (plan.batches, "requests that decode concurrently"),
-        "--decode-context": (plan.decode_context, "tokens of their prompts"),
-    }
-    for flag, (default, meaning) in lengths.items():
-        shown = ",".join(map(str, default))
-        add(flag, type=counts, default=list(default), help=f"{meaning} ({shown})")
-    meaning = "tokens of each answer; more if answers don't overlap (%(default)s)"
-    add("--decode-tokens", type=_count, default=plan.decode_tokens, help=meaning)
-    meaning = "token ids of prompts are drawn below this (%(default)s)"
-    add("--max-token-id", type=_count, default=plan.max_token_id, help=meaning)
-    parser.set_defaults(run=calibrate_instance)
+    meaning = "model to request (default: the first that the server lists)"
+    add("--served-model", default="", metavar="NAME", help=meaning)
+    add("--api-key", default="", metavar="KEY", help="sent as a bearer token")
+    for flag, default, unit, meaning in (
+        ("--prompt-tokens", plan.prompt_tokens, "TOKENS,...", "lengths of prompts"),
+        ("--batches", plan.batches, "N,...", "requests that decode concurrently"),
+        ("--decode-context", plan.decode_context, "TOKENS,...", "lengths of their prompts"),
+    ):
+        add(flag, type=_list_of(_count), default=list(default), metavar=unit, help=meaning)
+    for flag, count, unit, meaning in (
+        (
+            "--decode-tokens",
+            plan.decode_tokens,
+            "TOKENS",
+            "length of each answer; more if answers don't overlap",
+        ),
+        ("--max-token-id", plan.max_token_id, "ID", "token ids of prompts are drawn below this"),
+    ):
+        add(flag, type=_count, default=count, metavar=unit, help=meaning)
 
 
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("trace", type=Path, help="JSON lines as Mooncake publishes them")
-    add("--prefill", type=_count, default=8, help="prefill nodes (8)")
-    add("--decode", type=_count, default=8, help="decode nodes (8)")
-    add("--model", choices=MODELS, default="llama-3-70b", help="default: %(default)s")
-    add("--device", choices=DEVICES, default="A800", help="default: %(default)s")
-    add("--devices-per-node", type=_count, default=8, help="default: 8")
+    add("trace", type=Path, metavar="TRACE", help="JSON lines as Mooncake publishes them")
+    for flag, count, unit, meaning in (
+        ("--prefill", 8, "N", "prefill nodes"),
+        ("--decode", 8, "N", "decode nodes"),
+        ("--devices-per-node", 8, "N", "devices of a node, which hold one copy of the model"),
+        ("--max-batch", 256, "N", "sequences in the decode batch of a node"),
+        ("--chunk-tokens", 512, "TOKENS", "tokens per hash id of the trace"),
+        ("--copies", 1, "N", "replicate the trace's users this many times"),
+    ):
+        add(flag, type=_count, default=count, metavar=unit, help=meaning)
+    add("--model", choices=MODELS, default="llama-3-70b", help="model whose costs are used")
+    add("--device", choices=DEVICES, default="A800", help="device whose costs are used")
     add("--calibrated", type=Path, metavar="FILE", help="result of calibrate, replaces --device")
-    add("--link-gb-s", type=_positive, default=50.0, help="network bandwidth per node, GB/s (50)")
-    add("--max-batch", type=_count, default=256, help="sequences per decode node (256)")
-    add("--chunk-tokens", type=_count, default=512, help="tokens per hash id of the trace (512)")
+    meaning = "network bandwidth of a node"
+    add("--link-gb-s", type=_positive, default=50.0, metavar="GB/S", help=meaning)
     modes = [mode.value for mode in AdmissionMode]
-    add("--admission", choices=modes, default="none", help="when load leads to refusals (none)")
-    unit = "milliseconds, or a multiple of the unloaded latency such as"
-    add("--slo-ttft", default="30000", help=f"{unit} 10x (30000)")
-    add("--slo-tbt", default="100", help=f"{unit} 5x (100)")
-    add("--threshold", type=_positive, default=2.0, help="parameter of the policy mooncake (2)")
+    meaning = "refuse requests that would miss their objectives: never, at arrival by the prefill "
+    meaning += "load and after the prefill by the decode load (baseline), by both at arrival "
+    meaning += "(early), or by the decode load expected at the end of the prefill (predictive)"
+    add("--admission", choices=modes, default="none", help=meaning)
+    for flag, limit, example, meaning in (
+        ("--slo-ttft", "30000", "10x", "time to first token"),
+        ("--slo-tbt", "100", "5x", "time between tokens"),
+    ):
+        meaning = f"objective: {meaning}, or a multiple of the unloaded one, such as {example}"
+        add(flag, default=limit, metavar="MS", help=meaning)
+    meaning = "policy mooncake: fetch a prefix that is this many times as long on another node"
+    add("--threshold", type=_positive, default=2.0, metavar="FACTOR", help=meaning)
     forms = [boundary.value for boundary in Boundary]
-    add("--boundary", choices=forms, default="fast", help="version of Algorithm 1 (fast)")
-    meaning = "choose the decode node at arrival or after the prefill (early)"
+    meaning = "policy mooncake: published version that decides about exactly --threshold times"
+    add("--boundary", choices=forms, default="fast", help=meaning)
+    meaning = "choose the decode node at arrival or after the prefill"
     add("--binding", choices=["early", "late"], default="early", help=meaning)
     add("--delta", action="store_true", help="later turns of a session contain only new tokens")
     add("--replicate", action="store_true", help="copy hot chunks before they are requested again")
     add("--role-changes", action="store_true", help="switch roles of idle nodes when load shifts")
-    meaning = "Poisson arrivals of RATE requests per second instead of the trace's times"
+    meaning = "Poisson arrivals, this many requests per second, instead of the trace's times"
     add("--poisson", type=_positive, metavar="RATE", help=meaning)
-    add("--copies", type=_count, default=1, help="replicate the trace's users N times (1)")
-    add("--limit", type=_count, help="use only the first requests of the trace")
-    add("--seed", type=int, default=0, help="seed of the random numbers (0)")
+    meaning = "use only the first requests of the trace"
+    add("--limit", type=_count, metavar="N", help=meaning)
+    add("--seed", type=int, default=0, metavar="N", help="seed of the random numbers")
     add("--html", type=_output, metavar="FILE", help="write one page with charts")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from mooncake_conductor.argument_parser import CommandParser, DefaultsInHelp
 from mooncake_proxy import __version__
 from mooncake_proxy.config import (
     ADMISSIONS,
@@ -15,37 +16,9 @@ from mooncake_proxy.config import (
 from mooncake_proxy.ops.background_stderr import LOG_FORMATS
 
 
-class DefaultsInHelp(argparse.HelpFormatter):
-    """Appends an option's default to its help, unless it has none or the text states it already.
-
-    Metavars give the unit: `--timeout SECONDS ... (default: 25)`.
-    """
-
-    def _get_help_string(self, action: argparse.Action) -> str:
-        text = action.help or ""
-        if not _has_default(action) or "(default: " in text:
-            return text
-        return f"{text} (default: {_shown(action.default).replace('%', '%%')})"
-
-
-def _has_default(action: argparse.Action) -> bool:
-    default = action.default
-    if default is argparse.SUPPRESS or default is None or isinstance(default, bool):
-        return False
-    return default not in ("", [], ())
-
-
-def _shown(default: object) -> str:
-    if isinstance(default, float):
-        return f"{default:g}"
-    if isinstance(default, (list, tuple)):
-        return ",".join(map(str, default))
-    return str(default)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all options, in groups."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="mooncake-proxy",
         usage="%(prog)s [options]",
         description="OpenAI-compatible proxy for prefill and decode instances.",

@@ -6,15 +6,24 @@ import argparse
 
 import pytest
 
+from mooncake_conductor import argument_parser, cli as conductor
 from mooncake_engine import cli as engine
 from mooncake_hal import bench, cli as hal, command_line, doctor
+from mooncake_kv import cli as kv
 from mooncake_proxy import proxy_options as proxy
 
-FORMATTERS = (command_line.DefaultsInHelp, proxy.DefaultsInHelp)
+FORMATTERS = (command_line.DefaultsInHelp, argument_parser.DefaultsInHelp)
 
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     found = {"mooncake-proxy": proxy.build_parser()}
+    for module in (conductor, kv):
+        commands = next(
+            action
+            for action in module.build_parser()._actions
+            if isinstance(action, argparse._SubParsersAction)
+        )
+        found.update({parser.prog: parser for parser in commands.choices.values()})
     for command in engine.COMMANDS:
         found[command.name] = argparse.ArgumentParser(formatter_class=command_line.DefaultsInHelp)
         command.add_to(found[command.name])

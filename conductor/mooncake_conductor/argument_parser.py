@@ -1,0 +1,71 @@
+"""Argument parser and help format of the commands `mooncake-conductor` and `mooncake-proxy`; the
+other commands have their own, since neither side imports the other."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NoReturn
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose errors are one line (the usage of a command with 80 options would hide the
+    error) and suggest the option that a misspelt one was meant to be."""
+
+    _words: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = sys.argv[1:] if args is None else args
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        said = "; ".join([message, *self._suggestions(), f"see {self.prog} --help"])
+        self.exit(2, f"{self.prog}: error: {said}\n")
+
+    def _suggestions(self) -> Iterator[str]:
+        # argparse may report a missing argument, and not that an option does not exist.
+        known = set(_option_names(self))
+        options = (word.partition("=")[0] for word in self._words if word.startswith("--"))
+        for name in options:
+            if not any(each.startswith(name) for each in known):
+                for nearest in difflib.get_close_matches(name, known, n=1, cutoff=0.8):
+                    yield f"did you mean {nearest}, not {name}?"
+
+
+def _option_names(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Of a parser and of those of its commands, as ``--name``."""
+    for action in parser._actions:  # argparse offers no other way to them
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _option_names(command)
+
+
+class DefaultsInHelp(argparse.HelpFormatter):
+    """Appends an option's default to its help, unless it has none or the text states it already.
+
+    Metavars give the unit: `--timeout SECONDS ... (default: 25)`.
+    """
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if not _has_default(action) or "(default: " in text:
+            return text
+        return f"{text} (default: {_shown(action.default).replace('%', '%%')})"
+
+
+def _has_default(action: argparse.Action) -> bool:
+    default = action.default
+    if default is argparse.SUPPRESS or default is None or isinstance(default, bool):
+        return False
+    return default not in ("", [], ())
+
+
+def _shown(default: object) -> str:
+    if isinstance(default, float):
+        return f"{default:g}"
+    if isinstance(default, (list, tuple)):
+        return ",".join(map(str, default))
+    return str(default)
