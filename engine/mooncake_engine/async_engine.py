@@ -9,7 +9,7 @@ import secrets
 import threading
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -235,7 +235,7 @@ class AsyncEngine:
             self._pending_replies.add(reply)
         try:
             self.check_health()
-            self._core.post(command(reply.set_result))
+            self._core.post(command(partial(_reply, reply)))
             return await asyncio.wrap_future(reply)
         finally:
             with self._lock:
@@ -331,9 +331,10 @@ class AsyncEngine:
         with self._lock:
             self._failure = self._failure or failure
             streams = list(self._streams.values())
-            pending = [reply for reply in self._pending_replies if not reply.done()]
+            pending = list(self._pending_replies)
         for reply in pending:
-            reply.set_exception(EngineDead(str(failure)))
+            with suppress(InvalidStateError):  # the core has replied
+                reply.set_exception(EngineDead(str(failure)))
         for stream in streams:
             _call(stream.loop, [(stream.on_update, failure)])
 
@@ -380,6 +381,13 @@ def has_core_process(config: EngineConfig) -> bool:
     if config.core_process is not None:
         return config.core_process
     return bool(Registry.discover().device_type(config.backend))
+
+
+def _reply(reply: Future[bool], value: bool) -> None:
+    """Reply to a command, for the core. ``fail`` may come first, on another thread: a step that was
+    given up may yet end."""
+    with suppress(InvalidStateError):
+        reply.set_result(value)
 
 
 def _call(loop: asyncio.AbstractEventLoop, batch: _Batch) -> None:

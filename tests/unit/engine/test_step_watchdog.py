@@ -14,6 +14,7 @@ from support.scripted_core import ScriptedExecutor, scripted_engine
 from mooncake_engine.async_engine import AsyncEngine
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.core import EngineCore
+from mooncake_engine.core_messages import Command, ResetPrefixCache
 from mooncake_engine.errors import ConfigError, EngineDead, EngineStalled, EngineStuck
 from mooncake_engine.execution.model_runner import CompletedStep
 from mooncake_engine.messages import EngineRequest
@@ -159,4 +160,43 @@ def test_stalled_engine_rejects_requests() -> None:
     with pytest.raises(EngineStalled):
         asyncio.run(asyncio.wait_for(first_update(engine), TEST_TIMEOUT_S))
     core.watch.end()
+    engine.close()
+
+
+@pytest.mark.parametrize("order", ["the core first", "the watchdog first"])
+def test_core_may_reply_while_its_step_is_given_up(
+    order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built = scripted_engine(ScriptedExecutor())
+    engine = AsyncEngine(built.core, built.info, EngineConfig(Path("model")))
+    posted: asyncio.Queue[ResetPrefixCache] = asyncio.Queue()
+    real = engine._core.post
+
+    def post(_core: EngineCore, command: Command) -> None:
+        if isinstance(command, ResetPrefixCache):
+            posted.put_nowait(command)
+        else:
+            real(command)
+
+    async def ask() -> bool:
+        asking = asyncio.ensure_future(engine.reset_prefix_cache())
+        command = await posted.get()
+
+        class GivenUp(EngineDead):
+            def __str__(self) -> str:
+                """Read by ``fail`` after it has found who waits, and before it tells them."""
+                if order == "the core first":
+                    command.reply(True)
+                return "given up"
+
+        engine.fail(GivenUp())
+        command.reply(True)  # of a step that ends after all
+        return await asking
+
+    monkeypatch.setattr(EngineCore, "post", post)
+    if order == "the core first":
+        assert asyncio.run(ask())
+    else:
+        with pytest.raises(EngineDead, match="given up"):
+            asyncio.run(ask())
     engine.close()
