@@ -103,6 +103,7 @@ class InstancePlan:
         ports: every port that any of its ranks binds.
         info: None as long as its hardware is not known.
         reserved: ports that libraries below its transports may take.
+        host: the host that it is planned for; empty if that is not known.
     """
 
     name: str
@@ -111,6 +112,7 @@ class InstancePlan:
     ports: tuple[Port, ...] = ()
     info: InstanceInfo | None = None
     reserved: tuple[ReservedPorts, ...] = ()
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_from_flag,
         default=[],
         metavar="KEY=VALUE,...",
-        help=f"an instance of the plan, to be started on this host; keys: {', '.join(FIELDS)} "
+        help=f"an instance of the plan; keys: {', '.join(FIELDS)} "
         "(default: role=both,host=127.0.0.1,backend=auto,tp=1,pp=1)",
     )
     parser.add_argument(
@@ -124,12 +124,12 @@ def examine_plan(registry: Registry, plans: list[dict[str, Any]]) -> list[Check]
             for why in absent
         ),
         Check(f"deployment of {names}: roles, connectors, ports, sizes, hardware"),
-        *(Check(_describe_transports(registry, p, d)) for p, d in deployment.pairs()),
+        *(_check_transports(registry, p, d) for p, d in deployment.pairs()),
     ]
 
 
-def _describe_transports(registry: Registry, prefill: InstancePlan, decode: InstancePlan) -> str:
-    """Describe which transports can move KV between two compatible instances, best first, and why
+def _check_transports(registry: Registry, prefill: InstancePlan, decode: InstancePlan) -> Check:
+    """Check which transports can move KV between two compatible instances, best first, and why
     their other common ones can't. The handshake selects one of them."""
     assert prefill.info is not None
     assert decode.info is not None
@@ -139,9 +139,16 @@ def _describe_transports(registry: Registry, prefill: InstancePlan, decode: Inst
         key=lambda name: -specs[name][0].priority if name in specs else 0,
     )
     found = transport_problems(prefill.info, decode.info)
+    if prefill.host != decode.host:
+        for name in shared:
+            if name in specs and specs[name][0].is_within_host:
+                found[name].append(f"{prefill.host} and {decode.host} are two hosts")
     usable = " or ".join(name for name in shared if not found[name])
     refused = [f"not over {name}: {'; '.join(found[name])}" for name in shared if found[name]]
-    return "; ".join([f"{prefill.name} to {decode.name}: KV goes over {usable}", *refused])
+    pair = f"{prefill.name} to {decode.name}"
+    if not usable:
+        return Check(pair, "; ".join(refused))
+    return Check("; ".join([f"{pair}: KV goes over {usable}", *refused]))
 
 
 def examine_transport(registry: Registry, name: str) -> list[Check]:
@@ -357,6 +364,7 @@ def _plan(raw: dict[str, Any], found: PlannedHardware) -> InstancePlan:
             transports=found.transports,
         ),
         found.reserved,
+        host,
     )
 
 

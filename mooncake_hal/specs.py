@@ -131,6 +131,8 @@ class TransportSpec:
             host; loads nothing. Raises HalError if a setting is invalid.
         constraints: what it requires of both ends; a pair of instances that does not satisfy them
             uses another transport.
+        is_within_host: whether it connects only processes of one host, so that a deployment plan
+            does not count on it between two.
     """
 
     name: str
@@ -142,6 +144,7 @@ class TransportSpec:
     num_ports: int = 1
     reserved_ports: Callable[[], Sequence[ReservedPorts]] = none_reserved
     constraints: TransportConstraints = TransportConstraints()
+    is_within_host: bool = False
 
 
 def installed(distributions: Sequence[str]) -> str | None:

@@ -34,4 +34,6 @@ def load() -> Transport:
 @hookimpl
 def mooncake_hal_transport() -> TransportSpec:
     """Offer the transport."""
-    return TransportSpec("shm", API_VERSION, PRIORITY, probe, load, num_ports=0)
+    return TransportSpec(
+        "shm", API_VERSION, PRIORITY, probe, load, num_ports=0, is_within_host=True
+    )

@@ -100,6 +100,21 @@ def test_plan_of_absent_hardware_is_checked_by_known_constraints(
     assert "ok    p to d: KV goes over staged\n" in output
 
 
+def test_plan_over_two_hosts_does_not_use_shared_memory(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    status, output = plan(
+        capsys,
+        "role=prefill,name=p,host=10.0.0.1",
+        "role=decode,name=d,host=10.0.0.1",
+        "role=decode,name=e,host=10.0.0.2",
+    )
+    assert status == 0, output
+    assert "ok    p to d: KV goes over shm or tcp" in output
+    assert "ok    p to e: KV goes over tcp" in output
+    assert "; not over shm: 10.0.0.1 and 10.0.0.2 are two hosts\n" in output
+
+
 def test_plan_lists_the_usable_transports(capsys: pytest.CaptureFixture[str]) -> None:
     status, output = plan(
         capsys,
