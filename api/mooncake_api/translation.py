@@ -53,6 +53,7 @@ class ApiFormat:
 
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>.*?)`$")
+_MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`")
 
 UNTRANSLATED_FIELDS: Mapping[str, str] = {
     "n": "send the request several times",
@@ -81,7 +82,8 @@ def read_request(
         instead: fields to reject, each with what to do instead.
 
     Raises:
-        RequestRejected: the body is not a JSON object, or a field has a wrong type or is rejected.
+        RequestRejected: the body is not a JSON object, or a field is missing, has a wrong type or
+            is rejected.
     """
     try:
         found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -105,6 +107,9 @@ def _explained(message: str) -> RequestRejected:
     match = _PATH.search(message)
     path = match["path"] if match else ""
     problem = message[: match.start()] if match else message
+    if missing := _MISSING.match(message):
+        param = f"{path}.{missing['field']}" if path else missing["field"]
+        return RequestRejected(f"{param} is required", param=param)
     if not path:
         return RequestRejected(f"the body must be a JSON object: {problem[0].lower()}{problem[1:]}")
     return RequestRejected(f"{path}: {problem[0].lower()}{problem[1:]}", param=path)

@@ -144,3 +144,24 @@ def test_any_chunk_of_a_stream(path: str) -> None:
             stream = data * drawn.choice((1, 2)) + b"data: [DONE]\n\n"
             translation = API_FORMATS[path].translate(json.dumps(BODIES[path]).encode())
             assert translation.events(stream)
+
+
+@pytest.mark.parametrize(
+    ("path", "field"),
+    [
+        ("/v1/responses", "input"),
+        ("/v1/messages", "messages"),
+        ("/v1/messages", "max_tokens"),
+    ],
+)
+def test_missing_field_is_named(path: str, field: str) -> None:
+    body = {name: value for name, value in BODIES[path].items() if name != field}
+    with pytest.raises(RequestRejected, match=f"^{field} is required$") as rejection:
+        API_FORMATS[path].translate(json.dumps(body).encode())
+    assert rejection.value.param == field
+
+
+def test_missing_field_is_named_with_its_path() -> None:
+    body = {**BODIES["/v1/messages"], "thinking": {"budget_tokens": 9}}
+    with pytest.raises(RequestRejected, match=r"^thinking\.type is required$"):
+        API_FORMATS["/v1/messages"].translate(json.dumps(body).encode())
