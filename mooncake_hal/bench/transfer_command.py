@@ -21,6 +21,7 @@ from mooncake_hal.bench.transfer_speed import (
     transport_mover,
 )
 from mooncake_hal.errors import NativeUnavailable, TransferError
+from mooncake_hal.options import positive_int
 from mooncake_hal.registry import PluginStatus, Registry
 
 MIB = 1 << 20
@@ -35,7 +36,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,...",
         help="transports to measure (default: every one that is available)",
     )
-    parser.add_argument("--size", type=int, default=256, metavar="MIB", help="size of a transfer")
+    parser.add_argument(
+        "--size", type=positive_int, default=256, metavar="MIB", help="size of a transfer"
+    )
     parser.add_argument(
         "--pieces",
         type=_sizes,
@@ -44,10 +47,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="sizes of scattered pieces; one contiguous range is always measured",
     )
     parser.add_argument(
-        "--rounds", type=int, default=5, metavar="N", help="repetitions per shape and direction"
+        "--rounds",
+        type=positive_int,
+        default=5,
+        metavar="N",
+        help="repetitions per shape and direction",
     )
     parser.add_argument(
-        "--connections", type=int, default=2, metavar="N", help="connections per peer; shm: threads"
+        "--connections",
+        type=positive_int,
+        default=2,
+        metavar="N",
+        help="connections per peer; shm: threads",
     )
     parser.add_argument(
         "--anonymous",
@@ -59,8 +70,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="use memory of the default backend's first two devices (default: host memory)",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results as JSON")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot of them as SVG")
+    parser.add_argument("--json", type=_output, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--plot", type=_output, metavar="FILE", help="write a plot of them as SVG")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -119,7 +130,17 @@ def _complain(text: str) -> None:
 
 
 def _sizes(text: str) -> tuple[int, ...]:
-    sizes = tuple(int(part) for part in text.split(","))
-    if any(size < 1 for size in sizes):
-        raise argparse.ArgumentTypeError("sizes of pieces must be 1 byte or more")
-    return sizes
+    try:
+        return tuple(positive_int(part) for part in text.split(","))
+    except argparse.ArgumentTypeError as exc:
+        raise argparse.ArgumentTypeError(
+            f"wanted sizes of 1 byte or more such as 4096,65536, got {text!r}"
+        ) from exc
+
+
+def _output(text: str) -> Path:
+    """Parse the path of a file to write, after the measurement: its folder is checked before."""
+    path = Path(text)
+    if not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"can't write {path}: there is no folder {path.parent}")
+    return path

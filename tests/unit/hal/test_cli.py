@@ -42,6 +42,25 @@ def test_devices_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--pieces", "4096,abc"], "wanted sizes of 1 byte or more such as 4096,65536, got '4096,"),
+        (["--pieces", "0"], "wanted sizes of 1 byte or more such as 4096,65536, got '0'"),
+        (["--size", "0"], "must be a number, at least 1, got '0'"),
+        (["--rounds", "0"], "must be a number, at least 1, got '0'"),
+        (["--connections", "-1"], "must be a number, at least 1, got '-1'"),
+        (["--json", "/missing/a"], "can't write /missing/a: there is no folder /missing"),
+    ],
+)
+def test_bench_rejects_what_it_can_not_measure(
+    wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["bench", "transfer", *wrong])
+    assert f"bench transfer: error: argument {wrong[0]}: {said}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("failure", "status"),
     [
         (RuntimeError("driver says 507015"), PluginStatus.BROKEN),
