@@ -280,7 +280,10 @@ def _pairs(entries: list[str], separator: str) -> dict[str, str]:
 
 
 def _json_object(text: str) -> dict[str, Any]:
-    found = json.loads(text)
+    try:
+        found = json.loads(text)
+    except ValueError:
+        found = None
     if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError("must be a JSON object")
+        raise argparse.ArgumentTypeError(f"wanted a JSON object, got {text!r}")
     return found

@@ -137,6 +137,11 @@ Main = Callable[[Sequence[str]], int]
         (engine_main, "mooncake-engine serve", ["serve", "--model", "m", "--port", "a"]),
         (kv_cli.main, "mooncake-kv store", ["store", "--dram", "a"]),
         (hal_main, "mooncake-hal doctor", ["doctor", "--instance", "a"]),
+        (
+            engine_main,
+            "mooncake-engine bench serve",
+            ["bench", "serve", "--model", "m", "--extra-body", "a"],
+        ),
         (conductor_cli.main, "mooncake-conductor compare", ["compare", "trace", "--limit", "a"]),
         (proxy_main, "mooncake-proxy", ["--port", "a"]),
     ],
