@@ -184,22 +184,31 @@ def accept_authenticated(listener: socket.socket, key: bytes) -> Connection:
     Raises:
         TimeoutError: no such connection came within the listener's timeout.
     """
-    began, limit_s = time.monotonic(), listener.gettimeout()
-    while True:
-        accepted, address = listener.accept()
-        with _authenticating(accepted) as connection:
-            try:
-                deliver_challenge(connection, key)
-                answer_challenge(connection, key)
-            except (AuthenticationError, EOFError, OSError) as exc:
-                logger.warning(
-                    "rejected a connection from %s that is not authenticated: %s", address[0], exc
-                )
-                connection.close()
-            else:
-                return connection
-        if limit_s is not None and time.monotonic() - began > limit_s:
-            raise TimeoutError(f"no connection was authenticated within {limit_s:g} s")
+    limit_s = listener.gettimeout()
+    deadline = None if limit_s is None else time.monotonic() + limit_s
+    try:
+        while True:
+            if deadline is not None:
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    raise TimeoutError(f"no connection was authenticated within {limit_s:g} s")
+                listener.settimeout(left)
+            accepted, address = listener.accept()
+            with _authenticating(accepted) as connection:
+                try:
+                    deliver_challenge(connection, key)
+                    answer_challenge(connection, key)
+                except (AuthenticationError, EOFError, OSError) as exc:
+                    logger.warning(
+                        "rejected a connection from %s that is not authenticated: %s",
+                        address[0],
+                        exc,
+                    )
+                    connection.close()
+                else:
+                    return connection
+    finally:
+        listener.settimeout(limit_s)
 
 
 def connect_authenticated(address: tuple[str, int], key: bytes) -> Connection:

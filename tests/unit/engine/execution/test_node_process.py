@@ -120,6 +120,35 @@ def test_different_secrets_are_reported(checkpoint: Path, listener: socket.socke
         join(checkpoint, listener, lambda *_: None, "another one")
 
 
+class StandInListener:
+    """A peer that leaves at once, and then nobody."""
+
+    def __init__(self, limit_s: float) -> None:
+        self.limits_s = [limit_s]
+
+    def gettimeout(self) -> float:
+        return self.limits_s[-1]
+
+    def settimeout(self, limit_s: float) -> None:
+        self.limits_s.append(limit_s)
+
+    def accept(self) -> tuple[socket.socket, tuple[str, int]]:
+        if len(self.limits_s) > 2:
+            raise TimeoutError
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return ours, ("10.0.0.2", 1)
+
+
+def test_rejected_connection_does_not_restart_the_wait() -> None:
+    listener = StandInListener(10.0)
+    with pytest.raises(TimeoutError):
+        accept_authenticated(listener, SECRET.encode())  # type: ignore[arg-type]
+    first, second = listener.limits_s[1:-1]
+    assert 0 < second < first <= 10.0
+    assert listener.gettimeout() == 10.0
+
+
 @pytest.mark.timeout(30)
 def test_rejected_connections_do_not_extend_the_wait(listener: socket.socket) -> None:
     """A load balancer's or a Kubernetes probe connects all the time."""
