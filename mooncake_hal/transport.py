@@ -224,6 +224,7 @@ class Transport(Protocol):
         Raises:
             TransportUnavailable: this host lacks something that the transport needs.
             OSError: the host or port can't be bound.
+            TransferError: a thread can't be started.
         """
         ...
 

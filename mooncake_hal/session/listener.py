@@ -66,6 +66,9 @@ class Listener:
             listener closes the socket afterwards.
         tls: TLS context for the connections; None: no TLS.
         limits: limits on the resources that unauthenticated peers may use.
+
+    Raises:
+        TransferError: its thread can't be started; the socket is closed then.
     """
 
     def __init__(
@@ -92,7 +95,13 @@ class Listener:
         self._wake_out, self._wake_in = socket.socketpair()
         name = f"{credentials.protocol}-listener"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as exc:
+            self._close_sockets()
+            raise TransferError(
+                f"{credentials.protocol}: the listening thread can't be started: {exc}"
+            ) from exc
 
     def close(self) -> None:
         """Stop accepting, abort handshakes in progress, and join every thread. Idempotent.
@@ -107,10 +116,13 @@ class Listener:
                 hang_up(pending.sock)
         self._wake_in.send(b"x")
         self._thread.join()
-        for sock in (self._sock, self._wake_in, self._wake_out):
-            sock.close()
+        self._close_sockets()
         for thread in list(self._threads):
             thread.join()
+
+    def _close_sockets(self) -> None:
+        for sock in (self._sock, self._wake_in, self._wake_out):
+            sock.close()
 
     # -- the listening thread -------------------------------------------------------------------
 

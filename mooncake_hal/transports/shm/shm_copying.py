@@ -293,6 +293,9 @@ class CopyThreads:
         count: number of threads.
         name: prefix of the threads' names.
         copier: copies the bytes.
+
+    Raises:
+        TransferError: a thread can't be started.
     """
 
     def __init__(self, count: int, name: str, copier: ShmCopier) -> None:
@@ -300,12 +303,15 @@ class CopyThreads:
         self.count = count
         self.error: BaseException | None = None
         self._tasks: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._loop, name=f"{name}-{index}", daemon=True)
-            for index in range(count)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._threads: list[threading.Thread] = []
+        for index in range(count):
+            thread = threading.Thread(target=self._loop, name=f"{name}-{index}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as exc:
+                self.close()
+                raise TransferError(f"shm: a copying thread can't be started: {exc}") from exc
+            self._threads.append(thread)
 
     def share(self, copy: CopyTransfer) -> None:
         """Let all threads run a copy together."""

@@ -55,6 +55,9 @@ class StreamServer:
         streams: moves the bytes.
         credentials, epoch: credentials of the handshake, and this endpoint's epoch.
         tls: TLS contexts, or None.
+
+    Raises:
+        TransferError: its thread can't be started.
     """
 
     def __init__(
@@ -71,7 +74,11 @@ class StreamServer:
         self._served: set[socket.socket] = set()
         self._handle = streams.new_server()
         context = None if tls is None else tls.server
-        self._listener = Listener(sock, credentials, epoch, self._serve, tls=context)
+        try:
+            self._listener = Listener(sock, credentials, epoch, self._serve, tls=context)
+        except TransferError:
+            streams.free_server(self._handle)
+            raise
 
     @property
     def error(self) -> BaseException | None:

@@ -70,6 +70,32 @@ def test_failed_connection_leaks_no_threads_or_descriptors(
         check(near.connect(far.address, timeout=5), here, there)
 
 
+@pytest.mark.parametrize(
+    ("name", "thread"),
+    [("tcp", "tcp-listener"), ("shm", "shm-listener"), ("shm", "mooncake-shm-copy-0")],
+)
+def test_endpoint_without_threads_is_refused_and_leaks_nothing(
+    name: str, thread: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = threading.Thread.start
+
+    def start(starting: threading.Thread) -> None:
+        if starting.name == thread:
+            raise RuntimeError("can't start new thread")
+        real(starting)
+
+    transport = load_transport(name)
+    options = EndpointOptions(secret=b"few threads")
+    transport.open(options).close()
+    before = held()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(TransferError, match="thread can't be started: can't start new"):
+            transport.open(options)
+    assert held() == before
+    transport.open(options).close()
+
+
 def check(peer: Peer, here: Buffer, there: Buffer) -> None:
     """Check that the peer reads correctly."""
     spans = one_span(here.region.address, there.region.address, 4096)
