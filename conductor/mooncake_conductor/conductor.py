@@ -197,20 +197,20 @@ class Conductor:
             there is no decode instance.
         """
         was_prefilling = self.book.is_prefilling(request_id)
-        made = self.book.prefilled(request_id, now)
-        if made is None or not len(self.fleet.decode_slots):
+        reservation = self.book.prefilled(request_id, now)
+        if reservation is None or not len(self.fleet.decode_slots):
             return ADMITTED, None
         if was_prefilling:
-            self._lateness.report(now - made.expected_at)
-        request = made.request
+            self._lateness.report(now - reservation.expected_at)
+        request = reservation.request
         # The request itself must not count as load of the instance that it is bound to.
         self.ledger.release(request_id)
         wanted, unloaded = self._objective_of(request)
-        only = self._receivers(request, made.choice.slot)
+        only = self._receivers(request, reservation.choice.slot)
         match = self._held_by_decoders(request, now)
         decode = self._chooser.choose(request, match, now, wanted.tbt_s, only)
         if not self.settings.binds_late or self.settings.is_coupled:
-            decode = self._reevaluate(request, made.decode_slot, match, decode)
+            decode = self._reevaluate(request, reservation.decode_slot, match, decode)
         forecast = self._forecast(request, 0.0, decode, unloaded)
         verdict = self.admission.after_prefill(request.request_class, forecast)
         if not verdict.is_admitted:
@@ -226,13 +226,17 @@ class Conductor:
             The slot; None if the request has no reservation or decodes already, or there is no
             decode instance.
         """
-        made = self.book.get(request_id)
-        if made is None or made.stage is Stage.DECODING or not len(self.fleet.decode_slots):
+        reservation = self.book.get(request_id)
+        if (
+            reservation is None
+            or reservation.stage is Stage.DECODING
+            or not len(self.fleet.decode_slots)
+        ):
             return None
         self.ledger.release(request_id)
-        request = replace(made.request, avoid=avoid)
+        request = replace(reservation.request, avoid=avoid)
         wanted, _ = self._objective_of(request)
-        only = self._receivers(request, made.choice.slot)
+        only = self._receivers(request, reservation.choice.slot)
         match = self._held_by_decoders(request, now)
         decode = self._chooser.choose(request, match, now, wanted.tbt_s, only)
         self.book.rebind(request_id, decode.slot, now, decode.num_held)
@@ -265,8 +269,10 @@ class Conductor:
     def _reserve(self, request: RoutingRequest, decision: Decision, now: float) -> None:
         choice = decision.prefill
         deadline = now + choice.ttft + self.settings.reservation_s
-        made = Reservation(request, choice, decision.decode.slot, deadline, now + choice.ttft)
-        self.book.reserve(made, now)
+        reservation = Reservation(
+            request, choice, decision.decode.slot, deadline, now + choice.ttft
+        )
+        self.book.reserve(reservation, now)
 
     def _receivers(self, request: RoutingRequest, prefill_slot: int) -> frozenset[int] | None:
         """Slots that can decode what the instance in `prefill_slot` prefills; None: all can."""

@@ -101,7 +101,7 @@ class Fleet:
         self.is_draining = np.zeros(num_slots, np.bool_)
         self.is_away = np.zeros(num_slots, np.bool_)
         self._roles: dict[int, Role] = {}
-        self._said_to_send: dict[int, bool] = {}
+        self._sends_prefixes: dict[int, bool] = {}
         self._prefill_costs = self.prefill[:, self.prefill_slots]
 
     def add(self, spec: InstanceSpec) -> int:
@@ -135,7 +135,7 @@ class Fleet:
         if slot not in self.names:
             raise UnknownInstance(f"no instance in slot {slot}")
         del self.names[slot], self._roles[slot]
-        self._said_to_send.pop(slot, None)
+        self._sends_prefixes.pop(slot, None)
         self.fetches[slot] = True
         self.is_draining[slot] = self.is_away[slot] = False
         self.links.clear(slot, now)
@@ -157,9 +157,9 @@ class Fleet:
 
         By default all instances fetch, and those that prefill send.
         """
-        if (self._said_to_send.get(slot), bool(self.fetches[slot])) == (sends, fetches):
+        if (self._sends_prefixes.get(slot), bool(self.fetches[slot])) == (sends, fetches):
             return
-        self._said_to_send[slot], self.fetches[slot] = sends, fetches
+        self._sends_prefixes[slot], self.fetches[slot] = sends, fetches
         self._list_roles()
 
     def drain(self, slot: int, is_draining: bool = True) -> None:
@@ -243,8 +243,8 @@ class Fleet:
         self.decode_slots = np.array(decode, np.int64)
         self.prefill_mask = sum(1 << slot for slot in prefill)
         self.decode_mask = sum(1 << slot for slot in decode)
-        said = self._said_to_send
-        senders = [slot for slot, _ in roles if said.get(slot, slot in prefill)]
+        overrides = self._sends_prefixes
+        senders = [slot for slot, _ in roles if overrides.get(slot, slot in prefill)]
         self.sends[:] = False
         self.sends[senders] = True
         self.sender_mask = sum(1 << slot for slot in senders)

@@ -103,8 +103,8 @@ class Replicator:
 
     def _are_busy(self, holders: np.ndarray[tuple[int], np.dtype[np.int64]], now: float) -> bool:
         """Whether the links of all holders are booked for most of the horizon."""
-        taken = self._fleet.links.sending_until[holders] - now
-        return bool(taken.min() >= self._rule.busy_share * self._rule.horizon_s)
+        booked_s = self._fleet.links.sending_until[holders] - now
+        return bool(booked_s.min() >= self._rule.busy_share * self._rule.horizon_s)
 
     def _target(self, mask: int, run: tuple[int, ...], now: float) -> int | None:
         """The instance to copy to: it lacks the chunks, its next victim is colder than they are,

@@ -69,7 +69,7 @@ class Reservation:
 OnChange = Callable[[ReservationEvent, Reservation, float], None]
 
 
-def _ignore(event: ReservationEvent, made: Reservation, now: float) -> None:
+def _ignore(event: ReservationEvent, reservation: Reservation, now: float) -> None:
     """Default of `on_change`: changes are not shared."""
 
 
@@ -100,34 +100,38 @@ class ReservationBook:
 
     def of_owner(self, owner: str) -> list[Reservation]:
         """All reservations of an owner."""
-        return [made for made in self._live.values() if made.request.owner == owner]
+        return [
+            reservation for reservation in self._live.values() if reservation.request.owner == owner
+        ]
 
     def get(self, request_id: str) -> Reservation | None:
         """The live reservation of a request, if any."""
         return self._live.get(request_id)
 
-    def reserve(self, made: Reservation, now: float) -> None:
+    def reserve(self, reservation: Reservation, now: float) -> None:
         """Reserve prefill time, links for the fetches and decode capacity, and predict the chunks.
 
         An existing reservation with the same request id is released first.
         """
-        request, choice = made.request, made.choice
+        request, choice = reservation.request, reservation.choice
         self.release(request.request_id, now)
-        self._live[request.request_id] = made
-        heapq.heappush(self._deadlines, (made.deadline, request.request_id))
+        self._live[request.request_id] = reservation
+        heapq.heappush(self._deadlines, (reservation.deadline, request.request_id))
         computed = request.num_tokens - choice.num_reused
         queues = self._fleet.queues
         # While a prefill waits for its KV load, its instance prefills nothing else.
         seconds = behind_queue(choice.queue, choice.load, choice.compute, self._fleet.num_layers)
-        taken = seconds - choice.queue
-        queues.enter(choice.slot, request.request_id, taken, computed, now)
+        prefill_s = seconds - choice.queue
+        queues.enter(choice.slot, request.request_id, prefill_s, computed, now)
         ready_at, fleet = now + choice.ttft, self._fleet
-        made.transfers = fleet.links.book_all(choice.fetches, choice.slot, fleet.chunk_bytes, now)
-        made.prediction = self._index.predict(
-            choice.slot, self._new_chunks(made), ready_at, made.deadline
+        reservation.transfers = fleet.links.book_all(
+            choice.fetches, choice.slot, fleet.chunk_bytes, now
         )
-        self._bind(made, ready_at)
-        self.on_change(ReservationEvent.RESERVED, made, now)
+        reservation.prediction = self._index.predict(
+            choice.slot, self._new_chunks(reservation), ready_at, reservation.deadline
+        )
+        self._bind(reservation, ready_at)
+        self.on_change(ReservationEvent.RESERVED, reservation, now)
 
     def prefilled(self, request_id: str, now: float) -> Reservation | None:
         """Note that the prefill is complete, and release its time.
@@ -135,56 +139,56 @@ class ReservationBook:
         Returns:
             The reservation of the request, if any.
         """
-        made = self._live.get(request_id)
-        if made is not None and made.stage is Stage.PREFILLING:
-            self._release_prefill(made, now)
-            self.on_change(ReservationEvent.PREFILLED, made, now)
-        return made
+        reservation = self._live.get(request_id)
+        if reservation is not None and reservation.stage is Stage.PREFILLING:
+            self._release_prefill(reservation, now)
+            self.on_change(ReservationEvent.PREFILLED, reservation, now)
+        return reservation
 
     def is_prefilling(self, request_id: str) -> bool:
         """Whether the request has a live reservation and its prefill is not complete."""
-        made = self._live.get(request_id)
-        return made is not None and made.stage is Stage.PREFILLING
+        reservation = self._live.get(request_id)
+        return reservation is not None and reservation.stage is Stage.PREFILLING
 
     def rebind(self, request_id: str, decode_slot: int, now: float, num_held: int = 0) -> None:
         """Bind a request to a decode instance that holds `num_held` tokens of its prompt already.
 
         If the prefill is complete, the links are booked for the transfer of its KV.
         """
-        made = self._live.get(request_id)
-        if made is not None and made.stage is not Stage.DECODING:
-            made.decode_slot = decode_slot
-            self._bind(made, now)
-            if made.stage is Stage.HANDED_OVER:
-                self._send(made, num_held, now)
-            self.on_change(ReservationEvent.REBOUND, made, now)
+        reservation = self._live.get(request_id)
+        if reservation is not None and reservation.stage is not Stage.DECODING:
+            reservation.decode_slot = decode_slot
+            self._bind(reservation, now)
+            if reservation.stage is Stage.HANDED_OVER:
+                self._send(reservation, num_held, now)
+            self.on_change(ReservationEvent.REBOUND, reservation, now)
 
     def joined(self, request_id: str, now: float) -> None:
         """Note that the request decodes."""
-        made = self.prefilled(request_id, now)
-        if made is not None:
-            made.stage = Stage.DECODING
-            self._end_transfers(made, now)
+        reservation = self.prefilled(request_id, now)
+        if reservation is not None:
+            reservation.stage = Stage.DECODING
+            self._end_transfers(reservation, now)
             self._ledger.join(request_id, now)
-            self.on_change(ReservationEvent.JOINED, made, now)
+            self.on_change(ReservationEvent.JOINED, reservation, now)
 
     def finished(self, request_id: str, now: float) -> None:
         """End the reservation of a completed request."""
         self._ledger.finish(request_id, now)
-        if (made := self._live.get(request_id)) is not None:
-            self.on_change(ReservationEvent.FINISHED, made, now)
+        if (reservation := self._live.get(request_id)) is not None:
+            self.on_change(ReservationEvent.FINISHED, reservation, now)
         self.release(request_id, now)
 
     def release(self, request_id: str, now: float) -> bool:
         """End the reservation of a request, if any. Returns whether it had one."""
-        made = self._live.pop(request_id, None)
+        reservation = self._live.pop(request_id, None)
         self._ledger.release(request_id)
-        if made is None:
+        if reservation is None:
             return False
-        if made.stage is Stage.PREFILLING:
-            self._release_prefill(made, now)
-        self._end_transfers(made, now)
-        self.on_change(ReservationEvent.ENDED, made, now)
+        if reservation.stage is Stage.PREFILLING:
+            self._release_prefill(reservation, now)
+        self._end_transfers(reservation, now)
+        self.on_change(ReservationEvent.ENDED, reservation, now)
         return True
 
     def sweep(self, now: float) -> list[str]:
@@ -192,73 +196,79 @@ class ReservationBook:
         overdue = []
         while self._deadlines and self._deadlines[0][0] <= now:
             deadline, request_id = heapq.heappop(self._deadlines)
-            made = self._live.get(request_id)
-            if made is not None and made.deadline == deadline:
+            reservation = self._live.get(request_id)
+            if reservation is not None and reservation.deadline == deadline:
                 self.release(request_id, now)
                 overdue.append(request_id)
         return overdue
 
     def release_owner(self, owner: str, now: float) -> list[str]:
         """Release all reservations of an owner: a proxy that is gone."""
-        return self._release_where(lambda made: made.request.owner == owner, now)
+        return self._release_where(lambda reservation: reservation.request.owner == owner, now)
 
     def release_slot(self, slot: int, now: float) -> list[str]:
         """Release all reservations that still need an instance: it is gone."""
 
-        def needs(made: Reservation) -> bool:
-            prefills = made.stage is Stage.PREFILLING and made.choice.slot == slot
-            return prefills or made.decode_slot == slot
+        def needs(reservation: Reservation) -> bool:
+            prefills = reservation.stage is Stage.PREFILLING and reservation.choice.slot == slot
+            return prefills or reservation.decode_slot == slot
 
-        for made in self._live.values():
-            if any(slot in (each.source, each.target) for each in made.transfers):
-                self._end_transfers(made, now)
+        for reservation in self._live.values():
+            if any(slot in (each.source, each.target) for each in reservation.transfers):
+                self._end_transfers(reservation, now)
         return self._release_where(needs, now)
 
     def uses(self, slot: int) -> bool:
         """Whether an instance has work, or KV that a decode instance has not received yet."""
         return any(
-            made.decode_slot == slot
-            or (made.choice.slot == slot and made.stage is not Stage.DECODING)
-            for made in self._live.values()
+            reservation.decode_slot == slot
+            or (reservation.choice.slot == slot and reservation.stage is not Stage.DECODING)
+            for reservation in self._live.values()
         )
 
     def _release_where(self, is_meant: Callable[[Reservation], bool], now: float) -> list[str]:
-        ended = [request_id for request_id, made in self._live.items() if is_meant(made)]
+        ended = [
+            request_id for request_id, reservation in self._live.items() if is_meant(reservation)
+        ]
         for request_id in ended:
             self.release(request_id, now)
         return ended
 
-    def _release_prefill(self, made: Reservation, now: float) -> None:
+    def _release_prefill(self, reservation: Reservation, now: float) -> None:
         """Release what a prefill that is complete, or won't be, has reserved."""
-        made.stage = Stage.HANDED_OVER
-        self._fleet.queues.leave(made.choice.slot, made.request.request_id, now)
-        self._end_transfers(made, now)
-        if made.prediction is not None:
-            self._index.retract(made.prediction)
+        reservation.stage = Stage.HANDED_OVER
+        self._fleet.queues.leave(reservation.choice.slot, reservation.request.request_id, now)
+        self._end_transfers(reservation, now)
+        if reservation.prediction is not None:
+            self._index.retract(reservation.prediction)
 
-    def _send(self, made: Reservation, num_held: int, now: float) -> None:
+    def _send(self, reservation: Reservation, num_held: int, now: float) -> None:
         """Book the transfer of the KV to the decode instance; cancels earlier transfers."""
-        self._end_transfers(made, now)
-        source, fleet = made.choice.slot, self._fleet
-        if source == made.decode_slot:
+        self._end_transfers(reservation, now)
+        source, fleet = reservation.choice.slot, self._fleet
+        if source == reservation.decode_slot:
             return
-        begin = now if self._sends_late else now - made.choice.compute
-        num_bytes = (made.request.num_tokens - num_held) * fleet.kv_bytes_per_token
-        made.transfers = [fleet.links.book(source, made.decode_slot, num_bytes, begin)]
+        begin = now if self._sends_late else now - reservation.choice.compute
+        num_bytes = (reservation.request.num_tokens - num_held) * fleet.kv_bytes_per_token
+        reservation.transfers = [
+            fleet.links.book(source, reservation.decode_slot, num_bytes, begin)
+        ]
 
-    def _end_transfers(self, made: Reservation, now: float) -> None:
-        for booking in made.transfers:
+    def _end_transfers(self, reservation: Reservation, now: float) -> None:
+        for booking in reservation.transfers:
             self._fleet.links.release(booking, now)
-        made.transfers = []
+        reservation.transfers = []
 
-    def _new_chunks(self, made: Reservation) -> tuple[int, ...]:
+    def _new_chunks(self, reservation: Reservation) -> tuple[int, ...]:
         """Keys of the chunks that the prefill adds to those that its instance holds."""
-        choice = made.choice
+        choice = reservation.choice
         if choice.fetches and choice.keeps_copy:
-            return made.request.keys[choice.fetches[0].start :]
-        return made.request.keys[choice.num_reused // self._fleet.chunk_tokens :]
+            return reservation.request.keys[choice.fetches[0].start :]
+        return reservation.request.keys[choice.num_reused // self._fleet.chunk_tokens :]
 
-    def _bind(self, made: Reservation, eta: float) -> None:
-        request = made.request
+    def _bind(self, reservation: Reservation, eta: float) -> None:
+        request = reservation.request
         tokens = request.num_tokens + int(request.num_output_tokens / 2)
-        self._ledger.bind(request.request_id, made.decode_slot, eta, tokens, request.request_class)
+        self._ledger.bind(
+            request.request_id, reservation.decode_slot, eta, tokens, request.request_class
+        )

@@ -108,24 +108,24 @@ class ReservationExchange:
         """Yield the snapshot in portions; each is up to date when it is yielded."""
         changes: list[ReservationChange] = []
         num_requests = num_keys = 0
-        for made in self._book.of_owner(self._owner):
-            if self._book.get(made.request.request_id) is not made:
+        for reservation in self._book.of_owner(self._owner):
+            if self._book.get(reservation.request.request_id) is not reservation:
                 continue
-            changes += self._changes_of(made, now())
+            changes += self._changes_of(reservation, now())
             num_requests += 1
-            num_keys += len(made.request.keys)
+            num_keys += len(reservation.request.keys)
             if num_requests >= PORTION or num_keys >= PORTION_KEYS:
                 yield changes
                 changes, num_requests, num_keys = [], 0, 0
         if changes:
             yield changes
 
-    def _changes_of(self, made: Reservation, now: float) -> list[ReservationChange]:
-        changes: list[ReservationChange] = [self._reserved(made, now)]
-        if made.stage is not Stage.PREFILLING:
-            is_decoding = made.stage is Stage.DECODING
+    def _changes_of(self, reservation: Reservation, now: float) -> list[ReservationChange]:
+        changes: list[ReservationChange] = [self._reserved(reservation, now)]
+        if reservation.stage is not Stage.PREFILLING:
+            is_decoding = reservation.stage is Stage.DECODING
             event = ReservationEvent.JOINED if is_decoding else ReservationEvent.PREFILLED
-            changes.append(self._moved(event, made))
+            changes.append(self._moved(event, reservation))
         return changes
 
     def apply(
@@ -151,38 +151,48 @@ class ReservationExchange:
         """
         applied = []
         for change in changes:
-            made = self._book.get(change.request_id)
-            if made is not None and made.request.owner != owner:
+            reservation = self._book.get(change.request_id)
+            if reservation is not None and reservation.request.owner != owner:
                 continue
             if isinstance(change, Reserved):
-                if made is None or not (is_snapshot and self._is_placed_at(made, change)):
+                if reservation is None or not (
+                    is_snapshot and self._is_placed_at(reservation, change)
+                ):
                     self._reserve(owner, change, now)
-            elif made is not None and not (is_snapshot and _has_reached(made, change.event)):
-                applied.append((made, change.event))
+            elif reservation is not None and not (
+                is_snapshot and _has_reached(reservation, change.event)
+            ):
+                applied.append((reservation, change.event))
                 self._move(change, now)
         return applied
 
     def retain(self, owner: str, request_ids: Collection[str], now: float) -> None:
         """Release all reservations of another conductor except these."""
-        for made in self._book.of_owner(owner):
-            if made.request.request_id not in request_ids:
-                self._book.release(made.request.request_id, now)
+        for reservation in self._book.of_owner(owner):
+            if reservation.request.request_id not in request_ids:
+                self._book.release(reservation.request.request_id, now)
 
-    def _publish_change(self, event: ReservationEvent, made: Reservation, now: float) -> None:
-        if self._publish is None or made.request.owner != self._owner:
+    def _publish_change(
+        self, event: ReservationEvent, reservation: Reservation, now: float
+    ) -> None:
+        if self._publish is None or reservation.request.owner != self._owner:
             return
         is_new = event is ReservationEvent.RESERVED
-        self._publish(self._reserved(made, now) if is_new else self._moved(event, made))
+        self._publish(
+            self._reserved(reservation, now) if is_new else self._moved(event, reservation)
+        )
 
-    def _moved(self, event: ReservationEvent, made: Reservation) -> Moved:
-        return Moved(made.request.request_id, event, self._names.get(made.decode_slot, ""))
+    def _moved(self, event: ReservationEvent, reservation: Reservation) -> Moved:
+        return Moved(
+            reservation.request.request_id, event, self._names.get(reservation.decode_slot, "")
+        )
 
-    def _reserved(self, made: Reservation, now: float) -> Reserved:
-        request, choice = made.request, made.choice
+    def _reserved(self, reservation: Reservation, now: float) -> Reserved:
+        request, choice = reservation.request, reservation.choice
         return Reserved(
             request.request_id,
             self._names.get(choice.slot, ""),
-            self._names.get(made.decode_slot, ""),
+            self._names.get(reservation.decode_slot, ""),
             request.num_tokens,
             choice.num_reused,
             request.num_output_tokens,
@@ -192,7 +202,7 @@ class ReservationExchange:
             choice.queue,
             choice.load,
             choice.compute,
-            made.deadline - now,
+            reservation.deadline - now,
         )
 
     def _reserve(self, owner: str, reserved: Reserved, now: float) -> None:
@@ -218,12 +228,14 @@ class ReservationExchange:
             reserved.load,
             reserved.compute,
         )
-        made = Reservation(request, choice, decode, now + reserved.lifetime_s, now + reserved.ttft)
-        self._book.reserve(made, now)
+        reservation = Reservation(
+            request, choice, decode, now + reserved.lifetime_s, now + reserved.ttft
+        )
+        self._book.reserve(reservation, now)
 
-    def _is_placed_at(self, made: Reservation, reserved: Reserved) -> bool:
+    def _is_placed_at(self, reservation: Reservation, reserved: Reserved) -> bool:
         slots = self._slot_of(reserved.prefill), self._slot_of(reserved.decode)
-        return slots == (made.choice.slot, made.decode_slot)
+        return slots == (reservation.choice.slot, reservation.decode_slot)
 
     def _move(self, change: Moved, now: float) -> None:
         book, request_id = self._book, change.request_id
@@ -240,8 +252,8 @@ class ReservationExchange:
             book.release(request_id, now)
 
 
-def _has_reached(made: Reservation, event: ReservationEvent) -> bool:
+def _has_reached(reservation: Reservation, event: ReservationEvent) -> bool:
     """Whether a reservation has already progressed to the event of a snapshot, or further."""
     if event is ReservationEvent.JOINED:
-        return made.stage is Stage.DECODING
-    return made.stage is not Stage.PREFILLING
+        return reservation.stage is Stage.DECODING
+    return reservation.stage is not Stage.PREFILLING

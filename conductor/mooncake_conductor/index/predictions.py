@@ -45,32 +45,32 @@ class Predictions:
 
     def add(self, slot: int, keys: Sequence[int], ready_at: float, expires_at: float) -> Prediction:
         """Add a prediction."""
-        made = Prediction(slot, keys, ready_at, expires_at)
+        prediction = Prediction(slot, keys, ready_at, expires_at)
         expected, masks, bit = self._by_slot[slot], self._masks, 1 << slot
-        alone = (made,)
+        alone = (prediction,)
         for key in keys:
             others = expected.get(key)
             if others is None:
                 expected[key] = alone
                 masks[key] = masks.get(key, 0) | bit
             else:
-                expected[key] = (*others, made)
-        self._order.append(made)
-        return made
+                expected[key] = (*others, prediction)
+        self._order.append(prediction)
+        return prediction
 
-    def retract(self, made: Prediction) -> None:
+    def retract(self, prediction: Prediction) -> None:
         """End a prediction. Idempotent."""
-        keys, made.keys = made.keys, ()
-        expected = self._by_slot[made.slot]
+        keys, prediction.keys = prediction.keys, ()
+        expected = self._by_slot[prediction.slot]
         ended = []
         for key in keys:
             predictions = expected.get(key, ())
-            left = tuple(prediction for prediction in predictions if prediction is not made)
+            left = tuple(each for each in predictions if each is not prediction)
             if left:
                 expected[key] = left
             elif predictions:
                 ended.append(key)
-        self._forget(made.slot, ended)
+        self._forget(prediction.slot, ended)
 
     def awaits(self, slot: int) -> bool:
         """Whether any chunk is expected on an instance."""

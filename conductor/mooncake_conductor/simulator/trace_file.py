@@ -161,7 +161,7 @@ def _accumulated(requests: list[TraceRequest], chunk_tokens: int) -> list[TraceR
         number, own = first.setdefault(session, (len(first), request.keys))
         num_input = before + request.num_input
         base = _SESSION_KEYS + number * _MAX_SESSION_CHUNKS
-        made = tuple(base + at for at in range(len(own), num_input // chunk_tokens))
+        new_keys = tuple(base + at for at in range(len(own), num_input // chunk_tokens))
         said[session] = num_input + request.num_output
-        whole.append(replace(request, num_input=num_input, keys=own + made))
+        whole.append(replace(request, num_input=num_input, keys=own + new_keys))
     return whole

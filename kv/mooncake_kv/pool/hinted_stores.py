@@ -119,7 +119,7 @@ class HintedStores:
         self._connect = connect
         self._rule = rule
         self._count = count
-        self._on_left = on_disconnect
+        self._on_disconnect = on_disconnect
         self._next = len(own)
         self._by_address: dict[tuple[str, int], _Hinted] = {}
         self._opening: set[asyncio.Task[None]] = set()
@@ -242,7 +242,7 @@ class HintedStores:
             limit_s = IDLE_S if hinted.arena is not None else UNREACHABLE_S
             if now - hinted.used_at <= limit_s:
                 continue
-            self._on_left(hinted.number)
+            self._on_disconnect(hinted.number)
             del self._by_address[address]
             if hinted.client is not None:
                 asyncio.get_running_loop().run_in_executor(None, hinted.client.close)

@@ -34,7 +34,7 @@ NO_KEY = NoKey()
 
 
 @dataclass(slots=True)
-class _Turns:
+class _TenantQueue:
     """The queue of one tenant.
 
     Args:
@@ -58,7 +58,7 @@ class AdmissionQueue:
         self._config = config
         # Whether requests may have to wait, so that costs matter.
         self.is_bounded = config.max_running > 0
-        self._turns: dict[str, _Turns] = {}
+        self._queues: dict[str, _TenantQueue] = {}
         # Counter of the tenant served last. A tenant that returns after a pause starts from it: it
         # has no credit from the time in which it sent nothing.
         self._last_served = 0.0
@@ -73,17 +73,17 @@ class AdmissionQueue:
         if self.num_running >= self._config.max_running or self.num_waiting:
             return False
         self.num_running += 1
-        self._charge(self._turns_of(tenant), cost)
+        self._charge(self._queue_of(tenant), cost)
         return True
 
     def leave(self) -> None:
         """End a request, and admit the next one."""
         while self.num_waiting:
-            turns = min((t for t in self._turns.values() if t.waiting), key=lambda t: t.served)
-            turn, cost = turns.waiting.popleft()
+            queue = min((t for t in self._queues.values() if t.waiting), key=lambda t: t.served)
+            turn, cost = queue.waiting.popleft()
             self.num_waiting -= 1
             if not turn.done():
-                self._charge(turns, cost)
+                self._charge(queue, cost)
                 turn.set_result(True)
                 return
         self.num_running -= 1
@@ -94,16 +94,16 @@ class AdmissionQueue:
         Raises:
             Overloaded: the queue is full, or the request has waited for too long.
         """
-        config, turns = self._config, self._turns_of(tenant)
-        if self.num_waiting >= config.max_waiting and not self._make_room_for(turns):
+        config, queue = self._config, self._queue_of(tenant)
+        if self.num_waiting >= config.max_waiting and not self._make_room_for(queue):
             raise self._full()
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[bool] = loop.create_future()
-        if not turns.waiting:
-            others = [other.served for other in self._turns.values() if other.waiting]
-            turns.served = max(turns.served, min(others, default=self._last_served))
+        if not queue.waiting:
+            others = [other.served for other in self._queues.values() if other.waiting]
+            queue.served = max(queue.served, min(others, default=self._last_served))
         entry = (turn, cost)
-        turns.waiting.append(entry)
+        queue.waiting.append(entry)
         self.num_waiting += 1
         timer = loop.call_later(config.max_wait_s, _answer, turn, False)
         try:
@@ -114,8 +114,8 @@ class AdmissionQueue:
             raise
         finally:
             timer.cancel()
-            if entry in turns.waiting:
-                turns.waiting.remove(entry)
+            if entry in queue.waiting:
+                queue.waiting.remove(entry)
                 self.num_waiting -= 1
         if not is_admitted:
             raise Overloaded(
@@ -123,23 +123,23 @@ class AdmissionQueue:
                 retry_after_s=self._retry_after(),
             )
 
-    def _turns_of(self, tenant: Tenant) -> _Turns:
-        turns = self._turns.get(tenant.name)
-        if turns is None:
-            turns = self._turns[tenant.name] = _Turns(tenant.weight, self._last_served)
-        return turns
+    def _queue_of(self, tenant: Tenant) -> _TenantQueue:
+        queue = self._queues.get(tenant.name)
+        if queue is None:
+            queue = self._queues[tenant.name] = _TenantQueue(tenant.weight, self._last_served)
+        return queue
 
-    def _charge(self, turns: _Turns, cost: float) -> None:
-        turns.served += cost / turns.weight
-        self._last_served = turns.served
+    def _charge(self, queue: _TenantQueue, cost: float) -> None:
+        queue.served += cost / queue.weight
+        self._last_served = queue.served
 
-    def _make_room_for(self, newcomer: _Turns) -> bool:
+    def _make_room_for(self, newcomer: _TenantQueue) -> bool:
         """Drop the latest request of the tenant with the most waiting requests, by weight.
 
         Returns:
             False if the newcomer itself is that tenant: nothing is dropped.
         """
-        longest = max(self._turns.values(), key=lambda t: len(t.waiting) / t.weight)
+        longest = max(self._queues.values(), key=lambda t: len(t.waiting) / t.weight)
         if len(longest.waiting) / longest.weight <= (len(newcomer.waiting) + 1) / newcomer.weight:
             return False
         turn, _ = longest.waiting.pop()

@@ -109,10 +109,10 @@ class UpstreamConnection(asyncio.Protocol):
         "was_sent",
     )
 
-    def __init__(self, home: ConnectionOwner) -> None:
-        self._owner = home
-        self._context = home.context
-        self._time = home.context.loop.time
+    def __init__(self, owner: ConnectionOwner) -> None:
+        self._owner = owner
+        self._context = owner.context
+        self._time = owner.context.loop.time
         self._parser = httptools.HttpResponseParser(self)
         self._transport: asyncio.Transport | None = None
         self._failure: UpstreamError | None = None
@@ -135,7 +135,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.deadline = 0.0
         self.since = 0.0
         self._silence_limit_s = 0.0
-        self.name = home.name
+        self.name = owner.name
 
     def __enter__(self) -> UpstreamConnection:
         return self

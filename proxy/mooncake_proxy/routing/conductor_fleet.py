@@ -291,11 +291,11 @@ class ConductorFleet:
     ) -> None:
         """Apply reservation changes of another proxy process that uses the same instances."""
         self.sync_with_pool(now)
-        for made, event in self.exchange.apply(owner, changes, now, is_snapshot=is_snapshot):
+        for reservation, event in self.exchange.apply(owner, changes, now, is_snapshot=is_snapshot):
             if event is ReservationEvent.PREFILLED:
-                self.holdings.note_processed(made.choice.slot, made.request.keys)
+                self.holdings.note_processed(reservation.choice.slot, reservation.request.keys)
             elif event is ReservationEvent.JOINED:
-                self.holdings.note_processed(made.decode_slot, made.request.keys)
+                self.holdings.note_processed(reservation.decode_slot, reservation.request.keys)
 
     def sweep(self, now: float) -> None:
         """Release overdue reservations, and forget chunks that no instance holds."""
