@@ -51,7 +51,8 @@ Number = TypeVar("Number", int, float)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line. Returns the exit status."""
-    options = build_parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else arguments
+    options = build_parser().parse_args(words, argparse.Namespace(words=words))
     try:
         return int(options.run(options))
     except KeyboardInterrupt:
@@ -71,7 +72,7 @@ def simulate(options: argparse.Namespace) -> int:
     if options.csv is not None:
         write_csv(options.csv, result.records)
     if options.html is not None:
-        _write(options.html, rows, run_charts(result))
+        _write(options, rows, run_charts(result))
     return 0
 
 
@@ -91,7 +92,7 @@ def compare(options: argparse.Namespace) -> int:
     ]
     print(table(rows))
     if options.html is not None:
-        _write(options.html, rows, _comparison_charts(options, found))
+        _write(options, rows, _comparison_charts(options, found))
     return 0
 
 
@@ -215,9 +216,11 @@ def _objective(options: argparse.Namespace) -> Objective:
     return objective(options.slo_ttft, options.slo_tbt)
 
 
-def _write(path: Path, rows: Sequence[tuple[str, RunSummary]], charts: Sequence[Chart]) -> None:
-    setting = " ".join(["mooncake-conductor", *sys.argv[1:]])
-    path.write_text(page("mooncake-conductor simulate", rows, charts, setting))
+def _write(
+    options: argparse.Namespace, rows: Sequence[tuple[str, RunSummary]], charts: Sequence[Chart]
+) -> None:
+    setting = " ".join(["mooncake-conductor", *options.words])
+    options.html.write_text(page("mooncake-conductor simulate", rows, charts, setting))
 
 
 def _comparison_charts(

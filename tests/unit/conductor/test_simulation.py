@@ -194,6 +194,7 @@ def test_simulate_command_writes_table_csv_and_page(trace: Path, tmp_path: Path,
     assert float(rows[0]["ttft"]) > 0
     html = files[1].read_text()
     assert html.count("<svg") == 5
+    assert f"mooncake-conductor simulate {trace} --prefill 2 --decode 2 --limit 100" in html
     assert "http" not in html.replace("http-equiv", "")
 
 
