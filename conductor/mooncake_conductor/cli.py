@@ -274,6 +274,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     one = command("simulate", "replay a trace on a modelled cluster", simulate)
     _add_common(one)
+    _add_conductor(one)
     one.add_argument("--policy", choices=POLICIES, default=DEFAULT_POLICY, help="routing policy")
     one.add_argument(
         "--load",
@@ -286,6 +287,7 @@ def build_parser() -> argparse.ArgumentParser:
     one.add_argument("--csv", type=_output, metavar="FILE", help="write a line per request")
     many = command("compare", "policies, loads and cache sizes as one table", compare)
     _add_common(many)
+    _add_conductor(many)
     many.add_argument(
         "--policies",
         type=_names(POLICIES, "policy"),
@@ -390,17 +392,28 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--calibrated", type=Path, metavar="FILE", help="result of calibrate, replaces --device")
     meaning = "network bandwidth of a node"
     add("--link-gb-s", type=_positive, default=50.0, metavar="GB/S", help=meaning)
-    modes = [mode.value for mode in AdmissionMode]
-    meaning = "refuse requests that would miss their objectives: never, at arrival by the prefill "
-    meaning += "load and after the prefill by the decode load (baseline), by both at arrival "
-    meaning += "(early), or by the decode load expected at the end of the prefill (predictive)"
-    add("--admission", choices=modes, default="none", help=meaning)
     for flag, limit, example, meaning in (
         ("--slo-ttft", "30000", "10x", "time to first token"),
         ("--slo-tbt", "100", "5x", "time between tokens"),
     ):
         meaning = f"objective: {meaning}, or a multiple of the unloaded one, such as {example}"
         add(flag, default=limit, metavar="MS", help=meaning)
+    add("--delta", action="store_true", help="later turns of a session contain only new tokens")
+    meaning = "Poisson arrivals, this many requests per second, instead of the trace's times"
+    add("--poisson", type=_positive, metavar="RATE", help=meaning)
+    meaning = "use only the first requests of the trace"
+    add("--limit", type=_count, metavar="N", help=meaning)
+    add("--seed", type=int, default=0, metavar="N", help="seed of the random numbers")
+
+
+def _add_conductor(parser: argparse.ArgumentParser) -> None:
+    """Options of the conductor, for commands that don't compare it with other systems."""
+    add = parser.add_argument
+    modes = [mode.value for mode in AdmissionMode]
+    meaning = "refuse requests that would miss their objectives: never, at arrival by the prefill "
+    meaning += "load and after the prefill by the decode load (baseline), by both at arrival "
+    meaning += "(early), or by the decode load expected at the end of the prefill (predictive)"
+    add("--admission", choices=modes, default="none", help=meaning)
     meaning = "policy mooncake: fetch a prefix that is this many times as long on another node"
     add("--threshold", type=_positive, default=2.0, metavar="FACTOR", help=meaning)
     forms = [boundary.value for boundary in Boundary]
@@ -408,14 +421,8 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--boundary", choices=forms, default="fast", help=meaning)
     meaning = "choose the decode node at arrival or after the prefill"
     add("--binding", choices=["early", "late"], default="early", help=meaning)
-    add("--delta", action="store_true", help="later turns of a session contain only new tokens")
     add("--replicate", action="store_true", help="copy hot chunks before they are requested again")
     add("--role-changes", action="store_true", help="switch roles of idle nodes when load shifts")
-    meaning = "Poisson arrivals, this many requests per second, instead of the trace's times"
-    add("--poisson", type=_positive, metavar="RATE", help=meaning)
-    meaning = "use only the first requests of the trace"
-    add("--limit", type=_count, metavar="N", help=meaning)
-    add("--seed", type=int, default=0, metavar="N", help="seed of the random numbers")
     add("--html", type=_output, metavar="FILE", help="write one page with charts")
 
 

@@ -68,5 +68,8 @@ def test_goodput_command_covers_every_system(tmp_path: Path, capsys) -> None:
     assert len(capsys.readouterr().out.splitlines()) == 9
     assert drawn.read_text().count("<polyline") == 4
     with pytest.raises(SystemExit):
+        main(["goodput", str(trace), "--admission", "early"])
+    assert "unrecognized arguments: --admission early" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         main(["goodput", str(trace), "--systems", "another"])
     assert "no system another: there are conductor" in capsys.readouterr().err
