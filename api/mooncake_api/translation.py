@@ -1,9 +1,8 @@
-"""The interface of an API format (``ApiFormat``, ``Translation``), and the decoding of its request
-bodies."""
+"""The interface of an API format (``ApiFormat``, ``Translation``), and the decoding of its requests
+with the fields that they pass on."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -11,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from mooncake_api.errors import RequestRejected
+from mooncake_api.request_body import DECODE_ERRORS, decode_field, explain
 
 Json = dict[str, Any]
 encode = msgspec.json.Encoder().encode
@@ -52,8 +52,6 @@ class ApiFormat:
 
 
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>.*?)`$")
-_MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`")
 
 UNTRANSLATED_FIELDS: Mapping[str, str] = {
     "n": "send the request several times",
@@ -88,31 +86,17 @@ def read_request(
     try:
         found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         request = msgspec.json.decode(body, type=request_type)
-    except msgspec.ValidationError as exc:
-        raise _explained(str(exc)) from exc
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise RequestRejected(f"the body must be a JSON object: {exc}") from exc
+    except DECODE_ERRORS as exc:
+        raise explain(exc, request_type) from exc
     others = {}
     for name in found.keys() - set(request_type.__struct_encode_fields__):
-        value = msgspec.json.decode(found[name])
+        value = decode_field(name, found[name])
         if value is None:
             continue
         if name in instead:
             raise RequestRejected(f"{name} is not supported: {instead[name]}", param=name)
         others[name] = value
     return request, others
-
-
-def _explained(message: str) -> RequestRejected:
-    match = _PATH.search(message)
-    path = match["path"] if match else ""
-    problem = message[: match.start()] if match else message
-    if missing := _MISSING.match(message):
-        param = f"{path}.{missing['field']}" if path else missing["field"]
-        return RequestRejected(f"{param} is required", param=param)
-    if not path:
-        return RequestRejected(f"the body must be a JSON object: {problem[0].lower()}{problem[1:]}")
-    return RequestRejected(f"{path}: {problem[0].lower()}{problem[1:]}", param=path)
 
 
 def event(kind: str, payload: Json) -> bytes:

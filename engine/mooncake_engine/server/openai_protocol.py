@@ -10,14 +10,14 @@ effect.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import msgspec
-import msgspec.inspect
 from starlette.responses import Response
 
+from mooncake_api import RequestRejected
+from mooncake_api.request_body import DECODE_ERRORS, decode_fields, explain, path_in
 from mooncake_engine.errors import (
     DeadlineExceeded,
     EngineDead,
@@ -252,11 +252,7 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
 
-_PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>.*?)`$")
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`")
-_MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`")
-_NOT_SUPPORTED = "Expected `null`"
-_NOT_LISTED = ("Invalid enum value", "Invalid value")
 _MAX_IGNORED = 32
 
 
@@ -269,13 +265,14 @@ def decode_request(body: bytes, request_type: type[RequestType]) -> RequestType:
             that this server does not support.
     """
     try:
-        return msgspec.json.decode(body, type=request_type)
-    except msgspec.ValidationError as exc:
-        if not _UNKNOWN.match(str(exc)):
-            raise _explain(str(exc), request_type) from exc
-        return _without_unknown(msgspec.json.decode(body), request_type)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
-        raise InvalidRequest(f"the body must be a JSON object: {exc}") from exc
+        try:
+            return msgspec.json.decode(body, type=request_type)
+        except DECODE_ERRORS as exc:
+            if not _UNKNOWN.match(str(exc)):
+                raise explain(exc, request_type) from exc
+        return _without_unknown(decode_fields(body, request_type), request_type)
+    except RequestRejected as exc:
+        raise InvalidRequest(str(exc), param=exc.param) from exc
 
 
 def _without_unknown(value: Any, request_type: type[RequestType]) -> RequestType:
@@ -283,66 +280,17 @@ def _without_unknown(value: Any, request_type: type[RequestType]) -> RequestType
     for _ in range(_MAX_IGNORED):
         try:
             return msgspec.convert(value, request_type, str_keys=True)
-        except msgspec.ValidationError as exc:
-            unknown, found = _UNKNOWN.match(str(exc)), _PATH.search(str(exc))
+        except (msgspec.ValidationError, RecursionError) as exc:
+            unknown, path = _UNKNOWN.match(str(exc)), path_in(exc)
             if unknown is None:
-                raise _explain(str(exc), request_type) from exc
-            field, path = unknown["field"], found["path"] if found else ""
+                raise explain(exc, request_type) from exc
+            field = unknown["field"]
             if message := refusal(value, field, path, list(request_type.__struct_fields__)):
                 param = f"{path}.{field}" if path else field
                 raise InvalidRequest(message, param=param) from exc
         warn_once(field, path)
         remove(value, path, field)
     raise InvalidRequest(f"the body has more than {_MAX_IGNORED} unknown fields")
-
-
-def _explain(message: str, request_type: type[msgspec.Struct]) -> InvalidRequest:
-    path_match = _PATH.search(message)
-    path = path_match["path"] if path_match else ""
-    problem = message[: path_match.start()] if path_match else message
-    if missing := _MISSING.match(message):
-        param = f"{path}.{missing['field']}" if path else missing["field"]
-        return InvalidRequest(f"{param} is required", param=param)
-    if message.startswith(_NOT_SUPPORTED):
-        return InvalidRequest(
-            f"{path} is not supported by this server; leave it out or send null", param=path
-        )
-    if path:
-        problem = f"{problem[0].lower()}{problem[1:]}"
-        if message.startswith(_NOT_LISTED) and (accepted := _accepted(request_type, path)):
-            problem += f"; wanted {', '.join(accepted)}"
-        return InvalidRequest(f"{path}: {problem}", param=path)
-    return InvalidRequest(f"the body must be a JSON object: {problem[0].lower()}{problem[1:]}")
-
-
-def _accepted(request_type: type[msgspec.Struct], path: str) -> list[str]:
-    """The values that are accepted at a path of a body, if they are listed; msgspec names only the
-    value that is wrong."""
-    kinds = [msgspec.inspect.type_info(request_type)]
-    for step in re.findall(r"[^.\[\]]+|\[", path):
-        if not step.isdigit():
-            kinds = [inner for kind in _alternatives(kinds) for inner in _inner(kind, step)]
-    return [
-        str(value)
-        for kind in _alternatives(kinds)
-        if isinstance(kind, msgspec.inspect.LiteralType)
-        for value in kind.values
-    ]
-
-
-def _alternatives(kinds: Iterable[msgspec.inspect.Type]) -> Iterator[msgspec.inspect.Type]:
-    for kind in kinds:
-        yield from kind.types if isinstance(kind, msgspec.inspect.UnionType) else (kind,)
-
-
-def _inner(kind: msgspec.inspect.Type, step: str) -> Iterator[msgspec.inspect.Type]:
-    """The types that a type has one step further along a path: a field, or ``[`` for an item."""
-    if isinstance(kind, msgspec.inspect.ListType) and step == "[":
-        yield kind.item_type
-    if isinstance(kind, msgspec.inspect.StructType):
-        if step == kind.tag_field:
-            yield msgspec.inspect.LiteralType((str(kind.tag),))
-        yield from (field.type for field in kind.fields if field.encode_name == step)
 
 
 _RETRY_AFTER_S = 1

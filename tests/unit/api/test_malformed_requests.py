@@ -165,3 +165,10 @@ def test_missing_field_is_named_with_its_path() -> None:
     body = {**BODIES["/v1/messages"], "thinking": {"budget_tokens": 9}}
     with pytest.raises(RequestRejected, match=r"^thinking\.type is required$"):
         API_FORMATS["/v1/messages"].translate(json.dumps(body).encode())
+
+
+def test_value_that_is_not_listed_is_refused_with_the_list() -> None:
+    body = {**BODIES["/v1/responses"], "text": {"format": {"type": "xml"}}}
+    words = r"^text\.format\.type: invalid enum value 'xml'; wanted json_object, json_schema, text$"
+    with pytest.raises(RequestRejected, match=words):
+        API_FORMATS["/v1/responses"].translate(json.dumps(body).encode())

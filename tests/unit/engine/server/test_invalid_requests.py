@@ -164,6 +164,32 @@ def test_deeply_nested_body_is_rejected(client: AsgiClient) -> None:
     assert client.request("POST", COMPLETIONS, content=body).status_code == 400
 
 
+MALFORMED = {
+    b"[" * 5000 + b"]" * 5000: "nested too deeply",
+    b'"\xff"': "not UTF-8: invalid byte 0xff",
+    b"1e400": "number out of range",
+    b"1" + b"0" * 5000: "integer value out of range",
+    rb'"\ud800"': "input data was truncated",
+}
+
+
+@pytest.mark.parametrize("value", MALFORMED)
+@pytest.mark.parametrize("field", ["nonsense", "metadata", "chat_template_kwargs"])
+@pytest.mark.parametrize("path", [CHAT, "/tokenize", "/v1/responses", "/v1/messages"])
+def test_malformed_value_of_any_field_is_rejected(
+    client: AsgiClient, path: str, field: str, value: bytes
+) -> None:
+    """Also of one that the request's type does not declare, which is skipped unread at first."""
+    body = b'{"messages":[{"role":"user","content":"a"}],"max_tokens":1'
+    if path == "/v1/responses":
+        body = b'{"input":"a"'
+    content = body + b',"%b":%b}' % (field.encode(), value)
+    response = client.request("POST", path, content=content)
+    assert response.status_code == 400, response.text
+    if field == "nonsense":
+        assert MALFORMED[value] in response.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize", "/abort"])
 def test_a_body_too_large_is_413(client: AsgiClient, path: str) -> None:
     """The limit depends on the context's length: 256 tokens here."""
