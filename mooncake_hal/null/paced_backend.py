@@ -3,7 +3,8 @@ with the host.
 
 It measures the host's cost of serving a fast device, on any machine. Each layer's attention keeps
 the simulated device busy for the time in MOONCAKE_HAL_PACED, in launch order, and events complete
-when the device reaches them. The host's costs are real, and the device costs nothing.
+when the device reaches them. The host's costs are real, and the device costs nothing: as on a
+device with sampling ops, a step's greedy tokens cost the host one op, not a search of the logits.
 
 Only code that waits for events is paced, such as steps with async scheduling. A captured graph
 costs the host a replay, and keeps the device busy for the time that was launched under capture.
@@ -15,9 +16,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
-from mooncake_hal.backend import AttentionBatch, Event, Graph
+from mooncake_hal.backend import AttentionBatch, Event, Graph, SamplingMetadata
 from mooncake_hal.hal_env import paced_settings
 from mooncake_hal.null.null_backend import NullBackend, NullOps, NullRuntime
 
@@ -139,6 +141,19 @@ class PacedOps(NullOps):
         self._clock.launch(self._token_s * query.shape[0])
         return super().prefill_attention(query, key_cache, value_cache, batch, scale)
 
+    def sample(self, logits: Tensor, sampling_metadata: SamplingMetadata) -> Tensor:
+        """The tokens of the largest logits, whatever the parameters and random numbers."""
+        return logits.argmax(dim=-1)
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Token 0 of each row, without a look at the logits: all of a model's are zero, and the
+        first of equal ones counts. Float32 logits, which requests may have changed, are searched:
+        grammars and biases hold."""
+        if logits.dtype is not torch.float32:
+            return logits.new_zeros(logits.shape[0], dtype=torch.int64)
+        largest, token_ids = logits.max(dim=-1)
+        return token_ids.masked_fill_(~largest.isfinite(), -1)
+
 
 class PacedBackend(NullBackend):
     """The null backend on the simulated device."""
@@ -147,7 +162,7 @@ class PacedBackend(NullBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        self.capabilities = replace(self.capabilities, graphs=True)
+        self.capabilities = replace(self.capabilities, graphs=True, sampling=True)
         clock = DeviceClock()
         decode_s, token_s = paced_settings()
         self.runtime = PacedRuntime(clock)

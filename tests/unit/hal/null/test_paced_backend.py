@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
+from typing import cast
 
 import pytest
 import torch
 
-from mooncake_hal.backend import AttentionBatch
+from mooncake_hal.backend import AttentionBatch, SamplingMetadata, SamplingOps
 from mooncake_hal.errors import HalError
 from mooncake_hal.null.paced_backend import PacedBackend
 
@@ -71,6 +72,19 @@ def test_idle_device_starts_at_once(backend: PacedBackend) -> None:
     event = backend.runtime.event(0)
     event.record()
     assert event.query()
+
+
+def test_greedy_tokens_are_the_first_of_equal_logits(backend: PacedBackend) -> None:
+    logits = backend.ops.linear(torch.ones(3, 4), torch.ones(7, 4), None).to(torch.bfloat16)
+    assert cast(SamplingOps, backend.ops).argmax(logits).tolist() == [0, 0, 0]
+
+
+def test_changed_logits_decide_the_token(backend: PacedBackend) -> None:
+    logits = torch.full((3, 7), -torch.inf)
+    logits[0, 5] = logits[1, 2] = 0.0
+    ops = cast(SamplingOps, backend.ops)
+    assert ops.argmax(logits).tolist() == [5, 2, -1]
+    assert ops.sample(logits[:2], SamplingMetadata(*torch.ones(5, 2))).tolist() == [5, 2]
 
 
 @pytest.mark.parametrize("value", ["", "3", "a b", "1 2 3"])
