@@ -225,15 +225,27 @@ def build_parser() -> argparse.ArgumentParser:
     form = stats.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_true", help="print JSON")
     form.add_argument("--prometheus", action="store_true", help="print Prometheus metrics")
-    ls = command("ls", "list the chunks of a store, one per line", show_chunks)
+    ls = command(
+        "ls",
+        "list the chunks of a store, one per line: tier, key, position, bytes, tenant",
+        show_chunks,
+    )
     ls.add_argument("--tier", choices=[tier.value for tier in Tier], help="only this tier")
     verify = command(
         "verify", "check every record on a store's SSDs, and drop damaged ones", verify_ssds
     )
     drop = command("drop", "drop chunks from all tiers of a store", drop_chunks)
     what = drop.add_mutually_exclusive_group(required=True)
-    what.add_argument("--key", action="append", metavar="HEX", help="a chunk; repeat it")
-    what.add_argument("--tenant", metavar="NAME", help="all chunks of a tenant")
+    what.add_argument(
+        "--key",
+        action="append",
+        type=_chunk_key,
+        metavar="HEX",
+        help="a chunk, by the key that ls prints; repeat it",
+    )
+    what.add_argument(
+        "--tenant", metavar="NAME", help='all chunks of a tenant; "" for those without a tenant'
+    )
     what.add_argument("--all", action="store_true", help="all chunks")
     ls.add_argument("--json", action="store_true", help="print one JSON object per line")
     for added in (verify, drop):
@@ -241,7 +253,11 @@ def build_parser() -> argparse.ArgumentParser:
     for added in (stats, ls, verify, drop):
         added.add_argument("--host", default="127.0.0.1", metavar="HOST", help="host of the store")
         added.add_argument(
-            "--port", type=port_number, default=DEFAULT_PORT, metavar="PORT", help="its port"
+            "--port",
+            type=port_number,
+            default=DEFAULT_PORT,
+            metavar="PORT",
+            help="port of the store",
         )
         added.add_argument(
             "--kv-secret-file", type=Path, metavar="FILE", help="file with the deployment's secret"
@@ -344,12 +360,8 @@ def verify_ssds(args: argparse.Namespace) -> int:
 
 def drop_chunks(args: argparse.Namespace) -> int:
     """Drop the named chunks."""
-    try:
-        keys = [bytes.fromhex(key) for key in args.key] if args.key else None
-    except ValueError as exc:
-        raise KVConfigError(f"--key wants a key in hexadecimal, as `ls` prints it: {exc}") from exc
     with _Connected(args) as store:
-        dropped = store.drop_matching(keys=keys, tenant=args.tenant)
+        dropped = store.drop_matching(keys=args.key, tenant=args.tenant)
         num_dropped = _require(dropped.result(), store, args)
     print(
         json.dumps({"num_dropped": num_dropped}) if args.json else f"{num_dropped} chunks dropped"
@@ -445,6 +457,16 @@ class _Connected:
 
     def __exit__(self, *_: object) -> None:
         self._client.close()
+
+
+def _chunk_key(text: str) -> bytes:
+    try:
+        key = bytes.fromhex(text)
+    except ValueError:
+        key = b""
+    if not key:
+        raise argparse.ArgumentTypeError(f"wanted a key in hexadecimal, as ls prints, got {text!r}")
+    return key
 
 
 def _require(found: Found | None, store: StoreClient, args: argparse.Namespace) -> Found:

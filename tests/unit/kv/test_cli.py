@@ -73,6 +73,15 @@ def test_results_are_printed_as_json(store, capsys):
     assert json.loads(capsys.readouterr().out)["num_chunks"] == 1
 
 
+@pytest.mark.parametrize("key", ["xyz", "", "0"])
+def test_drop_rejects_what_is_no_key(store, capsys, key):
+    with pytest.raises(SystemExit, match="2"):
+        store.run("drop", "--key", "00" * 16, "--key", key)
+    assert f"--key: wanted a key in hexadecimal, as ls prints, got '{key}'" in (
+        capsys.readouterr().err
+    )
+
+
 def test_stats_show_use_of_quotas_but_metrics_name_no_tenant(store, capsys):
     assert store.run("stats") == 0
     out = capsys.readouterr().out
