@@ -18,6 +18,8 @@ GAUGES = {
     "leases_held": "Finished prompts whose blocks are held for a peer.",
     "reservations": "Requests whose blocks are reserved for a peer's writes.",
     "pool_saves_in_flight": "Copies of chunks to stores in flight.",
+    "pool_num_stores": "Stores that the pool's options name, this instance's own included.",
+    "pool_num_connected_stores": "Stores of these that can be used now.",
 }
 GAUGE_OPTIONS = {"multiprocess_mode": "mostrecent"}
 """vLLM sends the metrics of a step to any one of its API servers, and publishes the metrics of all

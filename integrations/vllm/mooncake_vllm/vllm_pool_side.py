@@ -301,7 +301,11 @@ class PoolSchedulerSide:
         """Metrics by name, since the start."""
         counted = asdict(self._client.stats)
         metrics = {f"pool_{name}": stats_value(counted[name]) for name in PUBLISHED_STATS}
-        return metrics | {"pool_saves_in_flight": float(self._saves.num_in_flight)}
+        return metrics | {
+            "pool_saves_in_flight": float(self._saves.num_in_flight),
+            "pool_num_stores": float(len(self._stores.all)),
+            "pool_num_connected_stores": float(self._stores.num_connected),
+        }
 
     def close(self) -> None:
         """Stop, abandoning loads and saves. Idempotent.

@@ -329,6 +329,21 @@ def test_every_declared_pool_metric_is_published(connectors: ModuleType) -> None
     assert {*PUBLISHED_STATS} <= {*PoolStats.__dataclass_fields__}
 
 
+def test_pool_metrics_include_how_many_stores_are_connected(connectors: ModuleType) -> None:
+    from mooncake_kv.pool.pool_events import PoolStats
+    from mooncake_vllm.vllm_pool_side import PoolSchedulerSide
+
+    gauges = importlib.import_module("mooncake_vllm.transfer_stats").GAUGES
+    side: Any = SimpleNamespace(
+        _client=SimpleNamespace(stats=PoolStats()),
+        _stores=SimpleNamespace(all=["own", "lost"], num_connected=1),
+        _saves=SimpleNamespace(num_in_flight=0),
+    )
+    found = PoolSchedulerSide.stats(side)
+    assert (found["pool_num_stores"], found["pool_num_connected_stores"]) == (2, 1)
+    assert {"pool_num_stores", "pool_num_connected_stores"} <= {*gauges}
+
+
 def test_metrics_have_types_of_vllm(connectors: ModuleType) -> None:
     seen: list[tuple[str, str, float]] = []
 
