@@ -3,10 +3,13 @@ format."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 from mooncake_api.translation import Json
 
@@ -118,12 +121,24 @@ _answers = msgspec.json.Decoder(ChatAnswer)
 _errors = msgspec.json.Decoder(_ErrorBody)
 
 
-def read_error(body: bytes) -> ChatError:
-    """The error in a response's body. A body of another format becomes the error's message."""
+def read_error(body: bytes, names: Mapping[str, str] = MappingProxyType({})) -> ChatError:
+    """The error in a response's body. A body of another format becomes the error's message.
+
+    Args:
+        names: fields of chat requests that have another name in the client's format. An error that
+            names one, as its ``param`` and at the beginning of its message, gets the other.
+    """
     try:
-        return _errors.decode(body).error
+        error = _errors.decode(body).error
     except msgspec.DecodeError:
         return ChatError(body.decode(errors="replace").strip() or "the server gave no reason")
+    param = error.param or ""
+    if param not in names:
+        return error
+    message = error.message
+    if message.startswith(param):
+        message = names[param] + message[len(param) :]
+    return replace(error, param=names[param], message=message)
 
 
 class AnswerWriter(Protocol):

@@ -30,6 +30,8 @@ _KINDS = {
     504: "timeout_error",
 }
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use", "content_filter": "refusal"}
+_NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+"""Fields of chat requests that have another name here."""
 _ERROR_SCHEMA: Json = {
     "type": "object",
     "required": ["type", "error"],
@@ -46,7 +48,7 @@ _ERROR_SCHEMA: Json = {
 
 def messages_error(status: int, body: bytes) -> bytes:
     """An error in Anthropic's format, from a body in OpenAI's format."""
-    return encode(_error(status, read_error(body)))
+    return encode(_error(status, read_error(body, _NAMES)))
 
 
 class MessagesTranslation:

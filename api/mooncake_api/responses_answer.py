@@ -13,6 +13,7 @@ from mooncake_api.chat_answers import (
     ChatStreamReader,
     ChatUsage,
     ToolCall,
+    read_error,
     write_answer,
 )
 from mooncake_api.responses_request import (
@@ -27,10 +28,25 @@ _NO_ANSWER = (
     b'{"error":{"message":"the instance did not return a chat completion","type":"server_error"}}'
 )
 
+_NAMES = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+}
+"""Fields of chat requests that have another name here."""
 _ECHOED = (
     *("instructions", "max_output_tokens", "max_tool_calls", "metadata", "temperature", "top_p"),
     *("top_logprobs", "user", "safety_identifier", "prompt_cache_key"),
 )
+
+
+def responses_error(_status: int, body: bytes) -> bytes:
+    """An error of a chat request, which has OpenAI's format already, with this form's fields."""
+    error = read_error(body)
+    if error.param not in _NAMES:
+        return body
+    return encode({"error": read_error(body, _NAMES)})
 
 
 class ResponsesTranslation:
@@ -43,7 +59,7 @@ class ResponsesTranslation:
 
     def complete(self, status: int, body: bytes) -> tuple[int, bytes]:
         if status != 200:
-            return status, body
+            return status, responses_error(status, body)
         if not write_answer(self._writer, body):
             return 502, _NO_ANSWER
         return 200, encode(self._writer.response)
@@ -52,7 +68,7 @@ class ResponsesTranslation:
         return self._reader.feed(data)
 
 
-RESPONSES = ApiFormat(RESPONSES_PATH, ResponsesTranslation, lambda _, body: body, ResponsesRequest)
+RESPONSES = ApiFormat(RESPONSES_PATH, ResponsesTranslation, responses_error, ResponsesRequest)
 
 
 class _ResponseWriter:

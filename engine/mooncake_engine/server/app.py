@@ -3,6 +3,7 @@ generate. ``api_server`` and each API worker create one over their engine client
 
 from __future__ import annotations
 
+import difflib
 import hmac
 import importlib.metadata
 import sys
@@ -69,6 +70,7 @@ from mooncake_engine.text.tokenizer import Tokenizer
 
 _DEFAULTS = ServerOptions()
 _MODEL_PATH = "/v1/models/"
+_MAX_SHOWN_PATH = 100
 _MAX_DETOKENIZED_TOKENS = 1 << 20
 _COUNTED_PATHS = frozenset(
     {
@@ -217,9 +219,19 @@ async def _engine_error(_: Request, exc: Exception) -> Response:
 
 async def _http_error(request: Request, exc: Exception) -> Response:
     assert isinstance(exc, HTTPException)
-    phrase = HTTPStatus(exc.status_code).phrase
-    message = f"{request.method} {request.url.path}: {phrase}"
-    return ApiError(exc.status_code, message, "invalid_request_error").response()
+    path = request.url.path[:_MAX_SHOWN_PATH]
+    if exc.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        wanted = (exc.headers or {}).get("Allow", "another method")
+        problem = f"this path takes {wanted}"
+    else:
+        paths = [route.path for route in request.app.routes]
+        nearest = difflib.get_close_matches(path, paths, n=1, cutoff=0.75)
+        problem = f"did you mean {nearest[0]}? " if nearest else ""
+        problem += "This server generates text; GET /openapi.json lists its paths"
+    message = f"{request.method} {path}: {HTTPStatus(exc.status_code).phrase}: {problem}"
+    error = ApiError(exc.status_code, message, "invalid_request_error").response()
+    error.headers.update(exc.headers or {})
+    return error
 
 
 @dataclass(frozen=True, slots=True)

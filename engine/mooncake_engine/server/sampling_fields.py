@@ -105,7 +105,13 @@ def chat_sampling(
     if max_tokens is not None and max_tokens < 1:
         raise InvalidRequest(f"{limit} must be at least 1, got {max_tokens}", param=limit)
     logprobs = (request.top_logprobs or 0) if request.logprobs else None
-    return _sampling(request, info, defaults, max_tokens=max_tokens, logprobs=logprobs)
+    try:
+        return _sampling(request, info, defaults, max_tokens=max_tokens, logprobs=logprobs)
+    except InvalidRequest as exc:
+        name = {"max_tokens": limit, "logprobs": "top_logprobs"}.get(exc.param or "")
+        if name is None:
+            raise
+        raise InvalidRequest(str(exc).replace(str(exc.param), name, 1), param=name) from exc
 
 
 def _sampling(

@@ -172,3 +172,27 @@ def test_value_that_is_not_listed_is_refused_with_the_list() -> None:
     words = r"^text\.format\.type: invalid enum value 'xml'; wanted json_object, json_schema, text$"
     with pytest.raises(RequestRejected, match=words):
         API_FORMATS["/v1/responses"].translate(json.dumps(body).encode())
+
+
+@pytest.mark.parametrize(
+    ("path", "param", "message", "expected"),
+    [
+        ("/v1/responses", "max_tokens", "max_tokens must be", "max_output_tokens must be"),
+        ("/v1/responses", "messages", "messages has 9 tokens", "input has 9 tokens"),
+        ("/v1/responses", "response_format", "the JSON schema is", "the JSON schema is"),
+        ("/v1/responses", "temperature", "temperature must be", "temperature must be"),
+        ("/v1/messages", "stop", "stop must hold", "stop_sequences must hold"),
+        ("/v1/messages", "max_tokens", "max_tokens must be", "max_tokens must be"),
+    ],
+)
+def test_error_of_the_chat_request_names_the_clients_field(
+    path: str, param: str, message: str, expected: str
+) -> None:
+    body = {"error": {"message": message, "type": "t", "param": param, "code": "c"}}
+    translation = API_FORMATS[path].translate(json.dumps(BODIES[path]).encode())
+    status, found = translation.complete(400, json.dumps(body).encode())
+    error = json.loads(found)["error"]
+    assert (status, error["message"]) == (400, expected)
+    if path == "/v1/responses":
+        assert error.keys() == {"message", "type", "param", "code"}
+        assert error["param"] != param or param == "temperature"

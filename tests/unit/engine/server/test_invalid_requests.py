@@ -118,6 +118,16 @@ CHAT_REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": [USER], "tools": [{}]}, "tools[0].function", "tools[0].function is required"),
     ({"messages": [USER], "top_logprobs": 2}, "top_logprobs", "needs logprobs: true"),
     (
+        {"messages": [USER], "logprobs": True, "top_logprobs": 129},
+        "top_logprobs",
+        "top_logprobs must be in [0, 128], got 129",
+    ),
+    (
+        {"messages": [USER], "max_completion_tokens": 2**40},
+        "max_completion_tokens",
+        "max_completion_tokens must be in [1, 2147483648]",
+    ),
+    (
         {"messages": [USER], "chat_template_kwargs": {"tokenize": True}},
         "chat_template_kwargs",
         "may not set 'tokenize'",
@@ -239,13 +249,22 @@ def test_another_model_is_404(client: AsgiClient) -> None:
     }
 
 
-@pytest.mark.parametrize(("method", "path", "status"), [("GET", "/no", 404), ("GET", CHAT, 405)])
+@pytest.mark.parametrize(
+    ("method", "path", "status", "words"),
+    [
+        ("GET", "/no", 404, "Not Found: This server generates text; GET /openapi.json lists"),
+        ("POST", "/v1/embeddings", 404, "Not Found: This server generates text"),
+        ("POST", "/chat/completions", 404, f"Not Found: did you mean {CHAT}?"),
+        ("GET", CHAT, 405, "Method Not Allowed: this path takes POST"),
+    ],
+)
 def test_unknown_paths_and_methods_have_an_error_status(
-    client: AsgiClient, method: str, path: str, status: int
+    client: AsgiClient, method: str, path: str, status: int, words: str
 ) -> None:
     response = client.request(method, path)
     assert response.status_code == status
-    assert response.json()["error"]["message"].startswith(f"GET {path}: ")
+    assert response.json()["error"]["message"].startswith(f"{method} {path}: {words}")
+    assert (status == 405) == (response.headers.get("allow") == "POST")
 
 
 def test_overload_is_429_with_retry_after(client: AsgiClient, engine: FakeEngine) -> None:
