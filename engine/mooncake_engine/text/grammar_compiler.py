@@ -76,7 +76,7 @@ class GrammarCompiler:
         except ValueError as exc:  # the schema is not JSON
             raise InvalidRequest(f"the grammar is invalid: {exc}", param=PARAM) from exc
         if matcher.is_error():
-            reason = first_line(matcher.get_error())
+            reason = short_reason(matcher.get_error())
             raise InvalidRequest(f"the {grammar.kind.value} is rejected: {reason}", param=PARAM)
         return matcher
 
@@ -119,6 +119,9 @@ def find_library() -> ModuleType:
     return module
 
 
-def first_line(reason: str) -> str:
-    """The first line of a library error, without the grammar that the error quotes."""
-    return reason.strip().split("\n", 1)[0][:500]
+def short_reason(reason: str) -> str:
+    """A library error without the grammar that it quotes: its first line, and what is wrong with a
+    regular expression, which comes after the quotation."""
+    first, *others = reason.strip().split("\n")
+    causes = [line.removeprefix("error: ") for line in others if line.startswith("error: ")]
+    return " ".join([first, *causes[:1]])[:500]

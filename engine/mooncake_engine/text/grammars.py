@@ -23,7 +23,7 @@ from mooncake_engine.text.grammar_compiler import (
     GrammarCompiler,
     TokenTable,
     find_library,
-    first_line,
+    short_reason,
 )
 from mooncake_engine.text.grammar_process import GrammarProcess
 from mooncake_engine.text.tokenizer import Tokenizer, tokenizer_fingerprint
@@ -55,7 +55,7 @@ class GrammarMatcher:
         """
         mask: bytes = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
-            reason = first_line(self._matcher.get_error())
+            reason = short_reason(self._matcher.get_error())
             raise GrammarFailed(f"the grammar can't be followed any further: {reason}")
         return mask
 
