@@ -21,8 +21,9 @@ class CommandParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
-        said = "; ".join([message, *self._suggestions(), f"see {self.prog} --help"])
-        self.exit(2, f"{self.prog}: error: {said}\n")
+        command = _command_of(self, self._words)
+        said = "; ".join([message, *self._suggestions(), f"see {command} --help"])
+        self.exit(2, f"{command}: error: {said}\n")
 
     def _suggestions(self) -> Iterator[str]:
         # argparse may report a missing argument, and not that an option does not exist.
@@ -32,6 +33,17 @@ class CommandParser(argparse.ArgumentParser):
             if not any(each.startswith(name) for each in known):
                 for nearest in difflib.get_close_matches(name, known, n=1, cutoff=0.8):
                     yield f"did you mean {nearest}, not {name}?"
+
+
+def _command_of(parser: argparse.ArgumentParser, words: Sequence[str]) -> str:
+    """The command that the words name, of a parser or of its commands: argparse reports an unknown
+    option of a command as one of the whole parser's."""
+    for action in parser._actions:  # argparse offers no other way to them
+        if isinstance(action, argparse._SubParsersAction):
+            for at, word in enumerate(words):
+                if word in action.choices:
+                    return _command_of(action.choices[word], words[at + 1 :])
+    return parser.prog
 
 
 def _option_names(parser: argparse.ArgumentParser) -> Iterator[str]:

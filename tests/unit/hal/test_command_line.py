@@ -63,17 +63,19 @@ def test_exit_status_is_described(
         (
             engine_main,
             ["serve", "--model", "x", "--frobnicate"],
-            "unrecognized arguments: --frobnicate; see",
+            "unrecognized arguments: --frobnicate; see mooncake-engine serve --help",
         ),
         (
             engine_main,
             ["serve", "--model", "x", "--max-model-le", "a"],
             "invalid int value: 'a'; see",
         ),
+        (kv_cli.main, ["stats", "--prot", "1"], "mooncake-kv stats: error: unrecognized arguments"),
+        (hal_main, ["devices", "--frobnicate"], "see mooncake-hal devices --help"),
         (
             conductor_cli.main,
             ["simulate", "trace", "--polcy", "cost"],
-            "--polcy cost; did you mean --policy, not --polcy?; see",
+            "did you mean --policy, not --polcy?; see mooncake-conductor simulate --help",
         ),
         (proxy_main, ["--polcy", "cost"], "--polcy cost; did you mean --policy, not --polcy?; see"),
         (proxy_main, ["--prot=1"], "arguments: --prot=1; did you mean --port, not --prot?; see"),
