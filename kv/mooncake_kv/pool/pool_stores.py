@@ -14,9 +14,9 @@ from contextlib import ExitStack, contextmanager
 from mooncake_hal.errors import HalError, PortsExhausted
 from mooncake_hal.negotiation import AUTO, Transports
 from mooncake_hal.registry import Registry
-from mooncake_hal.session.addressing import is_loopback
 from mooncake_hal.session.processes import ProcessName
 from mooncake_hal.transport import EndpointOptions
+from mooncake_kv.allowed_hosts import plain_address
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.kv_events import KVEventEndpoints
@@ -104,7 +104,7 @@ class PoolStores:
         self._name = name
         self._transfer_timeout_s = config.network.transfer_timeout_s
         self._listens: tuple[str, int] | None = None
-        if config.connect and not config.dram_bytes and not is_loopback(config.connect[0][0]):
+        if config.connect and not config.dram_bytes and not _is_loopback(config.connect[0][0]):
             self._listens = config.connect[0]
         self.all: list[ChunkStore] = []
         """The stores to load from, in the order of the configuration; the first one is ``home``."""
@@ -212,6 +212,12 @@ class PoolStores:
         user = store.open_user()
         undo.callback(user.close)
         return user
+
+
+def _is_loopback(host: str) -> bool:
+    """Whether a host, which may be a name, can only be reached from its own host."""
+    found = plain_address(host)
+    return host == "localhost" if found is None else found.is_loopback
 
 
 def _open_mooncake_store(

@@ -66,6 +66,25 @@ def test_lost_store_is_counted_as_not_connected(service: StoreService) -> None:
     stores.close()
 
 
+@pytest.mark.parametrize(
+    ("host", "is_reachable"), [("127.0.0.1", False), ("localhost", False), ("store.test", True)]
+)
+def test_store_is_connected_by_address_and_by_name(
+    host: str, is_reachable: bool, service: StoreService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve = socket.getaddrinfo
+    names = {"store.test": "127.0.0.1"}
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda name, *rest, **kw: resolve(names.get(name, name), *rest, **kw)
+    )
+    stores = PoolStores(KVPoolConfig(connect=((host, service.port),)), Registry.discover(), "here")
+    location = stores.home_location
+    assert stores.num_connected == 1
+    stores.close()
+    assert (location is not None) == is_reachable
+    assert location is None or (location.host, location.port) == (host, service.port)
+
+
 def test_stores_that_ranks_share_are_counted_once() -> None:
     rank = PoolStats(num_loads=3, num_stores=2, num_connected_stores=1)
     assert rank + rank == PoolStats(num_loads=6, num_stores=2, num_connected_stores=1)
