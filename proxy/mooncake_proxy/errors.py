@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import errno
 import math
+from collections.abc import Iterable
 
 # Error code of an instance, or of this proxy, that is shutting down and takes no new requests.
 SHUTTING_DOWN = "shutting_down"
@@ -140,6 +141,15 @@ class MethodNotAllowed(Refusal):
     status = 405
     type = "invalid_request_error"
     code = "method_not_allowed"
+
+    def __init__(self, method: str, path: str, allowed: Iterable[str]) -> None:
+        self._allowed = ", ".join(allowed)
+        super().__init__(f"{method} {path}: wanted {self._allowed}")
+
+    @property
+    def headers(self) -> tuple[tuple[str, str], ...]:
+        """A 405 has to name what is allowed (RFC 9110 §15.5.6)."""
+        return (("allow", self._allowed),)
 
 
 class Conflict(Refusal):

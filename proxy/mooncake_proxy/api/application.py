@@ -520,7 +520,7 @@ class ProxyApplication:
             raise NotFound(f"no such path: {path}")
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
         if handler is None:
-            raise MethodNotAllowed(f"{request.method} {path}: wanted {', '.join(methods)}")
+            raise MethodNotAllowed(request.method, path, methods)
         await handler(request)
 
     def _receive_reservations(self, request: HttpRequest) -> None:
@@ -528,7 +528,7 @@ class ProxyApplication:
         if self.peers is None:
             raise NotFound("this proxy has no peers: start it with --peer-proxy")
         if request.method != "POST":
-            raise MethodNotAllowed(f"{request.method} {request.path}: wanted POST")
+            raise MethodNotAllowed(request.method, request.path, ("POST",))
         self.peers.receive(request.headers, request.body)
         request.respond(200, b"{}", "application/json")
 

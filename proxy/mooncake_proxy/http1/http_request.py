@@ -105,7 +105,7 @@ class HttpRequest:
                 content_type.encode("latin-1"),
                 len(body),
                 headers,
-                b"" if self.keep_alive else b"connection: close\r\n",
+                self._connection_line(),
                 b"" if self.method == "HEAD" else body,
             )
         )
@@ -127,11 +127,17 @@ class HttpRequest:
                 _STREAM_HEADERS,
                 b"transfer-encoding: chunked\r\n" if self.chunked else b"",
                 headers,
-                b"" if self.keep_alive else b"connection: close\r\n",
+                self._connection_line(),
                 (chunk(first) if self.chunked else first) if first else b"",
             )
         )
         self.bytes_out += len(first)
+
+    def _connection_line(self) -> bytes:
+        if not self.keep_alive:
+            return b"connection: close\r\n"
+        # HTTP/1.0, whose clients otherwise wait for the end of the connection
+        return b"" if self.chunked else b"connection: keep-alive\r\n"
 
     def write(self, data: bytes) -> None:
         """Send more of the stream, unbuffered."""

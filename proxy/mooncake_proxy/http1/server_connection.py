@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 _new_task: Callable[..., asyncio.Task[None]] = asyncio.Task
 if sys.version_info >= (3, 12):
     _new_task = partial(asyncio.Task, eager_start=True)
+
+_ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)
 
 
 @dataclass(slots=True)
@@ -199,6 +202,9 @@ class ServerProtocol(asyncio.Protocol):
         request.method = method.decode("ascii")
         request.keep_alive = parser.should_keep_alive() and not context.is_closing
         request.chunked = parser.get_http_version() != "1.0"
+        if not request.target.startswith(b"/"):
+            # as to a forward proxy, which a server has to accept (RFC 9112 §3.2.2)
+            request.target = _ORIGIN.sub(b"", request.target) or b"/"
         headers, limits = request.headers, context.limits
         if len(headers) > limits.max_headers:
             self._refuse(431, f"{len(headers)} headers: at most {limits.max_headers}")

@@ -89,6 +89,40 @@ def test_unusual_requests_get_a_response(data: bytes, status: int) -> None:
     uvloop.run(main())
 
 
+@pytest.mark.parametrize(
+    ("data", "wanted"),
+    [
+        (b"OPTIONS /v1/completions HTTP/1.1\r\nhost: x\r\n", b"405 Method Not Allowed\r\n"),
+        (b"OPTIONS /v1/completions HTTP/1.1\r\nhost: x\r\n", b"\r\nallow: POST\r\n"),
+        (b"GET http://proxy:8000/health HTTP/1.1\r\nhost: x\r\n", b"200 OK\r\n"),
+        (b"GET HTTPS://proxy HTTP/1.1\r\nhost: x\r\n", b"text/html"),
+        (b"GET /health HTTP/1.0\r\n", b"\r\nconnection: close\r\n"),
+    ],
+)
+def test_responses_follow_the_protocol(data: bytes, wanted: bytes) -> None:
+    async def main() -> None:
+        async with fake_deployment() as s:
+            answer = await raw(s, data + b"connection: close\r\n\r\n")
+            assert wanted in answer.partition(b"\r\n\r\n")[0] + b"\r\n", answer[:200]
+
+    uvloop.run(main())
+
+
+def test_connection_of_http_1_0_is_kept_if_asked_for() -> None:
+    """Its clients wait for the end of the connection unless the response says so."""
+
+    async def main() -> None:
+        async with fake_deployment() as s:
+            kept = b"GET /health HTTP/1.0\r\nconnection: keep-alive\r\n\r\n"
+            first, second = (await raw(s, kept + b"GET /health HTTP/1.0\r\n\r\n")).split(b"HTTP/")[
+                1:
+            ]
+            assert b"\r\nconnection: keep-alive\r\n" in first
+            assert b"\r\nconnection: close\r\n" in second
+
+    uvloop.run(main())
+
+
 def test_slow_request_returns_408() -> None:
     async def main() -> None:
         async with fake_deployment(server=ServerLimits(head_timeout_s=0.2)) as s:
