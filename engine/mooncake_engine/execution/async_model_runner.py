@@ -68,6 +68,14 @@ class SampledTokenBuffer:
             self._last, self._last_rows = states, [state.row for state in states]
         self._last_tokens = token_ids
 
+    def newest(self, states: Sequence[CachedRequest]) -> Tensor:
+        """The newest tokens of some requests, [states] int64. The caller must not change the
+        tensor."""
+        if self._last == states:
+            return self._last_tokens
+        self._flush_last()
+        return self._newest[index_tensor(self._device, [state.row for state in states])]
+
     def fill(self, token_ids: Tensor, at: Sequence[int], states: Sequence[CachedRequest]) -> None:
         """Write the newest tokens of some requests into a step's tokens, in place.
 
@@ -76,10 +84,7 @@ class SampledTokenBuffer:
             at: the index in ``token_ids`` of each request's token, ascending.
             states: the requests.
         """
-        newest = self._last_tokens
-        if self._last != states:
-            self._flush_last()
-            newest = self._newest[index_tensor(self._device, [state.row for state in states])]
+        newest = self.newest(states)
         if at[-1] == len(at) - 1:  # the first tokens of the step, all of them
             token_ids[: len(at)] = newest
         else:
@@ -229,13 +234,13 @@ class AsyncModelRunner(ModelRunner):
         super()._update_requests(plan)
 
     def _make_inputs(self, batch: Batch) -> StepInputs:
-        inputs = super()._make_inputs(batch)
         states = batch.states
         placeholders = [i for i, state in enumerate(states) if state.num_output_placeholders]
+        if len(placeholders) == len(states):
+            return self._inputs.build(*batch, self._sampled.newest(states))
+        inputs = super()._make_inputs(batch)
         if placeholders:  # all decodes, which come first in a batch and have one token each
-            waiting = (
-                states if len(placeholders) == len(states) else [states[i] for i in placeholders]
-            )
+            waiting = [states[i] for i in placeholders]
             self._sampled.fill(inputs.token_ids, placeholders, waiting)
         return inputs
 

@@ -80,49 +80,119 @@ class StepInputs:
     sampling: list[CachedRequest]
 
 
-def make_inputs(
-    sequences: Sequence[ScheduledSequence],
-    states: Sequence[CachedRequest],
-    requests: RequestTable,
-    block_size: int,
-    device: torch.device,
-    drafts: StepDrafts = NO_DRAFTS,
-) -> StepInputs:
-    """Build the inputs of a step. The block tables must already have the step's new blocks.
+class InputBuilder:
+    """Builds the inputs of steps. What depends only on which requests decode is kept from step to
+    step, since most steps have the decodes of the step before and nothing else.
 
     Args:
-        sequences: the sequences of the step plan.
-        states: the request of each sequence.
         requests: all running requests.
         block_size: tokens per block.
         device: device of the tensors.
-        drafts: draft tokens to run after the last tokens of their requests.
     """
-    starts = [sequence.start for sequence in sequences]
-    counts = [sequence.count for sequence in sequences]
-    token_ids = _token_ids(states, starts, counts)
-    num_sampled = [sequence.is_sampling + len(sequence.siblings) for sequence in sequences]
-    is_each = num_sampled.count(1) == len(num_sampled)
-    scheduled = ScheduledTokens([state.row for state in states], starts, counts)
-    drafts_at: list[int] = []
-    if drafts.by_request:
-        found = [drafts.by_request.get(sequence.request_id) for sequence in sequences]
-        drafted = [[] if draft is None else draft.token_ids for draft in found]
-        scheduled, token_ids, num_sampled, drafts_at = _insert_drafts(
-            scheduled, token_ids, num_sampled, drafted
+
+    def __init__(self, requests: RequestTable, block_size: int, device: torch.device) -> None:
+        self._requests = requests
+        self._block_size = block_size
+        self._device = device
+        self._decodes = _DecodeRows.of((), device)
+
+    def build(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        states: Sequence[CachedRequest],
+        drafts: StepDrafts = NO_DRAFTS,
+        newest: Tensor | None = None,
+    ) -> StepInputs:
+        """Build the inputs of a step. The block tables must already have the step's new blocks.
+
+        Args:
+            sequences: the sequences of the step plan.
+            states: the request of each sequence.
+            drafts: draft tokens to run after the last tokens of their requests.
+            newest: [sequences] int64, the tokens of the sequences if each runs one that only the
+                device knows; None takes those of the states. Becomes part of the inputs.
+        """
+        starts = [sequence.start for sequence in sequences]
+        counts = [sequence.count for sequence in sequences]
+        num_sampled = [sequence.is_sampling + len(sequence.siblings) for sequence in sequences]
+        is_each = num_sampled.count(1) == len(num_sampled)
+        if is_each and counts.count(1) == len(counts) and not drafts.by_request:
+            return self._decode_inputs(states, starts, newest)
+        token_ids = _token_ids(states, starts, counts)
+        scheduled = ScheduledTokens([state.row for state in states], starts, counts)
+        drafts_at: list[int] = []
+        if drafts.by_request:
+            found = [drafts.by_request.get(sequence.request_id) for sequence in sequences]
+            drafted = [[] if draft is None else draft.token_ids for draft in found]
+            scheduled, token_ids, num_sampled, drafts_at = _insert_drafts(
+                scheduled, token_ids, num_sampled, drafted
+            )
+        tables, device = self._requests.tables, self._device
+        forward = lay_out(scheduled, token_ids, tables, self._block_size, device)
+        if drafts.on_device is not None:
+            at = index_tensor(device, drafts_at)
+            forward.token_ids.index_copy_(0, at, drafts.on_device.clamp(min=0))
+        rows = _sampled_rows(forward.last_rows, num_sampled)
+        return StepInputs(
+            token_ids=forward.token_ids if newest is None else newest,
+            positions=forward.positions,
+            attention=forward.attention,
+            sampled_rows=None if rows is None else to_device(device, [rows])[0],
+            sampling=list(states) if is_each else _samplers(sequences, states, self._requests),
         )
-    forward = lay_out(scheduled, token_ids, requests.tables, block_size, device)
-    if drafts.on_device is not None:
-        at = index_tensor(device, drafts_at)
-        forward.token_ids.index_copy_(0, at, drafts.on_device.clamp(min=0))
-    rows = _sampled_rows(forward.last_rows, num_sampled)
-    return StepInputs(
-        token_ids=forward.token_ids,
-        positions=forward.positions,
-        attention=forward.attention,
-        sampled_rows=None if rows is None else to_device(device, [rows])[0],
-        sampling=list(states) if is_each else _samplers(sequences, states, requests),
-    )
+
+    def _decode_inputs(
+        self, states: Sequence[CachedRequest], starts: list[int], newest: Tensor | None
+    ) -> StepInputs:
+        """The inputs of a step in which every sequence runs one token and samples after it."""
+        if self._decodes.states != states:
+            self._decodes = _DecodeRows.of(states, self._device)
+        decodes, tables = self._decodes, self._requests.tables
+        positions = np.array(starts, dtype=np.int64)
+        ends = positions + 1
+        contexts: list[int] = ends.tolist()
+        slots = _slots(tables, decodes.rows, positions, self._block_size)
+        tokens = [] if newest is not None else [np.array(_token_ids(states, starts, decodes.ones))]
+        arrays = (positions, slots, ends.astype(np.int32), *tables.take_changes(), *tokens)
+        on_device = to_device(self._device, arrays)
+        token_ids = on_device.pop() if newest is None else newest
+        num_blocks = -(-max(contexts) // self._block_size)
+        attention = AttentionBatch(
+            num_decodes=len(states),
+            query_start=decodes.query_start,
+            context_lens=on_device[2],
+            block_tables=tables.gather(decodes.rows_on_device, num_blocks, on_device[3:]),
+            slot_mapping=on_device[1],
+            block_size=self._block_size,
+            host_query_lens=decodes.ones,
+            host_context_lens=tuple(contexts),
+        )
+        return StepInputs(token_ids, on_device[0], attention, None, decodes.states)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _DecodeRows:
+    """The parts of a decode step's inputs that depend only on which requests decode.
+
+    Args:
+        states: the requests.
+        rows, rows_on_device: [states] int64, their rows in the block tables.
+        query_start: see ``AttentionBatch``.
+        ones: the number of tokens of each, on the host.
+    """
+
+    states: list[CachedRequest]
+    rows: NDArray[np.int64]
+    rows_on_device: Tensor
+    query_start: Tensor
+    ones: tuple[int, ...]
+
+    @classmethod
+    def of(cls, states: Sequence[CachedRequest], device: torch.device) -> _DecodeRows:
+        rows = np.array([state.row for state in states], dtype=np.int64)
+        query_start = np.arange(len(states) + 1, dtype=np.int32)
+        on_device = to_device(device, (rows, query_start))
+        return cls(list(states), rows, on_device[0], on_device[1], (1,) * len(states))
 
 
 def lay_out(
@@ -146,9 +216,7 @@ def lay_out(
     ends = firsts + counts
     contexts: list[int] = ends.tolist()
     query_start, owners, positions = _positions(counts, firsts)
-    slots = tables.find(rows[owners], positions // block_size).astype(np.int64)
-    slots *= block_size
-    slots += positions % block_size
+    slots = _slots(tables, rows[owners], positions, block_size)
     on_device = to_device(
         device,
         (
@@ -177,6 +245,16 @@ def lay_out(
         attention=attention,
         last_rows=query_start[1:].astype(np.int64) - 1,
     )
+
+
+def _slots(
+    tables: BlockTables, rows: NDArray[np.int64], positions: NDArray[np.int64], block_size: int
+) -> NDArray[np.int64]:
+    """The slot of each token, of which the row and the position in the row are given."""
+    slots = tables.find(rows, positions // block_size).astype(np.int64)
+    slots *= block_size
+    slots += positions % block_size
+    return slots
 
 
 def _insert_drafts(
@@ -229,7 +307,9 @@ def _positions(
     return query_start, owners, np.arange(query_start[-1]) + (starts - query_start[:-1])[owners]
 
 
-def _token_ids(states: Sequence[CachedRequest], starts: list[int], counts: list[int]) -> list[int]:
+def _token_ids(
+    states: Sequence[CachedRequest], starts: Sequence[int], counts: Sequence[int]
+) -> list[int]:
     if counts.count(1) == len(counts):
         return [state.token_ids[start] for state, start in zip(states, starts, strict=True)]
     tokens: list[int] = []

@@ -13,7 +13,7 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
-from mooncake_engine.execution.input_batch import StepInputs, make_inputs
+from mooncake_engine.execution.input_batch import InputBuilder, StepInputs
 from mooncake_engine.execution.logprobs import score_prompts
 from mooncake_engine.execution.parallel_state import StageRunner
 from mooncake_engine.execution.request_table import CachedRequest, RequestTable
@@ -141,7 +141,6 @@ class ModelRunner:
 
     def __init__(self, parts: RunnerParts, proposer: Proposer | None = None) -> None:
         self._model = parts.model
-        self._pool = parts.pool
         self._requests = parts.requests
         self._sampler = parts.sampler
         self._copier = parts.copier
@@ -150,6 +149,7 @@ class ModelRunner:
         self._serve_experts = parts.serve_experts
         self._proposer = proposer
         self._kv = parts.pool.layers
+        self._inputs = InputBuilder(parts.requests, parts.pool.block_size, parts.pool.device)
 
     def run(self, plan: StepPlan, layer_done: LayerDone | None = None) -> StepResult:
         """Launch the plan and wait for its result."""
@@ -207,11 +207,7 @@ class ModelRunner:
         return Batch(sequences, states, propose_drafts(self._proposer, sequences, states))
 
     def _make_inputs(self, batch: Batch) -> StepInputs:
-        pool = self._pool
-        requests, drafts = self._requests, batch.drafts
-        return make_inputs(
-            batch.sequences, batch.states, requests, pool.block_size, pool.device, drafts
-        )
+        return self._inputs.build(*batch)
 
     def _finish_step(
         self, plan: StepPlan, batch: Batch, inputs: StepInputs, hidden: Tensor

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from mooncake_engine.execution.input_batch import StepInputs, make_inputs
+from mooncake_engine.execution.input_batch import InputBuilder, StepInputs
 from mooncake_engine.execution.request_table import BlockTables, RequestTable
 from mooncake_engine.execution.speculation.drafts import StepDrafts, make_draft
 from mooncake_engine.sampling_params import SamplingParams
@@ -22,7 +22,7 @@ def lay_out(
     table: RequestTable, sequences: list[ScheduledSequence], block_size: int = 4
 ) -> StepInputs:
     states = [table[sequence.request_id] for sequence in sequences]
-    return make_inputs(sequences, states, table, block_size, CPU)
+    return InputBuilder(table, block_size, CPU).build(sequences, states)
 
 
 def admit(table: RequestTable, name: str, tokens: range, blocks: tuple[int, ...]) -> None:
@@ -64,6 +64,42 @@ def test_a_batch_of_decodes_samples_every_row() -> None:
     assert inputs.token_ids.tolist() == [2, 3, 4, 5, 6]
 
 
+def test_what_is_kept_of_earlier_decodes_changes_no_later_step() -> None:
+    """Requests advance into a new block, one ends, and another one takes its row."""
+    table = RequestTable(2, 8, 100, CPU)
+    kept = InputBuilder(table, 4, CPU)
+    admit(table, "stays", range(10, 15), (7, 2))
+    admit(table, "ends", range(20, 27), (5, 3))
+    steps = [{"stays": 4, "ends": 6}, {"stays": 4}, {"ends": 6, "stays": 4}, {"stays": 4, "new": 8}]
+    for step in steps:
+        if "new" in step:
+            table.remove(["ends"])
+            admit(table, "new", range(30, 39), (4, 6, 1))
+            table.tables.extend(table["stays"].row, (9,))
+        sequences = [ScheduledSequence(name, start, 1) for name, start in step.items()]
+        states = [table[name] for name in step]
+        found, wanted = (b.build(sequences, states) for b in (kept, InputBuilder(table, 4, CPU)))
+        assert found.sampling == states
+        assert found.sampled_rows is None
+        assert found.attention.host_query_lens == wanted.attention.host_query_lens
+        assert found.attention.host_context_lens == tuple(start + 1 for start in step.values())
+        for name in ("query_start", "context_lens", "block_tables", "slot_mapping"):
+            assert getattr(found.attention, name).equal(getattr(wanted.attention, name)), name
+        assert found.token_ids.tolist() == [table[n].token_ids[at] for n, at in step.items()]
+        assert found.positions.tolist() == list(step.values())
+
+
+def test_tokens_that_the_device_alone_knows_are_taken_over() -> None:
+    table = RequestTable(2, 8, 100, CPU)
+    admit(table, "r", range(10, 15), (7, 2))
+    newest = torch.tensor([99])
+    inputs = InputBuilder(table, 4, CPU).build(
+        [ScheduledSequence("r", 5, 1)], [table["r"]], newest=newest
+    )
+    assert inputs.token_ids is newest
+    assert inputs.attention.slot_mapping.tolist() == [9]
+
+
 @pytest.mark.parametrize("on_device", [None, torch.tensor([77, -1])], ids=["known", "on a device"])
 def test_drafts_are_sequences_of_their_own_after_their_requests(on_device: Tensor | None) -> None:
     table = RequestTable(4, 8, 100, CPU)
@@ -79,7 +115,7 @@ def test_drafts_are_sequences_of_their_own_after_their_requests(on_device: Tenso
     assert draft is not None
     drafts = StepDrafts({"drafted": draft}, on_device)
     states = [table[sequence.request_id] for sequence in sequences]
-    inputs = make_inputs(sequences, states, table, 4, CPU, drafts)
+    inputs = InputBuilder(table, 4, CPU).build(sequences, states, drafts)
     drafted = [77, 78] if on_device is None else [77, 0]  # -1 becomes any valid token
     assert inputs.token_ids.tolist() == [15, *drafted, 32, 50, 51, 52]
     assert inputs.positions.tolist() == [5, 6, 7, 2, 0, 1, 2]
