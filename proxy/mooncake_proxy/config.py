@@ -201,8 +201,7 @@ class ProxyConfig:
             raise ConfigError(
                 "--migrate-streams: streams of --flow sglang have no token ids to continue from"
             )
-        if self.cache_salt_per_key and not self.api_keys:
-            raise ConfigError("--cache-salt-per-key: wanted --api-key-file as well")
+        self._check_access()
         if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):
             raise ConfigError(
                 f"--otlp-endpoint {self.otlp_endpoint!r}: wanted the URL of a collector such as "
@@ -319,6 +318,12 @@ class ProxyConfig:
                 raise ConfigError(f"{flag} {number}: wanted 1 or more")
         if not 0.0 < conductor.link_gb_s < math.inf:
             raise ConfigError(f"--link-gb-s {conductor.link_gb_s:g}: wanted more than 0 GB/s")
+
+    def _check_access(self) -> None:
+        if self.tls.key is not None and self.tls.certificate is None:
+            raise ConfigError(f"--tls-key {self.tls.key}: wanted --tls-cert as well")
+        if self.cache_salt_per_key and not self.api_keys:
+            raise ConfigError("--cache-salt-per-key: wanted --api-key-file as well")
 
     def _check_tenants(self) -> None:
         """Check that the classes that keys name exist, which requires the conductor."""

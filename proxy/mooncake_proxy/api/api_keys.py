@@ -110,7 +110,7 @@ def read_keys(path: str | None) -> frozenset[str]:
         raise ConfigError(f"key file {path}: {exc.strerror}; wanted one key per line") from exc
     keys = frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     if not keys:
-        raise ConfigError(f"key file {path} holds no key: no client could send requests")
+        raise ConfigError(f"key file {path} holds no key: wanted one per line")
     return keys
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mooncake_proxy.cli import main
-from mooncake_proxy.config import AdmissionConfig, ConductorConfig, ProxyConfig
+from mooncake_proxy.config import AdmissionConfig, ConductorConfig, ProxyConfig, TlsConfig
 from mooncake_proxy.errors import (
     ConfigError,
 )
@@ -37,6 +37,7 @@ def spec(port: int, source: str, role: Role = Role.DECODE) -> InstanceSpec:
         ({"conductor": ConductorConfig(max_batch=-1)}, "--max-batch -1: wanted 1 or more"),
         ({"conductor": ConductorConfig(link_gb_s=0)}, "--link-gb-s 0: wanted more than 0 GB/s"),
         ({"conductor": ConductorConfig(link_gb_s=math.nan)}, "--link-gb-s nan: wanted more than"),
+        ({"tls": TlsConfig(key="key.pem")}, "--tls-key key.pem: wanted --tls-cert as well"),
         ({"cache_salt_per_key": True}, "--cache-salt-per-key: wanted --api-key-file"),
         ({"otlp_endpoint": "nonsense"}, "--otlp-endpoint 'nonsense': wanted the URL"),
         ({"otlp_endpoint": "collector:4318"}, "such as http://collector:4318"),
