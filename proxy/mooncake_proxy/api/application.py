@@ -142,9 +142,6 @@ class ProxyApplication:
         self._start_peer_exchange(loop)
         if self.config.health.interval_s > 0:
             await self.checker.check_all()
-            self._tasks.append(loop.create_task(self.checker.run()))
-        self._tasks.append(loop.create_task(self._sweep()))
-        self._tasks.append(loop.create_task(self.process.keep_history()))
         config = self.config
         self._listener = await self._listen(self.server, config.port)
         if config.admin_port is not None:
@@ -152,6 +149,11 @@ class ProxyApplication:
             self._admin_listener = await self._listen(admin, config.admin_port)
         if self._link is None or config.flow == "push":
             await self._open_metaserver()
+        # Only now, so that a port that can't be used ends the program without a check in flight.
+        if config.health.interval_s > 0:
+            self._tasks.append(loop.create_task(self.checker.run()))
+        self._tasks.append(loop.create_task(self._sweep()))
+        self._tasks.append(loop.create_task(self.process.keep_history()))
 
     def _start_peer_exchange(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start to exchange reservations with proxies on other hosts, if any are configured."""

@@ -420,11 +420,13 @@ def test_workers_end_when_their_parent_is_killed() -> None:
 def test_taken_port_and_bad_flag_have_different_exit_codes(workers: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "mooncake_proxy", "--backend-url", "http://127.0.0.1:1"]
+        # a name that is looked up when the instance is checked
+        command = [sys.executable, "-m", "mooncake_proxy", "--backend-url", "http://no.invalid:1"]
         command += ["--port", port, "--workers", workers]
         done = subprocess.run(command, capture_output=True, timeout=20)
     assert done.returncode == 1
     assert f"can't listen on 127.0.0.1:{port}".encode() in done.stderr
+    assert b"never retrieved" not in done.stderr
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])
