@@ -161,7 +161,7 @@ def examine_transport(registry: Registry, name: str) -> list[Check]:
     if not found.ok:
         first = Check(f"transport {name}", found.reason)
     else:
-        first = Check(f"transport {name}: {found.reason}")
+        first = Check(": ".join(filter(None, (f"transport {name}", found.reason))))
     return [first, *spec.examine()]
 
 
