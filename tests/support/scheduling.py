@@ -88,7 +88,17 @@ class Worker:
                 num_accepted = (self.num_accepted + index) % (sequence.num_draft_tokens + 1)
                 tokens[sequence.request_id] += self._draft(sequence, num_accepted)
                 num_drafted[sequence.request_id] = sequence.num_draft_tokens
-        return StepResult(plan.step, tokens, num_drafted=num_drafted, is_copying=bool(self._late))
+        plain_tokens = {}
+        if plan.step % 2:  # both forms of a single token, in turns
+            single = [name for name, sampled in tokens.items() if len(sampled) == 1]
+            plain_tokens = {name: tokens.pop(name)[0].token_id for name in single}
+        return StepResult(
+            plan.step,
+            tokens,
+            num_drafted=num_drafted,
+            is_copying=bool(self._late),
+            plain_tokens=plain_tokens,
+        )
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         self._late += [("out", block, host) for block, host in plan.swap_outs]

@@ -120,6 +120,8 @@ class StepEnd:
         self,
         tokens: dict[str, tuple[SampledToken, ...]],
         failed: dict[str, str],
+        *,
+        plain_tokens: dict[str, int] | None = None,
         num_drafted: dict[str, int] | None = None,
     ) -> StepResult:
         """Build the step's result; for the arguments see ``StepResult``."""
@@ -130,6 +132,7 @@ class StepEnd:
             grammar_failed=self.grammar_failed,
             num_drafted=num_drafted or {},
             is_copying=self.is_copying,
+            plain_tokens=plain_tokens or {},
         )
 
 
@@ -146,31 +149,31 @@ class EnqueuedStep:
     states: list[CachedRequest]
     chosen: ChosenTokens
     end: StepEnd
-    _known: tuple[list[SampledToken], list[int]] | None = None
+    _known: list[int] | None = None
 
     def result(self) -> StepResult:
-        known, token_ids = self._wait()
-        pairs = zip(self.states, known, strict=True)
-        tokens: dict[str, tuple[SampledToken, ...]] = {
-            state.request_id: (token,) for state, token in pairs
-        }
-        return self.end.result(tokens, failed_requests(tokens) if NO_TOKEN in token_ids else {})
+        token_ids = self._wait()
+        names = [state.request_id for state in self.states]
+        plain_tokens = dict(zip(names, token_ids, strict=True))
+        tokens: dict[str, tuple[SampledToken, ...]] = {}
+        if NO_TOKEN in token_ids or self.chosen.logprobs is not None:
+            pairs = zip(names, self.chosen.tokens(), strict=True)
+            tokens, plain_tokens = {name: (token,) for name, token in pairs}, {}
+        return self.end.result(tokens, failed_requests(tokens), plain_tokens=plain_tokens)
 
     def complete(self) -> None:
         """Fill the requests' placeholders. Called in the thread that launches steps."""
-        _, token_ids = self._wait()
+        token_ids = self._wait()
         if NO_TOKEN in token_ids:  # the request fails: any token will do
             token_ids = [max(token_id, 0) for token_id in token_ids]
         fill_placeholders(self.states, token_ids)
 
-    def _wait(self) -> tuple[list[SampledToken], list[int]]:
-        """Wait for the step; returns the tokens and their ids. Called by two threads, in any
-        order."""
+    def _wait(self) -> list[int]:
+        """Wait for the step; returns the ids of its tokens. Called by two threads, in any order."""
         known = self._known
         if known is None:
             self.end.event.synchronize()
-            tokens = self.chosen.tokens()
-            self._known = known = (tokens, [token.token_id for token in tokens])
+            self._known = known = self.chosen.token_ids.tolist()
         return known
 
 
@@ -189,7 +192,8 @@ class EnqueuedDrafts:
 
     def result(self) -> StepResult:
         tokens = self._wait()
-        return self.end.result(tokens, failed_requests(tokens), self.verified.drafts.num_drafted)
+        num_drafted = self.verified.drafts.num_drafted
+        return self.end.result(tokens, failed_requests(tokens), num_drafted=num_drafted)
 
     def complete(self) -> None:
         """Append the requests' tokens. Called in the thread that launches steps."""

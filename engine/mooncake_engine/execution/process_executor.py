@@ -90,8 +90,8 @@ class ProcessExecutor(Executor):
         result = self._await_done()
         assert result is not None, "the driver rank reports a step's result"
         if self._has_stages:
-            for name, tokens in result.tokens.items():
-                unsent = self._unsent_tokens.get(name, ())
+            for name in (*result.tokens, *result.plain_tokens):
+                unsent, tokens = self._unsent_tokens.get(name, ()), result.tokens_of(name)
                 self._unsent_tokens[name] = unsent + tuple(token.token_id for token in tokens)
         return result
 

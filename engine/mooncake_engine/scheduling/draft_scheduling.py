@@ -164,7 +164,7 @@ class DraftScheduler:
         if request.block_ids:  # it has not ended
             self._blocks.free_drafts(request)
         num_drafted = result.num_drafted.get(sequence.request_id, 0)
-        num_accepted = len(result.tokens[sequence.request_id]) - 1
+        num_accepted = len(result.tokens_of(sequence.request_id)) - 1
         if num_drafted:
             self._num_drafts += 1
             self._num_draft_tokens += num_drafted
@@ -176,7 +176,7 @@ class DraftScheduler:
         """Learn from the duration of a step; only steps of decodes alone count."""
         num_decodes = len(plan.sequences)
         if num_decodes and all(sequence.count == 1 for sequence in plan.sequences):
-            num_tokens = sum(map(len, result.tokens.values()))
+            num_tokens = result.num_tokens
             worth = self._worth.setdefault(num_decodes.bit_length(), DraftGate())
             num_drafted = sum(result.num_drafted.values())
             worth.learn(num_tokens, num_drafted, num_decodes + num_drafted - num_tokens, seconds)

@@ -126,17 +126,15 @@ class OutputProcessor:
         if name in result.failed:
             self.fail(request, result.failed[name])
             return
-        tokens = result.tokens[name]
-        token, token_ids = tokens[0], request.token_ids
-        token_id, num_tokens = token.token_id, len(token_ids) + 1
+        token_ids, token_id = request.token_ids, result.plain_tokens.get(name)
+        num_tokens = len(token_ids) + 1
         if (
-            len(tokens) > 1
-            or token.logprobs is not None
+            token_id is None
             or num_tokens >= request.max_num_tokens
             or token_id in request.stop_token_ids
             or num_tokens <= request.num_prompt_tokens + _NUM_TIMED_TOKENS
         ):
-            self.append(request, tokens)
+            self.append(request, result.tokens_of(name))
             return
         token_ids.append(token_id)
         request.last_logprobs = None

@@ -189,7 +189,8 @@ class StepResult:
 
     Args:
         step: step number of the plan.
-        tokens: new tokens of every sequence that sampled: the accepted draft tokens, and one more.
+        tokens: new tokens of sequences that sampled: the accepted draft tokens, and one more.
+            Those in ``plain_tokens`` are left out.
         prompt_logprobs: log probabilities of the prompt tokens that follow those that ran, for
             requests that asked for them.
         failed: requests that can't continue, and why; their tokens are meaningless.
@@ -197,6 +198,8 @@ class StepResult:
         num_drafted: number of tokens drafted, for sequences that drafted any.
         is_copying: whether copies to or from the host were in progress on the reporting rank when
             the step was launched.
+        plain_tokens: the new token of sequences that sampled a single one, without log
+            probabilities, as most do.
     """
 
     step: int
@@ -206,6 +209,17 @@ class StepResult:
     grammar_failed: dict[str, str] = field(default_factory=dict)
     num_drafted: dict[str, int] = field(default_factory=dict)
     is_copying: bool = False
+    plain_tokens: dict[str, int] = field(default_factory=dict)
+
+    def tokens_of(self, request_id: str) -> tuple[SampledToken, ...]:
+        """The new tokens of a request that sampled."""
+        plain = self.plain_tokens.get(request_id)
+        return self.tokens[request_id] if plain is None else (SampledToken(plain),)
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of new tokens of all requests."""
+        return len(self.plain_tokens) + sum(map(len, self.tokens.values()))
 
 
 class StepBuilder:

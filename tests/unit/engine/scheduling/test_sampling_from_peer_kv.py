@@ -87,6 +87,6 @@ def test_first_token_sampled_locally_has_logprobs() -> None:
     plan = bench.submit()
     result = bench.worker.execute(bench.in_flight.popleft())
     entry = TokenLogprobs(7, -0.25, ())
-    with_logprobs = replace(result, tokens={"a": (SampledToken(7, entry),)})
+    with_logprobs = replace(result, tokens={"a": (SampledToken(7, entry),)}, plain_tokens={})
     [update] = bench.scheduler.update(plan, with_logprobs)
     assert (update.token_ids, update.logprobs) == ((7,), (entry,))
