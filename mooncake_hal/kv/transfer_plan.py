@@ -166,16 +166,16 @@ def _plan_groups(
         )
         for plan in plan_transfer(
             replace(geometry, layers=len(group.layers), groups=()),
-            _of_group(local, group),
-            [_of_group(remote, group) for remote in remotes],
+            part_of_group(local, group),
+            [part_of_group(remote, group) for remote in remotes],
             part,
         ):
             spans.setdefault(plan.peer, []).append(plan.spans)
-    return [PeerSpans(peer, _joined(parts)) for peer, parts in sorted(spans.items())]
+    return [PeerSpans(peer, join_spans(parts)) for peer, parts in sorted(spans.items())]
 
 
-def _of_group(rank: KVShardSpec, group: KVGroup) -> KVShardSpec:
-    """A rank's part of a group's KV; layers are numbered within the group, from 0."""
+def part_of_group(rank: KVShardSpec, group: KVGroup) -> KVShardSpec:
+    """A rank's part of a KV-cache group; layers are numbered within the group, from 0."""
     shard, layout = rank.shard, rank.layout
     first, last = group.counted(shard.layer_start, shard.layer_stop)
     held = [layer - shard.layer_start for layer in group.layers[first:last]]
@@ -185,7 +185,8 @@ def _of_group(rank: KVShardSpec, group: KVGroup) -> KVShardSpec:
     )
 
 
-def _joined(parts: Sequence[Spans]) -> Spans:
+def join_spans(parts: Sequence[Spans]) -> Spans:
+    """All spans of several plans, at least one, in one object."""
     if len(parts) == 1:
         return parts[0]
     columns = zip(*((part.local, part.remote, part.nbytes) for part in parts), strict=True)

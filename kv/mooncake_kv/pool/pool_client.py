@@ -385,6 +385,7 @@ class PoolClient:
             load.timeout_s,
             load.release_layers,
             are_arriving,
+            len(load.keys) * self._chunk_tokens,
         )
         reports = await self._ranks.run(
             load.load_id, order, None if load.release_layers is None else released

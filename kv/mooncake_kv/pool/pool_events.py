@@ -82,7 +82,7 @@ class LoadRequest:
         sources: source of each of these chunks, from ``ChunksFound``.
         first_chunk: position of the first chunk to load.
         skipped_tokens: leading tokens of that chunk that the device has already.
-        block_ids: the request's block table.
+        block_ids: the request's block table; as in ``ChunkTransfer``.
         timeout_s: timeout of the whole load in seconds.
         release_layers: see ``LoadRuns``.
         compute_s: estimated seconds to compute the rest of the prompt.
@@ -108,7 +108,7 @@ class SaveRequest:
         save_id: unique id of the save.
         keys: keys of all leading chunks of the sequence up to the last one to save.
         first_chunk: position of the first chunk to save.
-        block_ids: the sequence's block table, as far as these chunks go.
+        block_ids: the sequence's block table, as far as these chunks go; as in ``ChunkTransfer``.
         tenant: the tenant whose quota they count against.
         step: see ``SaveRuns``.
         copy: set if the chunks came from another store; they are saved if the copy is worth it. The

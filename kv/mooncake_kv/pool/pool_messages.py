@@ -83,13 +83,15 @@ class LoadRuns(msgspec.Struct, frozen=True, tag=True):
         request_id: the request that the load is for. Steps that run it wait for each layer until
             the load has ended, was cancelled or timed out.
         runs: the chunks to read, in the order of the sequence.
-        block_ids: the request's block table, from token 0.
+        block_ids: the request's block table, from token 0; as in ``ChunkTransfer``.
         timeout_s: timeout of the whole load in seconds.
         release_layers: number of the model's layers that must arrive before a step may start. 0: a
             step may start once a thread has started the load, and waits for the first layer. None:
             no step may start before the load has ended.
         are_arriving: some chunks are still being read from SSDs into their stores' memory;
             ``LayersArrived`` reports which layers are there.
+        window_stop: token that is computed next, see ``ChunkTransfer``. It is behind the runs if
+            some of the requested chunks can't be loaded.
     """
 
     load_id: str
@@ -99,6 +101,7 @@ class LoadRuns(msgspec.Struct, frozen=True, tag=True):
     timeout_s: float
     release_layers: int | None = None
     are_arriving: bool = False
+    window_stop: int | None = None
 
 
 class LayersArrived(msgspec.Struct, frozen=True, tag=True):
@@ -120,7 +123,7 @@ class SaveRuns(msgspec.Struct, frozen=True, tag=True):
     Args:
         save_id: unique id of the save.
         runs: the chunks and where to write them.
-        block_ids: the request's block table, from token 0.
+        block_ids: the request's block table, from token 0; as in ``ChunkTransfer``.
         timeout_s: timeout of the whole save in seconds.
         step: number of the step that computes the last of the chunks; each layer is written once
             that step has computed it. None: all KV is computed already.

@@ -225,7 +225,7 @@ class PoolWorker:
         release_after = self._own_layers(order.release_layers or 0)
         with self._connected(order.runs, LOADING, load) as connections:
             self._mark_started(load)
-            plans = self._plans(order.runs, order.block_ids, connections)
+            plans = self._plans(order.runs, order.block_ids, connections, order.window_stop)
             groups = list(self._groups(order.runs))
             if order.are_arriving:  # plan the first group while an SSD still reads it
                 for plan in plans:
@@ -313,9 +313,13 @@ class PoolWorker:
                 raise
 
     def _plans(
-        self, runs: Sequence[ChunkRun], block_ids: Sequence[int], connections: Mapping[str, int]
+        self,
+        runs: Sequence[ChunkRun],
+        block_ids: Sequence[int],
+        connections: Mapping[str, int],
+        window_stop: int | None = None,
     ) -> list[_RunPlan]:
-        """Plan the transfers of each run."""
+        """Plan the transfers of each run; for ``window_stop`` see ``ChunkTransfer``."""
         geometry = self._context.memory.geometry
         return [
             _RunPlan(
@@ -326,7 +330,11 @@ class PoolWorker:
                     self._local,
                     self._store(run.epoch).layout,
                     ChunkTransfer(
-                        run.first_chunk, run.offsets, block_ids, skipped_tokens=run.skipped_tokens
+                        run.first_chunk,
+                        run.offsets,
+                        block_ids,
+                        skipped_tokens=run.skipped_tokens,
+                        window_stop=window_stop,
                     ),
                 ),
             )

@@ -14,9 +14,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mooncake_hal.kv.geometry import KVGeometry, KVShard
+from mooncake_hal.kv.geometry import KVGeometry, KVGroup, KVShard
 from mooncake_hal.kv.layout import KVLayout, make_layout
-from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
+from mooncake_hal.kv.transfer_plan import (
+    BlockTransfer,
+    KVShardSpec,
+    join_spans,
+    part_of_group,
+    plan_transfer,
+)
 from mooncake_hal.transport import Spans
 from mooncake_kv.store.arena_allocator import GRANULE
 
@@ -63,10 +69,14 @@ class ChunkTransfer:
     Args:
         first_chunk: position of the first chunk in the sequence; 0 begins with token 0.
         offsets: offset of each chunk in the arena in bytes, as in its handle.
-        local_blocks: the sequence's block table, from token 0, in the rank's block size.
+        local_blocks: the sequence's block table, from token 0, in the rank's block size. If the
+            geometry has groups, with an entry per block and group; see ``KVGeometry``.
         layers: half-open range of global layer numbers; None for all layers of the rank.
         skipped_tokens: number of leading tokens of the first chunk that are not moved: the rank has
             them already, in blocks that it shares with other sequences.
+        window_stop: token that is computed next, from which sliding windows reach back: of a group
+            with a window, only blocks inside it are moved. None: all are, whether they are in the
+            window or not.
     """
 
     first_chunk: int
@@ -74,6 +84,7 @@ class ChunkTransfer:
     local_blocks: Sequence[int]
     layers: tuple[int, int] | None = None
     skipped_tokens: int = 0
+    window_stop: int | None = None
 
 
 def plan_chunks(
@@ -94,23 +105,12 @@ def plan_chunks(
     Raises:
         PlanError: the block table is too short, or an offset outside of the arena.
     """
-    size, first = stored.layout.block_size, transfer.first_chunk
-    blocks = [0] * first + [offset // GRANULE for offset in transfer.offsets]
-    tokens = (first * size + transfer.skipped_tokens, len(blocks) * size)
-    movement = BlockTransfer(transfer.local_blocks, blocks, tokens, transfer.layers)
-    plans = plan_transfer(geometry, local, [stored], movement)
-    if not plans:
-        nothing = np.empty(0, np.uint64)
-        return Spans(nothing, nothing, nothing)
-    return plans[0].spans
+    layers = transfer.layers or (0, geometry.layers)
+    return LayerPlans(geometry, local, stored, transfer).spans(layers)
 
 
 class LayerPlans:
     """Plans one transfer layer group by layer group.
-
-    Where both sides lay out their layers uniformly, the spans of two groups with the same number of
-    layers differ by a constant distance. Then only the first group is planned, and the others are
-    shifted.
 
     Args:
         geometry, local, stored: as for ``plan_chunks``.
@@ -124,14 +124,60 @@ class LayerPlans:
         stored: KVShardSpec,
         transfer: ChunkTransfer,
     ) -> None:
+        size, groups = stored.layout.block_size, geometry.tables
+        self._plans: list[tuple[KVGroup, _GroupPlans]] = []
+        for index, group in enumerate(groups):
+            skipped = transfer.skipped_tokens
+            if transfer.window_stop is not None:
+                kept = group.first_token(transfer.window_stop, local.layout.block_size)
+                skipped = max(skipped, kept - transfer.first_chunk * size)
+            if skipped >= len(transfer.offsets) * size:
+                continue
+            plans = _GroupPlans(
+                replace(geometry, layers=len(group.layers), groups=()),
+                part_of_group(local, group),
+                part_of_group(stored, group),
+                replace(
+                    transfer,
+                    local_blocks=transfer.local_blocks[index :: len(groups)],
+                    skipped_tokens=skipped,
+                ),
+            )
+            self._plans.append((group, plans))
+
+    def spans(self, layers: tuple[int, int]) -> Spans:
+        """The spans of these layers, all of which are the rank's; see ``plan_chunks``."""
+        parts = []
+        for group, plans in self._plans:
+            start, stop = group.counted(*layers)
+            if start < stop:
+                parts.append(plans.spans((start, stop)))
+        return join_spans(parts) if parts else _no_spans()
+
+
+class _GroupPlans:
+    """``LayerPlans`` of one KV-cache group, whose layers are numbered from 0.
+
+    Where both sides lay out their layers uniformly, the spans of two ranges with the same number of
+    layers differ by a constant distance. Then only the first range is planned, and the others are
+    shifted.
+    """
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        local: KVShardSpec,
+        stored: KVShardSpec,
+        transfer: ChunkTransfer,
+    ) -> None:
         self._geometry = geometry
         self._local = local
         self._stored = stored
         self._transfer = transfer
-        self._planned: dict[int, tuple[int, Spans]] = {}  # by number of layers: the first group's
+        self._planned: dict[int, tuple[int, Spans]] = {}  # by number of layers: the first range's
 
     def spans(self, layers: tuple[int, int]) -> Spans:
-        """The spans of these layers, all of which are the rank's; see ``plan_chunks``."""
+        """The spans of these layers."""
         start, stop = layers
         count = stop - start
         if count in self._planned:
@@ -140,10 +186,23 @@ class LayerPlans:
             far = _distance(self._stored, first, start, count)
             if near is not None and far is not None:
                 return Spans(spans.local + near, spans.remote + far, spans.nbytes)
-        transfer = replace(self._transfer, layers=layers)
-        spans = plan_chunks(self._geometry, self._local, self._stored, transfer)
+        spans = self._plan(layers)
         self._planned[count] = start, spans
         return spans
+
+    def _plan(self, layers: tuple[int, int]) -> Spans:
+        transfer, size = self._transfer, self._stored.layout.block_size
+        first = transfer.first_chunk
+        blocks = [0] * first + [offset // GRANULE for offset in transfer.offsets]
+        tokens = (first * size + transfer.skipped_tokens, len(blocks) * size)
+        movement = BlockTransfer(transfer.local_blocks, blocks, tokens, layers)
+        plans = plan_transfer(self._geometry, self._local, [self._stored], movement)
+        return plans[0].spans if plans else _no_spans()
+
+
+def _no_spans() -> Spans:
+    nothing = np.empty(0, np.uint64)
+    return Spans(nothing, nothing, nothing)
 
 
 def _distance(rank: KVShardSpec, first: int, other: int, count: int) -> np.uint64 | None:

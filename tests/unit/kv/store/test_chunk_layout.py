@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from mooncake_hal.errors import CapabilityError, PlanError
-from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shards_of
+from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, KVGroup, shards_of
 from mooncake_hal.kv.layout import layout_bytes, make_layout
 from mooncake_hal.kv.transfer_plan import KVShardSpec
 from mooncake_kv.store.arena_allocator import rounded_up
@@ -177,6 +177,30 @@ def test_shifted_layer_plans_equal_plans_of_single_layers(geometry, reader, is_a
             wanted = plan_chunks(geometry, rank, stored, replace(transfer, layers=layers))
             for name in ("local", "remote", "nbytes"):
                 assert np.array_equal(getattr(found, name), getattr(wanted, name))
+
+
+@pytest.mark.parametrize("step", [1, 2, 3], ids=lambda step: f"{step} layers at once")
+@pytest.mark.parametrize("first_chunk", [0, 2], ids=["from the start", "the last chunk"])
+def test_groups_read_their_windows_from_chunks_that_ranks_without_groups_wrote(first_chunk, step):
+    """A window of 40 tokens before token 96 begins at token 57, in the block that starts at 48."""
+    size = rounded_up(chunk_bytes(GQA, CHUNK))
+    arena = np.zeros(size * NUM_CHUNKS, np.uint8)
+    stored = stored_layout(GQA, CHUNK, arena.ctypes.data, arena.nbytes)
+    offsets = [size * number for number in (2, 0, 1)]
+    writer, reader = Ranks(GQA, 2, 1, 8, "LPBTH", seed=5), Ranks(GQA, 1, 1, 16, "BHLPT")
+    for spec in writer.specs:
+        transfer = ChunkTransfer(0, offsets, writer.blocks)
+        move(plan_chunks(GQA, spec, stored, transfer), to_store=True)
+    geometry = replace(GQA, groups=(KVGroup((1,)), KVGroup((0, 2), window=40)))
+    table = [block for block in reader.blocks for _ in geometry.groups]
+    transfer = ChunkTransfer(first_chunk, offsets[first_chunk:], table, window_stop=96)
+    plans = LayerPlans(geometry, reader.specs[0], stored, transfer)
+    for start in range(0, geometry.layers, step):
+        move(plans.spans((start, min(start + step, geometry.layers))), to_store=False)
+    wanted = writer.values(8)
+    for (token, layer, head, plane), value in reader.values(16).items():
+        is_read = token >= max(first_chunk * CHUNK, 0 if layer == 1 else 48)
+        assert value == (wanted[token, layer, head, plane] if is_read else b"\0")
 
 
 def test_one_of_the_ranks_with_same_data_writes():
