@@ -97,6 +97,7 @@ WITH_SIGNATURES = (
     "KVConnectorPromMetrics",
     "KVConnectorFactory",
     "KVCacheBlocks",
+    "BlockPool",
 )
 """Classes that are overridden or called, whose signatures are recorded; for others, names are."""
 STUB_TORCH = '__version__ = "2.13.0"\nclass version:\n    cuda = hip = xpu = None\n'

@@ -52,7 +52,6 @@ def check_pool(
     """
     answers = PoolAnswers(cases, wanted)
     problems = check_shared(python, answers, timeout_s) + check_again(python, answers, timeout_s)
-    # vLLM turns its hybrid manager off for the pool's connector, but not for an instance alone.
     wanted = answers_alone(python, timeout_s, cases, SLIDING)
     return problems + check_shared(python, PoolAnswers(cases, wanted, SLIDING), timeout_s)
 

@@ -271,25 +271,34 @@ class VllmInstance:
     Args:
         config: see ``engine_config``.
         num_blocks: of KV; a small number makes vLLM preempt.
-        window: sliding window of the first layer; 0: none. With the hybrid manager off, vLLM keeps
-            all of its blocks.
+        windows: sliding window of each of the two layers; 0: none. With the hybrid manager off,
+            vLLM drops blocks only if both have the same.
         is_behind: whether the model runs a step only when its output is needed, after vLLM has
             processed the previous output; otherwise as soon as it is scheduled. vLLM does both.
     """
 
     def __init__(
-        self, config: Any, num_blocks: int, window: int = 0, *, is_behind: bool = False
+        self,
+        config: Any,
+        num_blocks: int,
+        windows: tuple[int, int] = (0, 0),
+        *,
+        is_behind: bool = False,
     ) -> None:
         load_general_plugins()
         config.kv_transfer_config.engine_id = uuid.uuid4().hex
         config.instance_id = uuid.uuid4().hex[:8]
-        config.cache_config.num_gpu_blocks = num_blocks
+        config.cache_config.num_gpu_blocks = self.num_blocks = num_blocks
         is_hybrid = not config.scheduler_config.disable_hybrid_kv_cache_manager
-        groups = (KVGroup((0,), window), KVGroup((1,))) if window and is_hybrid else ()
-        model = replace(KV, groups=groups)
+        groups: tuple[KVGroup, ...] = (KVGroup((0, 1)),)
+        if windows[0] == windows[1]:
+            groups = (KVGroup((0, 1), windows[0]),)
+        elif is_hybrid:
+            groups = (KVGroup((0,), windows[0]), KVGroup((1,), windows[1]))
+        has_windows = any(group.window for group in groups)
+        model = replace(KV, groups=groups if has_windows else ())
         self.caches = make_caches(model, "LBHNC", num_blocks, BLOCK_SIZE)
-        groups = groups or (KVGroup((0, 1)),)
-        self._model = MadeUpModel(self.caches, groups, (window, 0))
+        self._model = MadeUpModel(self.caches, groups, windows)
         self._depth = 2 if config.scheduler_config.async_scheduling else 1
         names = list(self.caches.layers)
         specs = [
@@ -499,10 +508,10 @@ def children(connector: Any) -> list[Any]:
 
 @contextmanager
 def vllm_instance(
-    config: Any, num_blocks: int, window: int = 0, *, is_behind: bool = False
+    config: Any, num_blocks: int, windows: tuple[int, int] = (0, 0), *, is_behind: bool = False
 ) -> Iterator[VllmInstance]:
     """An instance for the duration of a block."""
-    opened = VllmInstance(config, num_blocks, window, is_behind=is_behind)
+    opened = VllmInstance(config, num_blocks, windows, is_behind=is_behind)
     try:
         yield opened
     finally:

@@ -1,7 +1,7 @@
 """Which kinds of attention the connectors support, by vLLM's own KV-cache groups.
 
 vLLM groups the layers of a model by their specs, and differently with its hybrid manager off, as it
-is beside a connector that does not support groups, such as the pool's.
+is beside a connector that does not support groups.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.vllm_scheduler import attention, engine_config, vllm_instance
+from support.vllm_scheduler import attention, engine_config
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -46,8 +46,8 @@ LLAMA_4 = [CHUNKED, CHUNKED, CHUNKED, FULL]
 JAMBA = [STATES, STATES, STATES, FULL]
 
 
-def check(layers: Sequence[KVCacheSpec], *, is_hybrid: bool, is_pool: bool = False) -> int:
-    """Check whether a connector supports these layers; returns their number of groups."""
+def check(layers: Sequence[KVCacheSpec], *, is_hybrid: bool) -> int:
+    """Check whether the connectors support these layers; returns their number of groups."""
     config: Any = copy.deepcopy(
         engine_config(
             "kv_both", "HalPullConnector", "recompute", is_async=False, is_hybrid=is_hybrid
@@ -56,28 +56,24 @@ def check(layers: Sequence[KVCacheSpec], *, is_hybrid: bool, is_pool: bool = Fal
     config.cache_config.kv_cache_layout = "LBHNC"
     named = {f"model.layers.{index}.attn": each for index, each in enumerate(layers)}
     groups = get_kv_cache_groups(config, named)
-    check_supported(config, KVCacheConfig(NUM_BLOCKS, [], groups), is_pool=is_pool)
+    check_supported(config, KVCacheConfig(NUM_BLOCKS, [], groups))
     return len(groups)
 
 
 def test_windows_beside_full_attention_are_supported_with_groups_or_without() -> None:
     assert check(GEMMA, is_hybrid=True) > 1
     assert check(GEMMA, is_hybrid=False) == 1
-    assert check(GEMMA, is_hybrid=False, is_pool=True) == 1
 
 
-def test_windows_of_all_layers_are_supported_except_by_the_pool() -> None:
+@pytest.mark.parametrize("is_hybrid", [True, False])
+def test_windows_of_all_layers_are_one_group(is_hybrid: bool) -> None:
     """vLLM drops blocks that have left them, even with its hybrid manager off."""
-    for is_hybrid in (True, False):
-        assert check(MISTRAL, is_hybrid=is_hybrid) == 1
-        with pytest.raises(UnsupportedByVllmConnector, match="--disable-sliding-window"):
-            check(MISTRAL, is_hybrid=is_hybrid, is_pool=True)
+    assert check(MISTRAL, is_hybrid=is_hybrid) == 1
 
 
 def test_chunked_attention_is_supported_with_the_hybrid_manager_off() -> None:
     """As vLLM has it by default, with any connector or none."""
     assert check(LLAMA_4, is_hybrid=False) == 1
-    assert check(LLAMA_4, is_hybrid=False, is_pool=True) == 1
     with pytest.raises(UnsupportedByVllmConnector, match="ChunkedLocalAttentionSpec"):
         check(LLAMA_4, is_hybrid=True)
 
@@ -89,21 +85,17 @@ def test_recurrent_states_are_rejected_by_name() -> None:
         check(JAMBA, is_hybrid=False)
 
 
-@pytest.mark.parametrize("connector", ["HalPoolConnector", "HalPullConnector"])
-def test_hybrid_manager_is_off_beside_the_pool(connector: str) -> None:
-    options: dict[str, Any] = {"is_async": False, "pool": POOL}
-    found = engine_config("kv_both", connector, "recompute", is_hybrid=None, **options)
-    assert found.scheduler_config.disable_hybrid_kv_cache_manager
-    wanted = engine_config("kv_both", connector, "recompute", is_hybrid=True, **options)
-    with (
-        pytest.raises(ValueError, match="--disable-hybrid-kv-cache-manager"),
-        vllm_instance(wanted, NUM_BLOCKS),
-    ):
-        pass
-
-
-def test_hybrid_manager_stays_on_without_the_pool() -> None:
+@pytest.mark.parametrize(
+    ("connector", "pool"),
+    [
+        ("HalPullConnector", None),
+        ("HalPushConnector", None),
+        ("HalPoolConnector", POOL),
+        ("HalPullConnector", POOL),  # in a MultiConnector
+    ],
+)
+def test_hybrid_manager_stays_on(connector: str, pool: str | None) -> None:
     found = engine_config(
-        "kv_both", "HalPullConnector", "recompute", is_async=False, is_hybrid=None
+        "kv_both", connector, "recompute", is_async=False, pool=pool, is_hybrid=None
     )
     assert not found.scheduler_config.disable_hybrid_kv_cache_manager

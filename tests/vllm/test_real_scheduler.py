@@ -285,8 +285,8 @@ def run_orders(
     def run(events: list[tuple[str, int, int]], forgets: bool) -> None:
         kept.clear()
         with (
-            vllm_instance(configs[0], NUM_BLOCKS, window, is_behind=is_behind) as prefill,
-            vllm_instance(configs[1], NUM_BLOCKS, window, is_behind=is_behind) as decode,
+            vllm_instance(configs[0], NUM_BLOCKS, (window, 0), is_behind=is_behind) as prefill,
+            vllm_instance(configs[1], NUM_BLOCKS, (window, 0), is_behind=is_behind) as decode,
         ):
             world = World(prefill, decode, server if is_push else None, kept)
             for event in events:

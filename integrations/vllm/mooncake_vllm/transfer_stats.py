@@ -53,6 +53,8 @@ COUNTERS = {
     "pool_num_saved_chunks": "Chunks that were saved.",
     "pool_saved_bytes": "Bytes of KV written to stores.",
     "pool_num_save_refusals": "Chunks that a store refused: already stored, or no free space.",
+    "pool_num_unheld_chunks": "Chunks not saved because blocks of sliding windows were not "
+    "there any more, or too many were held.",
     "pool_hook_errors": "Hooks of the pool's connector that failed with an unexpected error.",
 }
 

@@ -191,7 +191,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self._names_layers = not vllm_config.parallel_config.use_ubatching
         self._deltas = MetricDeltas()
         self._config = self._read_settings(vllm_config)
-        check_supported(vllm_config, kv_cache_config, is_pool=self.is_pool)
+        check_supported(vllm_config, kv_cache_config)
         if role == KVConnectorRole.WORKER and not self.loads_wait_for_steps:
             # vLLM has set it in its workers: a MultiConnector's child is given another one.
             check_outer_role(vllm_config, get_current_vllm_config_or_none())
@@ -442,13 +442,6 @@ class HalPushConnector(HalConnector):
     loads_wait_for_steps = False  # P writes, which knows nothing of D's steps
 
 
-# vLLM drops blocks that have left a sliding window only if its connector declares that it supports
-# KV-cache groups. The pool's chunks have a single block table, and this is untested on NPUs.
-if current_platform.device_type in ("cpu", "cuda"):
-    for connector in (HalPullConnector, HalPushConnector):
-        SupportsHMA.register(connector)
-
-
 class HalPoolConnector(HalConnector):
     """Loads the chunks of a prompt that stores have, and saves what is computed; see
     ``mooncake_kv.pool``.
@@ -490,3 +483,10 @@ class HalPoolConnector(HalConnector):
 
     def _worker_kind(self) -> WorkerKind:
         return POOL_WORKER
+
+
+# vLLM gives each kind of layers a block table of its own, and drops blocks that have left a sliding
+# window, only if its connector declares that it supports KV-cache groups. Untested on NPUs.
+if current_platform.device_type in ("cpu", "cuda"):
+    for connector in (HalPullConnector, HalPushConnector, HalPoolConnector):
+        SupportsHMA.register(connector)

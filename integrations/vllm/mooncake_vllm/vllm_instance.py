@@ -173,13 +173,12 @@ def _checkpoint_folder(model_config: Any, cache_dir: str | None = None) -> Path:
     )
 
 
-def check_supported(vllm_config: Any, kv_cache_config: Any, *, is_pool: bool = False) -> None:
+def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     """Refuse configurations that the connectors don't support yet.
 
     Args:
         vllm_config: vLLM's configuration.
         kv_cache_config: its KV-cache groups.
-        is_pool: whether the connector is the pool's.
 
     Raises:
         UnsupportedByVllmConnector: names all problems.
@@ -191,8 +190,6 @@ def check_supported(vllm_config: Any, kv_cache_config: Any, *, is_pool: bool = F
     )
     specs = [group.kv_cache_spec for group in groups]
     problems += _group_problems(parallel, specs)
-    if is_pool:
-        problems += _pool_problems(vllm_config.model_config.max_model_len, specs)
     if vllm_config.model_config.enable_sleep_mode:  # vLLM itself asks the connector from 0.33 on
         problems.append("sleep mode, which moves memory whose addresses peers have")
     if int(os.environ.get(REPEATING_IDS, "0")):  # a lease of an earlier request could be confirmed
@@ -245,22 +242,6 @@ def _group_problems(parallel: Any, specs: Sequence[Any]) -> Iterator[str]:
         yield (
             "KV-cache groups that differ in (block size, heads, sizes of K and V, type): "
             f"{sorted(shapes)}; {advice}"
-        )
-
-
-def _pool_problems(max_model_len: int, specs: Sequence[Any]) -> Iterator[str]:
-    """What the pool can't store: a chunk has the KV of all layers, so none may drop blocks before
-    it is saved. Beside full attention, vLLM keeps the blocks of windows with its hybrid manager
-    off, but it always drops them if all layers have the same window."""
-    if len(specs) > 1:
-        yield (
-            "several KV-cache groups in the pool; start vLLM with --disable-hybrid-kv-cache-manager"
-        )
-    elif (window := max(map(_window, specs), default=0)) and window < max_model_len:
-        yield (
-            f"a sliding window of {window} tokens in all layers in the pool, which needs all KV of "
-            f"up to {max_model_len} tokens; start vLLM with --disable-sliding-window, which limits "
-            "requests to the window, or without the pool"
         )
 
 

@@ -5,8 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
+
+NULL_BLOCK = 0
+"""Id of the placeholder in vLLM's block tables for blocks that were dropped."""
 
 
 class RequestStatus(Protocol):
@@ -90,7 +93,22 @@ class KVCacheBlocks(Protocol):
 
 
 class BlockPool(Protocol):
-    """``vllm.v1.core.block_pool.BlockPool``."""
+    """``vllm.v1.core.block_pool.BlockPool``: the blocks of all KV-cache groups, by id.
+
+    A block with references is neither reused nor counted as free.
+    """
+
+    blocks: Sequence[object]
+    num_gpu_blocks: int
+
+    def touch(self, blocks: Sequence[object]) -> None:
+        """Add a reference to each block."""
+        ...
+
+    def free_blocks(self, ordered_blocks: Iterable[object]) -> None:
+        """Drop a reference to each block; those without one can be reused, the first ones
+        first."""
+        ...
 
     @property
     def cached_block_hash_to_block(self) -> object:

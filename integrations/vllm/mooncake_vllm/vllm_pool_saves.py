@@ -5,6 +5,10 @@ So other requests find a long prompt while its first answer is still generated, 
 request finds its own. While a request runs, vLLM may free blocks that are being copied; such a copy
 is detected and discarded. Chunks that the store has no memory for are offered once more when the
 request ends. After that its blocks are held until all copies are complete.
+
+Blocks of sliding windows, which vLLM frees as the window moves, are held from the step that fills a
+chunk until the chunk is saved (``WindowBlocks``). So with windows, chunks of the answer, too, are
+saved while it is computed, and each chunk is offered once.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ from typing import Protocol
 from mooncake_kv.pool.pool_events import ChunksCopied, SaveRequest
 from mooncake_kv.store.chunk_keys import KVIdentity, extend_keys
 from mooncake_vllm.vllm_interface import Request, SchedulerOutput
-from mooncake_vllm.vllm_memory import expand_blocks
+from mooncake_vllm.vllm_memory import join_tables
+from mooncake_vllm.vllm_window_blocks import WindowBlocks
 
 COMPLETED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
 """Finish statuses after which all steps of a request, except that of its last token, are over."""
@@ -61,7 +66,10 @@ class SavedRequest:
         num_saved: these, plus the chunks that were saved since, up to the first refused one.
         was_refused: whether the store had no memory for a chunk since the latest first step.
         first_step: its latest first step; None if it never ran.
-        table: its vLLM block table, while its prompt is not completely saved.
+        tables: its vLLM block tables, while it has chunks to save before it ends.
+        held: the held blocks of sliding windows, by the chunk that waits to be saved.
+        num_held: leading chunks that stores have, are saved, or whose blocks are held.
+        can_hold: whether blocks of further chunks may be held.
     """
 
     request: Request
@@ -71,7 +79,10 @@ class SavedRequest:
     num_saved: int = 0
     was_refused: bool = False
     first_step: FirstStep | None = None
-    table: list[int] = field(default_factory=list)
+    tables: list[list[int]] = field(default_factory=list)
+    held: dict[int, list[int]] = field(default_factory=dict)
+    num_held: int = 0
+    can_hold: bool = True
 
     def first_keys(self, num_chunks: int) -> list[bytes]:
         """The keys of its leading chunks, all of whose tokens are known. No further keys are
@@ -95,13 +106,32 @@ class SavedRequest:
         """Number of whole chunks in its prompt."""
         return len(self.request.prompt_token_ids or []) // self.identity.chunk_tokens
 
+    @property
+    def is_preempted(self) -> bool:
+        """Whether it has lost its blocks since its latest first step."""
+        began = self.first_step
+        return began is not None and began.num_preemptions != self.request.num_preemptions
+
+    def take_held(self, stop: int) -> list[int]:
+        """Remove and return the held blocks of the chunks before ``stop``."""
+        chunks = [chunk for chunk in self.held if chunk < stop]
+        return [block for chunk in chunks for block in self.held.pop(chunk)]
+
+    def drop_held(self) -> list[int]:
+        """Remove and return all held blocks, whose chunks are not saved."""
+        blocks = self.take_held(self.num_held)
+        self.num_held = self.num_saved
+        return blocks
+
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """A copy of chunks to a store: the request, and its number of preemptions before."""
+    """A copy of chunks to a store: the request, its number of preemptions before, and the blocks
+    that are held for the copy."""
 
     saved: SavedRequest
     num_preemptions: int
+    held: Sequence[int] = ()
 
 
 class PoolSaves:
@@ -111,6 +141,7 @@ class PoolSaves:
     Args:
         client: the pool's client.
         blocks_per_page: blocks of the layout per vLLM block.
+        windows: holds blocks of sliding windows.
         publishes_tokens: whether saved chunks are published, which needs their tokens.
         report: called with the id of an ended request when its blocks are no longer read.
     """
@@ -119,18 +150,20 @@ class PoolSaves:
         self,
         client: SaveClient,
         blocks_per_page: int,
+        windows: WindowBlocks,
         *,
         publishes_tokens: bool,
         report: Callable[[str], None],
     ) -> None:
         self._client = client
         self._pages = blocks_per_page
+        self._windows = windows
         self._publishes_tokens = publishes_tokens
         self._report = report
         self._lock = threading.Lock()
         self._ids = count()
         self._current: dict[str, SavedRequest] = {}
-        self._filling: dict[str, SavedRequest] = {}  # running; their prompts are not all saved
+        self._filling: dict[str, SavedRequest] = {}  # running, with chunks to save before they end
         self._copies: dict[str, _Copy] = {}
         self._held: dict[str, SavedRequest] = {}  # ended; their blocks are held
 
@@ -162,45 +195,62 @@ class PoolSaves:
 
     def process_step(self, step: SchedulerOutput) -> None:
         """Process a scheduled step: record the requests that begin to run, and save what earlier
-        steps have computed of prompts."""
+        steps have computed."""
+        self._windows.free_released()
         for new in step.scheduled_new_reqs:
             self._begin(new.req_id, new.block_ids, new.num_computed_tokens)
+            self._hold(new.req_id, new.num_computed_tokens + step.num_scheduled_tokens[new.req_id])
         known = step.scheduled_cached_reqs
         if known.resumed_req_ids or self._filling:
             columns = (known.req_ids, known.new_block_ids, known.num_computed_tokens)
             for name, tables, num_computed in zip(*columns, strict=True):
                 if name in known.resumed_req_ids:
-                    self._begin(name, tables or ([],), num_computed)
+                    self._begin(name, tables or (), num_computed)
                 elif tables and (saved := self._filling.get(name)) is not None:
-                    saved.table += tables[0]
+                    for table, new_blocks in zip(saved.tables, tables, strict=True):
+                        table += new_blocks
+                self._hold(name, num_computed + step.num_scheduled_tokens[name])
         for name, saved in list(self._filling.items()):
-            if saved.was_refused:
-                del self._filling[name]
-                continue
-            num_whole = num_computed_so_far(saved.request, saved.first_step)
-            stop = min(num_whole // saved.identity.chunk_tokens, saved.num_prompt_chunks)
-            is_taken = self._save(saved, saved.table, stop)
-            if not is_taken or saved.num_saved >= saved.num_prompt_chunks:
+            if not self._save_computed(saved):
                 del self._filling[name]  # rejected chunks are offered again when the request ends
+                self._windows.release(saved.drop_held())
 
-    def end(self, request: Request, table: Sequence[int]) -> bool:
-        """Process the end of a request; returns whether its blocks must be held until a report."""
-        name = request.request_id
-        self._filling.pop(name, None)
+    def free_released(self) -> None:
+        """Give vLLM the blocks of sliding windows that are no longer held. vLLM's thread."""
+        self._windows.free_released()
+
+    def end(self, request: Request, tables: Sequence[Sequence[int]]) -> bool:
+        """Process the end of a request; returns whether its blocks must be held until a report.
+
+        Args:
+            request: the request.
+            tables: its block tables.
+        """
+        self._filling.pop(request.request_id, None)
         with self._lock:
-            saved = self._current.pop(name, None)
+            saved = self._current.pop(request.request_id, None)
         if saved is None or not is_plain(request):
             return False
         num_whole = num_certain_tokens(request, saved.first_step)
-        if not num_whole:
-            return False
+        stop = num_whole // saved.identity.chunk_tokens
+        if self._windows.exist:
+            # vLLM's own tables have lost the blocks that the windows have passed.
+            tables, stop = saved.tables, min(stop, saved.num_held)
+        is_held = bool(num_whole) and self._save_rest(saved, tables, stop)
+        self._windows.release(saved.drop_held())
+        self._windows.free_released()
+        return is_held
+
+    def _save_rest(self, saved: SavedRequest, tables: Sequence[Sequence[int]], stop: int) -> bool:
+        """Save the chunks of an ended request up to ``stop``; returns whether any copy of it is in
+        flight. Then its blocks are held."""
+        name = saved.request.request_id
         placeholder = f"{name} {next(self._ids)}"
         with self._lock:
             self._held[name] = saved
-            self._copies[placeholder] = _Copy(
-                saved, request.num_preemptions
-            )  # so no copy is the last
-        self._save(saved, table, num_whole // saved.identity.chunk_tokens)
+            # so no copy is the last
+            self._copies[placeholder] = _Copy(saved, saved.request.num_preemptions)
+        self._save(saved, tables, stop)
         with self._lock:
             del self._copies[placeholder]
             is_copied = self._is_copied_from(saved)
@@ -210,6 +260,9 @@ class PoolSaves:
 
     def forget(self) -> None:
         """Stop saving all live requests."""
+        for saved in self._filling.values():
+            self._windows.release(saved.drop_held())
+        self._windows.free_released()
         self._filling.clear()
         with self._lock:
             self._current.clear()
@@ -229,6 +282,7 @@ class PoolSaves:
                 saved.was_refused = True
             if is_last:
                 del self._held[name]
+        self._windows.release(copy.held)
         if event.is_complete:
             self._client.end_save(event.save_id, is_unchanged=is_unchanged)
         if is_last:
@@ -243,31 +297,65 @@ class PoolSaves:
             saved.first_step = FirstStep(saved.request.num_preemptions, num_initial_tokens)
             saved.num_saved = saved.num_known  # copies from blocks that it has lost are discarded
             saved.was_refused = False
-        if is_plain(saved.request) and saved.num_saved < saved.num_prompt_chunks:
-            saved.table = list(tables[0])
+        self._windows.release(saved.drop_held())
+        saved.can_hold = True
+        has_chunks = self._windows.exist or saved.num_saved < saved.num_prompt_chunks
+        if is_plain(saved.request) and has_chunks:
+            saved.tables = [list(table) for table in tables]
             self._filling[name] = saved
 
-    def _save(self, saved: SavedRequest, table: Sequence[int], stop: int) -> bool:
+    def _hold(self, name: str, num_scheduled: int) -> None:
+        """Hold the blocks of sliding windows of the chunks that a request's scheduled steps fill.
+
+        Args:
+            name: id of the request.
+            num_scheduled: leading tokens that are computed once its scheduled steps have ended.
+        """
+        saved = self._filling.get(name) if self._windows.exist else None
+        if saved is None:
+            return
+        num_filled = num_scheduled // saved.identity.chunk_tokens
+        while saved.can_hold and saved.num_held < num_filled:
+            blocks = self._windows.hold(saved.tables, saved.num_held)
+            if blocks is None:  # later chunks can't be loaded without this one
+                saved.can_hold = False
+            else:
+                saved.held[saved.num_held] = blocks
+                saved.num_held += 1
+
+    def _save_computed(self, saved: SavedRequest) -> bool:
+        """Save the chunks of a running request that ended steps have computed; returns whether
+        there may be more before it ends."""
+        if saved.was_refused or saved.is_preempted:
+            return False
+        num_whole = num_computed_so_far(saved.request, saved.first_step)
+        last = saved.num_held if self._windows.exist else saved.num_prompt_chunks
+        stop = min(num_whole // saved.identity.chunk_tokens, last)
+        may_have_more = stop < last or (self._windows.exist and saved.can_hold)
+        return self._save(saved, saved.tables, stop) and may_have_more
+
+    def _save(self, saved: SavedRequest, tables: Sequence[Sequence[int]], stop: int) -> bool:
         """Offer the chunks up to ``stop`` to the pool; returns False if it refuses them at
         once."""
-        first = saved.num_saved
+        first = min(saved.held, default=stop) if self._windows.exist else saved.num_saved
         if stop <= first:
             return True
         request = saved.request
-        blocks = expand_blocks(table, self._pages)
+        blocks, held = join_tables(tables, self._pages), saved.take_held(stop)
         save_id = f"{request.request_id} {next(self._ids)}"
         save = SaveRequest(
             *(save_id, saved.first_keys(stop), first, blocks, request.cache_salt or ""),
             token_ids=saved.tokens_of(first, stop) if self._publishes_tokens else (),
         )
         with self._lock:
-            self._copies[save_id] = _Copy(saved, request.num_preemptions)
+            self._copies[save_id] = _Copy(saved, request.num_preemptions, held)
             saved.num_saved = stop  # before the store's answer, which may take it back
         if self._client.save(save):
             return True
         with self._lock:
             del self._copies[save_id]
             saved.num_saved = min(saved.num_saved, first)
+        self._windows.release(held)
         return False
 
     def _is_copied_from(self, saved: SavedRequest) -> bool:

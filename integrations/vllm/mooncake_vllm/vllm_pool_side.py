@@ -39,9 +39,10 @@ from mooncake_kv.store.store_events import StoreEventBuffer
 from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.rank_link import Ranks, ReportLoad, ReportSend
 from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request, SchedulerOutput
-from mooncake_vllm.vllm_memory import expand_blocks
+from mooncake_vllm.vllm_memory import join_tables
 from mooncake_vllm.vllm_pool_saves import PoolSaves, count_tokens, is_plain
 from mooncake_vllm.vllm_scheduler_side import Instance, rope_order
+from mooncake_vllm.vllm_window_blocks import WindowBlocks
 from mooncake_vllm.vllm_worker_side import LoadOrder, WorkerKind
 
 logger = logging.getLogger(__name__)
@@ -129,6 +130,7 @@ class PoolSchedulerSide:
         self._saves = PoolSaves(
             self._client,
             self._pages,
+            self._windows,
             publishes_tokens=self._stores.publishes_saves,
             report=lambda request_id: self._ranks.report(ReportSend(request_id)),
         )
@@ -143,6 +145,9 @@ class PoolSchedulerSide:
                 f"block's {unit}: use chunk=N with a multiple, the same for all instances that "
                 "share KV"
             )
+        self._windows = WindowBlocks(
+            info.geometry.tables, config.chunk_tokens, info.block_size * info.blocks_per_page
+        )
         self._identity = KVIdentity.of_model(
             instance.model, info.geometry, config.chunk_tokens, rope_order(info)
         )
@@ -201,7 +206,6 @@ class PoolSchedulerSide:
             return
         count = len(pooled.sources)
         start = count * self._chunk_tokens - num_tokens
-        [table] = blocks.get_block_ids()
         self._started.append(pooled.name)
         self._client.start_load(
             LoadRequest(
@@ -211,7 +215,7 @@ class PoolSchedulerSide:
                 pooled.sources,
                 start // self._chunk_tokens,
                 start % self._chunk_tokens,
-                expand_blocks(table, self._pages),
+                join_tables(blocks.get_block_ids(), self._pages),
                 self._timeout_s,
                 release_layers=None,  # vLLM runs a request only once its whole load is complete
             )
@@ -231,7 +235,7 @@ class PoolSchedulerSide:
         return is_loading or self._saves.is_holding
 
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]:
-        """Save the prompt chunks that earlier steps have computed; nothing is pushed to a peer."""
+        """Save the chunks that earlier steps have computed; nothing is pushed to a peer."""
         self._saves.process_step(step)
         return ()
 
@@ -248,8 +252,7 @@ class PoolSchedulerSide:
                 self._prompts[f"ended {pooled.name}"] = pooled  # until the load's end is reported
         if pooled is not None and pooled.has_failed and request.status.name == REFUSED:
             self._warn_of_policy(request.request_id)
-        [table] = tables
-        is_held = self._saves.end(request, table)
+        is_held = self._saves.end(request, tables)
         if pooled is not None and is_loading:
             self._client.cancel_load(pooled.name)
         return is_held, None
@@ -271,14 +274,19 @@ class PoolSchedulerSide:
             return len(found) == len(self._prompts)
 
     def bind_block_pool(self, pool: BlockPool) -> None:
-        """Watch vLLM's own cache for resets. The event of a reset names no tier, so subscribers
-        drop the store's chunks, too."""
+        """Hold blocks of sliding windows in vLLM's pool, and watch its cache for resets. The event
+        of a reset names no tier, so subscribers drop the store's chunks, too."""
+        self._windows.bind(pool)
         self._block_pool, self._cached_blocks = pool, pool.cached_block_hash_to_block
 
     def take_events(self) -> Sequence[KVEvent]:
         """Return the changes of this instance's own store since the last call. After a reset of
         vLLM's own cache, return everything that the store holds; vLLM takes its own events first.
-        A store that runs elsewhere publishes its own events."""
+        A store that runs elsewhere publishes its own events.
+
+        vLLM calls this when it has a step's results, and may then idle: so this also returns the
+        blocks whose copies have ended."""
+        self._saves.free_released()
         if self._events is None:
             return ()
         if self._block_pool is not None:
@@ -302,6 +310,7 @@ class PoolSchedulerSide:
         counted = asdict(self._client.stats)
         metrics = {f"pool_{name}": stats_value(counted[name]) for name in PUBLISHED_STATS}
         return metrics | {
+            "pool_num_unheld_chunks": float(self._windows.num_dropped),
             "pool_saves_in_flight": float(self._saves.num_in_flight),
             "pool_num_stores": float(len(self._stores.all)),
             "pool_num_connected_stores": float(self._stores.num_connected),

@@ -46,7 +46,13 @@ from mooncake_kv.params import (
 from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.rank_link import RankInfo, Ranks, ReportLoad, ReportSend
 from mooncake_vllm.remote_prompts import NOT_REQUESTED, RemotePrompts
-from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request, SchedulerOutput
+from mooncake_vllm.vllm_interface import (
+    NULL_BLOCK,
+    BlockPool,
+    KVCacheBlocks,
+    Request,
+    SchedulerOutput,
+)
 from mooncake_vllm.vllm_memory import join_tables
 
 logger = logging.getLogger(__name__)
@@ -64,9 +70,6 @@ waits for it."""
 
 LATER_CHOICE = re.compile(r"[1-9][0-9]*_")
 """Start of vLLM's ids for the choices of a request with ``n`` > 1, except the first, ``0_``."""
-
-NULL_BLOCK = 0
-"""Id of the placeholder in vLLM's block tables for blocks that were dropped."""
 
 CONTINUES = "decode_continues_prompt"
 """Field of P's parameters: whether a decode instance like this one can be sent the prompt with P's

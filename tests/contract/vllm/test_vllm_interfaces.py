@@ -194,9 +194,19 @@ def test_attributes_read_from_requests_and_blocks_exist(facts: dict[str, Any]) -
 
 
 @release
-def test_cache_reset_calls_the_watched_method(facts: dict[str, Any]) -> None:
-    [watched] = functions(classes(INTERFACE)["BlockPool"])
-    assert watched in facts["resets"]["BlockPool.reset_prefix_cache"]
+def test_blocks_are_referenced_and_freed_as_declared(facts: dict[str, Any]) -> None:
+    for name, ours in functions(classes(INTERFACE)["BlockPool"]).items():
+        if name not in ("touch", "free_blocks"):
+            continue
+        theirs = facts["methods"]["BlockPool"][name]
+        assert theirs["parameters"] == [each.arg for each in ours.args.args[1:]], name
+        assert theirs["num_optional"] == len(theirs["keywords"]) == 0, name
+
+
+@release
+def test_cache_reset_replaces_the_watched_attribute(facts: dict[str, Any]) -> None:
+    assert "cached_block_hash_to_block" in functions(classes(INTERFACE)["BlockPool"])
+    assert "cached_block_hash_to_block" in facts["resets"]["BlockPool.reset_prefix_cache"]
 
 
 @release

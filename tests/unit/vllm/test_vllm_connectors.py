@@ -96,9 +96,8 @@ def test_which_connectors_support_kv_cache_groups(
 ) -> None:
     vllm_stub.install(monkeypatch, device)
     module = importlib.import_module("mooncake_vllm.vllm_connectors")
-    assert issubclass(module.HalPullConnector, vllm_stub.SupportsHMA) is takes
-    assert issubclass(module.HalPushConnector, vllm_stub.SupportsHMA) is takes
-    assert not issubclass(module.HalPoolConnector, vllm_stub.SupportsHMA)
+    for name in ("HalPullConnector", "HalPushConnector", "HalPoolConnector"):
+        assert issubclass(getattr(module, name), vllm_stub.SupportsHMA) is takes
 
 
 @pytest.mark.parametrize(("hook", "arguments", "instead"), CALLS, ids=[call[0] for call in CALLS])
@@ -338,6 +337,7 @@ def test_pool_metrics_include_how_many_stores_are_connected(connectors: ModuleTy
         _client=SimpleNamespace(stats=PoolStats()),
         _stores=SimpleNamespace(all=["own", "lost"], num_connected=1),
         _saves=SimpleNamespace(num_in_flight=0),
+        _windows=SimpleNamespace(num_dropped=0),
     )
     found = PoolSchedulerSide.stats(side)
     assert (found["pool_num_stores"], found["pool_num_connected_stores"]) == (2, 1)

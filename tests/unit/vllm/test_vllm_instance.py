@@ -155,31 +155,6 @@ def test_unsupported_settings_are_rejected_by_name(
     assert words in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("specs", "words"),
-    [
-        ([spec(), SLIDING], "start vLLM with --disable-hybrid-kv-cache-manager"),
-        ([SLIDING], "window of 128 tokens in all layers in the pool"),
-    ],
-    ids=["some layers", "all layers"],
-)
-def test_pool_rejects_layers_that_drop_blocks(specs: list[Any], words: str) -> None:
-    with pytest.raises(UnsupportedByVllmConnector) as refused:
-        check_supported(config(), caches(*specs), is_pool=True)
-    assert words in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("each", "max_model_len"),
-    [(SLIDING, 128), (spec(sliding_window=128), 4096)],
-    ids=["never leaves the window", "hybrid manager off"],
-)
-def test_pool_supports_windows_whose_blocks_are_kept(each: Any, max_model_len: int) -> None:
-    kept = config()
-    kept.model_config.max_model_len = max_model_len
-    check_supported(kept, caches(each), is_pool=True)
-
-
 def with_role(kv_role: str, num_batches: int = 2) -> Any:
     loads = kv_role != "kv_producer"
     return SimpleNamespace(

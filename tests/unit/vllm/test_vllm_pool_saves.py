@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from support.vllm_instance import FakeRequest
 
+from mooncake_hal.kv.geometry import KVGroup
 from mooncake_kv.pool.pool_events import ChunksCopied, SaveRequest
 from mooncake_kv.store.chunk_keys import KVIdentity, chunk_keys
 from mooncake_vllm.vllm_pool_saves import FirstStep, PoolSaves, num_certain_tokens
+from mooncake_vllm.vllm_window_blocks import WindowBlocks
 
 PROMPT = [*range(40)]
 
@@ -79,7 +81,7 @@ def test_tokens_known_to_be_computed(
     assert num_certain_tokens(request_, first_step) == wanted
 
 
-CHUNK = 8
+CHUNK, BLOCK = 8, 4
 IDENTITY = KVIdentity("model", "float32", CHUNK)
 TABLE = [*range(20)]
 
@@ -108,7 +110,13 @@ class Saves:
     def __init__(self) -> None:
         self.client = Client()
         self.reported: list[str] = []
-        self.saves = PoolSaves(self.client, 1, publishes_tokens=False, report=self.reported.append)
+        self.saves = PoolSaves(
+            self.client,
+            1,
+            WindowBlocks([KVGroup((0,))], CHUNK, BLOCK),
+            publishes_tokens=False,
+            report=self.reported.append,
+        )
         self.request = FakeRequest("a", PROMPT)
         self.saves.add(self.request, IDENTITY)
 
@@ -126,7 +134,9 @@ class Saves:
             req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
         )
         step = SimpleNamespace(
-            scheduled_new_reqs=new, scheduled_cached_reqs=cached, num_scheduled_tokens={}
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens={each.req_id: 16 for each in new},
         )
         self.saves.process_step(step)
 
@@ -141,7 +151,7 @@ class Saves:
 
     def end(self, status: str = "FINISHED_LENGTH_CAPPED") -> bool:
         self.request.status = SimpleNamespace(name=status)
-        return self.saves.end(self.request, TABLE)
+        return self.saves.end(self.request, (TABLE,))
 
 
 def test_prompt_is_saved_while_computed_and_answer_at_the_end() -> None:
