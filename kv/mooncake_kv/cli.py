@@ -446,6 +446,7 @@ class _Connected:
 
     def __enter__(self) -> StoreClient:
         args = self._args
+        LogSettings(logging.ERROR).apply()  # what a client warns of is this command's error
         secret = read_secret(args.kv_secret_file) if args.kv_secret_file else ""
         self._client = StoreClient(
             StoreAddress(args.host, args.port, secret.encode()), "mooncake-kv"

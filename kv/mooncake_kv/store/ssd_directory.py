@@ -114,7 +114,8 @@ class SsdDirectory:
             raise KVConfigError(
                 f"{config.path}: {config.capacity_bytes} bytes are {self._max_segments} segments "
                 f"of {config.segment_bytes}; a directory needs {MIN_SEGMENTS} or more, each a "
-                f"multiple of {PAGE} bytes"
+                f"multiple of {PAGE} bytes; give it more bytes, or `mooncake-kv store` a smaller "
+                "--ssd-segment-bytes"
             )
         self._lock = threading.Lock()
         self._begun = threading.Condition(self._lock)

@@ -2,6 +2,8 @@
 
 import json
 import socket
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +99,16 @@ def test_wrong_secret_is_named_as_the_reason(store, capsys):
     error = capsys.readouterr().err
     assert "rejects this command" in error
     assert "does not know this deployment's secret" in error
+
+
+def test_reason_is_printed_once(store):
+    """The client logs it as well, for engines."""
+    store.secret_file.write_text("another")
+    words = ["stats", "--port", str(store.service.port), "--kv-secret-file", str(store.secret_file)]
+    command = f"from mooncake_kv.cli import main; raise SystemExit(main({words}))"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.count("does not know this deployment's secret") == 1
 
 
 def test_store_of_another_release_is_named_as_the_reason(store, capsys, monkeypatch):
