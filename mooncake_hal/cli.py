@@ -43,14 +43,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="mooncake-hal", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="command")
-    devices = commands.add_parser(
-        "devices", help="backends, devices and transports, and why one is unavailable"
-    )
+    about = "backends, devices and transports, and why one is unavailable"
+    devices = commands.add_parser("devices", help=about, description=about)
     devices.add_argument("--json", action="store_true", help="print JSON")
     devices.set_defaults(run=show_devices)
-    collect = commands.add_parser(
-        "collect-env", help="print versions, devices, RDMA and limits, for a bug report"
-    )
+    about = "print versions, devices, RDMA and limits, for a bug report"
+    collect = commands.add_parser("collect-env", help=about, description=about)
     collect.add_argument("--json", action="store_true", help="print JSON")
     collect.set_defaults(run=lambda options, _: collect_env(as_json=options.json))
     bench = commands.add_parser("bench", help="measure this machine")
@@ -81,7 +79,11 @@ def run_doctor(_: argparse.Namespace, rest: list[str]) -> int:
 def run_transfer(_: argparse.Namespace, rest: list[str]) -> int:
     """Measure KV transfer; ``rest`` has the arguments that ``mooncake_hal.bench`` declares."""
     bench = load_development_module("mooncake_hal.bench")
-    parser = CommandParser(prog="mooncake-hal bench transfer", formatter_class=DefaultsInHelp)
+    parser = CommandParser(
+        prog="mooncake-hal bench transfer",
+        description=bench.__doc__,
+        formatter_class=DefaultsInHelp,
+    )
     bench.add_arguments(parser)
     return int(bench.run(parser.parse_args(rest)))
 

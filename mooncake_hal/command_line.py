@@ -35,6 +35,10 @@ class CommandParser(argparse.ArgumentParser):
         self._words = sys.argv[1:] if args is None else args
         return super().parse_known_args(args, namespace)
 
+    def format_help(self) -> str:
+        # Descriptions are docstrings, whose marks for code are those of the docs.
+        return super().format_help().replace("``", "`")
+
     def error(self, message: str) -> NoReturn:
         command = _command_of(self, self._words)
         said = "; ".join([message, *self._suggestions(), f"see {command} --help"])

@@ -64,6 +64,17 @@ def test_lazily_loaded_commands_show_their_options(
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("arguments", [["--help"], ["doctor", "--help"]])
+def test_help_has_no_marks_of_the_docs(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        hal.main(arguments)
+    help_text = capsys.readouterr().out
+    assert "`mooncake-hal" in help_text
+    assert "``" not in help_text
+
+
 @pytest.mark.parametrize("formatter", FORMATTERS)
 @pytest.mark.parametrize(
     ("default", "said"),
