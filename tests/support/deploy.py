@@ -64,46 +64,71 @@ def read_yaml(path: Path) -> list[Any]:
     return [msgspec.yaml.decode(text) for text in texts]
 
 
-def compose() -> dict[str, Any]:
-    """The compose file with its variables at their defaults."""
-    text = (DEPLOY / "docker" / "compose.yaml").read_text()
+def compose(name: str = "compose.yaml") -> dict[str, Any]:
+    """A compose file with its variables at their defaults."""
+    text = (DEPLOY / "docker" / name).read_text()
     content: dict[str, Any] = msgspec.yaml.decode(_DEFAULT.sub(r"\g<default>", text))
     return content
 
 
-def compose_commands() -> dict[str, list[str]]:
-    """Each service's whole command line."""
+def compose_commands(name: str = "compose.yaml") -> dict[str, list[str]]:
+    """The whole command line of each service of a compose file. One that has no image is of
+    compose.yaml."""
     programs = {"mooncake-engine:cpu": "mooncake-engine", "mooncake-proxy": "mooncake-proxy"}
-    return {
-        name: [programs[service["image"]], *service["command"]]
-        for name, service in compose()["services"].items()
-    }
+    found = {}
+    for service, content in compose(name)["services"].items():
+        image = content.get("image") or compose()["services"][service]["image"]
+        program = content.get("entrypoint", [programs[image]])
+        found[service] = [*program, *content["command"]]
+    return found
 
 
-def manifests() -> list[dict[str, Any]]:
-    """Every object that ``kubectl apply -k`` would create, in order."""
-    [kustomization] = read_yaml(DEPLOY / "kubernetes" / "kustomization.yaml")
-    return [
-        found
-        for name in kustomization["resources"]
-        for found in read_yaml(DEPLOY / "kubernetes" / name)
-    ]
+def manifests(folder: str = "kubernetes") -> list[dict[str, Any]]:
+    """Every object that ``kubectl apply -k`` would create from a folder of deploy/, in order."""
+    path = DEPLOY / folder
+    [kustomization] = read_yaml(path / "kustomization.yaml")
+    found: list[dict[str, Any]] = []
+    for name in kustomization["resources"]:
+        is_base = (path / name).is_dir()
+        found += manifests((path / name).resolve().name) if is_base else read_yaml(path / name)
+    for patch in kustomization.get("patches", []):
+        kind, selector = patch["target"]["kind"], patch["target"]["labelSelector"]
+        label, value = selector.split("=")
+        for each in found:
+            if each["kind"] == kind and each["metadata"]["labels"].get(label) == value:
+                _append_by_patch(each, patch["patch"])
+    return found
 
 
-def deployments() -> dict[str, dict[str, Any]]:
-    """Pod templates of the Deployments, by name."""
+def _append_by_patch(manifest: dict[str, Any], patch: str) -> None:
+    """Apply a JSON patch (RFC 6902) that only appends to lists."""
+    for operation in msgspec.yaml.decode(patch):
+        *names, last = operation["path"].split("/")[1:]
+        assert (operation["op"], last) == ("add", "-")
+        place: Any = manifest
+        for name in names:
+            place = place[int(name)] if isinstance(place, list) else place[name]
+        place.append(operation["value"])
+
+
+def deployments(folder: str = "kubernetes", kind: str = "Deployment") -> dict[str, dict[str, Any]]:
+    """Pod templates of the Deployments, or of objects of another kind, by name."""
     return {
         found["metadata"]["name"]: found["spec"]["template"]
-        for found in manifests()
-        if found["kind"] == "Deployment"
+        for found in manifests(folder)
+        if found["kind"] == kind
     }
 
 
 def pod_command(template: dict[str, Any]) -> list[str]:
     """The whole command line of a pod's only container."""
     [container] = template["spec"]["containers"]
-    program = container["image"].split(":")[0]
-    return [program, *(word.replace("$(POD_IP)", "10.1.2.3") for word in container["args"])]
+    program = container.get("command", [container["image"].split(":")[0]])
+    here = {"$(POD_IP)": "10.1.2.3", "$(HOST_IP)": "10.0.0.3"}
+    words = [*program, *container["args"]]
+    for variable, address in here.items():
+        words = [word.replace(variable, address) for word in words]
+    return words
 
 
 def environment_of(path: Path) -> dict[str, str]:

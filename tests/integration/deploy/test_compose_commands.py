@@ -10,12 +10,16 @@ from typing import Any
 from support.deploy import compose_commands
 from support.programs import TINY_LLAMA, running
 
-PROGRAMS = {"mooncake-engine": "mooncake_engine.cli", "mooncake-proxy": "mooncake_proxy"}
+PROGRAMS = {
+    "mooncake-engine": "mooncake_engine.cli",
+    "mooncake-kv": "mooncake_kv",
+    "mooncake-proxy": "mooncake_proxy",
+}
 
 
-def adapted(service: str, replaced: dict[str, str]) -> list[str]:
+def adapted(service: str, replaced: dict[str, str], file: str = "compose.yaml") -> list[str]:
     """A service's command line, with these flags adapted to this host."""
-    program, *arguments = compose_commands()[service]
+    program, *arguments = compose_commands(file)[service]
     words = []
     for argument in arguments:
         flag = argument.split("=")[0]
@@ -50,6 +54,31 @@ def test_compose_services_serve_a_request(tmp_path: Path) -> None:
             answer = complete(url)
     assert answer["choices"][0]["text"].startswith(" very different")
     assert answer["model"] == "model"
+
+
+def test_compose_instance_uses_the_store(tmp_path: Path) -> None:
+    secret = tmp_path / "kv-secret"
+    secret.write_text("a secret of this deployment")
+    here = {"--kv-host": "127.0.0.1", "--port": "0", "--kv-secret-file": str(secret)}
+    of_store = here | {"--dram": "16MiB", "--metrics-port": "0"}
+    with running(*adapted("store", of_store, "compose.store.yaml")) as store:
+        port = store.wait_for("listens on ").split("://")[1].split()[0].rpartition(":")[2]
+        of_instance = here | {
+            "--model": str(TINY_LLAMA),
+            "--host": "127.0.0.1",
+            "--kv-port": "0",
+            "--threads": "1",
+            "--kv-pool": f"connect=localhost:{port}",
+        }
+        with running(*adapted("prefill-0", of_instance, "compose.store.yaml")) as instance:
+            url = instance.wait_for("ready ").split()[1]
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+            with opener.open(f"{url}/metrics", timeout=10) as response:
+                metrics = response.read().decode()
+    [connected] = [
+        line for line in metrics.splitlines() if line.startswith("mooncake:kv_pool_num_connected")
+    ]
+    assert float(connected.split()[-1]) == 1
 
 
 def complete(url: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from support.deploy import DEPLOY, deployments, parse, pod_command, read_yaml
+from support.deploy import DEPLOY, deployments, manifests, parse, pod_command, read_yaml
 
 GOLDEN = DEPLOY / "helm" / "golden"
 
@@ -18,17 +18,40 @@ def objects(name: str) -> list[dict[str, Any]]:
 
 
 def pods(name: str) -> dict[str, dict[str, Any]]:
-    """Pod templates of a golden file's Deployments, by name."""
+    """Pod templates of a golden file's Deployments and DaemonSets, by name."""
     return {
         found["metadata"]["name"]: found["spec"]["template"]
         for found in objects(name)
-        if found["kind"] == "Deployment"
+        if found["kind"] in ("Deployment", "DaemonSet")
     }
 
 
-@pytest.mark.parametrize("name", ["mooncake-prefill", "mooncake-decode", "mooncake-proxy"])
-def test_default_render_equals_kubernetes_manifests(name: str) -> None:
-    ours, plain = pods("default.yaml")[name]["spec"], deployments()[name]["spec"]
+def policies(name: str) -> dict[str, list[dict[str, Any]]]:
+    """The ingress rules of a golden file's network policies, by name."""
+    return {
+        found["metadata"]["name"]: found["spec"]["ingress"]
+        for found in objects(name)
+        if found["kind"] == "NetworkPolicy"
+    }
+
+
+WITH_STORE = ("with-store.yaml", "kubernetes-with-store")
+
+
+@pytest.mark.parametrize(
+    ("file", "folder", "name"),
+    [
+        ("default.yaml", "kubernetes", "mooncake-prefill"),
+        ("default.yaml", "kubernetes", "mooncake-decode"),
+        ("default.yaml", "kubernetes", "mooncake-proxy"),
+        (*WITH_STORE, "mooncake-prefill"),
+        (*WITH_STORE, "mooncake-decode"),
+        (*WITH_STORE, "mooncake-store"),
+    ],
+)
+def test_default_render_equals_kubernetes_manifests(file: str, folder: str, name: str) -> None:
+    plain_pods = deployments(folder) | deployments(folder, "DaemonSet")
+    ours, plain = pods(file)[name]["spec"], plain_pods[name]["spec"]
     [container], [wanted] = ours["containers"], plain["containers"]
     assert container.pop("imagePullPolicy") == "IfNotPresent"
     if name == "mooncake-proxy":  # of its own release
@@ -46,7 +69,23 @@ def test_proxy_selects_instances_of_its_release() -> None:
         assert labels["app.kubernetes.io/instance"] == "mooncake", name
 
 
-@pytest.mark.parametrize("file", ["default.yaml", "full.yaml", "pairs.yaml"])
+def test_store_is_an_option() -> None:
+    assert "mooncake-store" not in pods("default.yaml")
+    assert {*policies("default.yaml")} == {"mooncake-engine"}
+    plain = {
+        found["metadata"]["name"]: found["spec"]["ingress"]
+        for found in manifests("kubernetes-with-store")
+        if found["kind"] == "NetworkPolicy"
+    }
+    [own] = policies("with-store.yaml")["mooncake-store"][-1]["from"]
+    labels = own["podSelector"]["matchLabels"]
+    assert labels.pop("app.kubernetes.io/instance") == "mooncake"  # of its own release
+    rules = policies("with-store.yaml")["mooncake-store"]
+    assert rules[:-1] == plain["mooncake-store"][:-1]
+    assert plain["mooncake-store"][-1]["from"] == [own]
+
+
+@pytest.mark.parametrize("file", ["default.yaml", "full.yaml", "pairs.yaml", "with-store.yaml"])
 def test_programs_accept_command_lines(file: str) -> None:
     for pod in pods(file).values():
         [container] = pod["spec"]["containers"]
@@ -88,7 +127,8 @@ def test_values_for_llm_d_chart_select_same_pods() -> None:
 
 def test_full_render_uses_all_values() -> None:
     found = pods("full.yaml")
-    assert set(found) == {f"mooncake-{name}" for name in ("prefill", "decode", "both", "proxy")}
+    names = ("prefill", "decode", "both", "proxy", "store")
+    assert set(found) == {f"mooncake-{name}" for name in names}
     [engine] = found["mooncake-prefill"]["spec"]["containers"]
     assert engine["image"] == "registry.example/mooncake-engine:cuda-0.1.0"
     assert "--max-num-batched-tokens=8192" in engine["args"]
@@ -103,9 +143,32 @@ def test_full_render_uses_all_values() -> None:
     assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
 
 
+def test_store_mounts_its_drives_and_instances_use_its_port() -> None:
+    found = pods("full.yaml")
+    pod = found["mooncake-store"]["spec"]
+    [store] = pod["containers"]
+    args = parse(["mooncake-kv", *store["args"]])
+    assert (args.dram, args.port) == (64 << 30, 7711)
+    volumes = {each["name"]: each.get("hostPath") for each in pod["volumes"]}
+    drives = {
+        mount["mountPath"]: volumes[mount["name"]]["path"]
+        for mount in store["volumeMounts"]
+        if volumes[mount["name"]]
+    }
+    assert drives == {"/ssd/0": "/mnt/nvme0/mooncake", "/ssd/1": "/mnt/nvme1/mooncake"}
+    assert [(str(path), size) for path, size in args.ssd] == [
+        ("/ssd/0", 200 << 30),
+        ("/ssd/1", 200 << 30),
+    ]
+    assert pod["tolerations"] == found["mooncake-prefill"]["spec"]["tolerations"]
+    assert pod["nodeSelector"] == found["mooncake-prefill"]["spec"]["nodeSelector"]
+    for name in ("mooncake-prefill", "mooncake-decode", "mooncake-both"):
+        [engine] = found[name]["spec"]["containers"]
+        assert "--kv-pool=connect=$(HOST_IP):7711" in engine["args"]
+
+
 def test_only_proxy_may_reach_kv_event_ports() -> None:
-    [policy] = [o for o in objects("full.yaml") if o["kind"] == "NetworkPolicy"]
-    of_clients, of_events, among_instances = policy["spec"]["ingress"]
+    of_clients, of_events, among_instances = policies("full.yaml")["mooncake-engine"]
     assert [rule["port"] for rule in of_events["ports"]] == [5557, 5558]
     assert of_events["from"] == of_clients["from"][:1], "the proxy alone"
     assert "ports" not in among_instances

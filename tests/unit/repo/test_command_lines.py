@@ -21,13 +21,16 @@ from support.deploy import (
     manifests,
     parse,
     pod_command,
+    read_yaml,
     unit_command,
 )
 
 from mooncake_engine.config import Role
 from mooncake_engine.instance_arguments import kv_transfer_config
+from mooncake_hal.options import byte_count
 from mooncake_hal.port_range import PortRange
 from mooncake_kv.cli import DRAIN_S
+from mooncake_kv.pool.pool_config import read_kv_pool
 from mooncake_kv.store.ssd_tier import CLOSE_TIMEOUT_S
 from mooncake_proxy.config_from_options import config_from
 from mooncake_proxy.pool.kubernetes import KubernetesConfig, PodList, specs_of_pods
@@ -35,7 +38,14 @@ from mooncake_proxy.pool.pool_file import parse_pool_file
 
 SYSTEMD = DEPLOY / "systemd"
 COMPOSE = compose_commands()
+WITH_STORE = compose_commands("compose.store.yaml")
 PODS = {name: pod_command(template) for name, template in deployments().items()}
+STORE_FOLDER = "kubernetes-with-store"
+[STORE_POD] = deployments(STORE_FOLDER, "DaemonSet").values()
+PODS_WITH_STORE = {
+    name: pod_command(template)
+    for name, template in (deployments(STORE_FOLDER) | {"mooncake-store": STORE_POD}).items()
+}
 UNITS = {
     "engine": unit_command(
         SYSTEMD / "mooncake-engine@.service", environment_of(SYSTEMD / "engine.env.example")
@@ -48,7 +58,9 @@ UNITS = {
 DOCUMENTS = dict(document_commands())
 EVERYWHERE = {
     **{f"compose {name}": command for name, command in COMPOSE.items()},
+    **{f"compose with store {name}": command for name, command in WITH_STORE.items()},
     **{f"kubernetes {name}": command for name, command in PODS.items()},
+    **{f"kubernetes with store {name}": command for name, command in PODS_WITH_STORE.items()},
     **{f"systemd {name}": command for name, command in UNITS.items()},
     **DOCUMENTS,
 }
@@ -108,6 +120,72 @@ def test_compose_mounts_its_secret() -> None:
 def test_compose_waits_for_healthy_instances() -> None:
     waits = compose()["services"]["proxy"]["depends_on"]
     assert waits == {name: {"condition": "service_healthy"} for name in ("prefill-0", "decode-0")}
+
+
+def test_compose_store_is_added_to_the_same_instances() -> None:
+    store = parse(WITH_STORE["store"])
+    added = f"--kv-pool=connect=store:{store.port}"
+    for service in ("prefill-0", "decode-0"):
+        assert WITH_STORE[service] == [*COMPOSE[service], added]
+    services = compose("compose.store.yaml")["services"]
+    assert {*services} == {"store", "prefill-0", "decode-0"}
+    of_store, of_instance = services["store"], compose()["services"]["prefill-0"]
+    for hardening in ("read_only", "cap_drop", "security_opt", "init", "image", "build", "secrets"):
+        assert of_store[hardening] == of_instance[hardening]
+    assert store.kv_host == of_store["networks"]["instances"]["ipv4_address"]
+    assert "ports" not in of_store
+    health = of_store["environment"]["MOONCAKE_HEALTH_URL"]
+    assert health == f"http://{store.kv_host}:{store.metrics_port}/metrics"
+    assert seconds(of_store["stop_grace_period"]) > DRAIN_S + CLOSE_TIMEOUT_S
+
+
+def test_pods_connect_to_the_store_of_their_node() -> None:
+    store = parse(PODS_WITH_STORE["mooncake-store"])
+    for name in ("mooncake-prefill", "mooncake-decode"):
+        found = PODS_WITH_STORE[name]
+        assert found[:-1] == PODS[name]
+        pool = read_kv_pool(parse(found).kv_pool)
+        assert pool.connect == (("10.0.0.3", store.port),)  # the node's address
+    [container] = STORE_POD["spec"]["containers"]
+    assert container["ports"] == [
+        {"name": "store", "containerPort": store.port, "hostPort": store.port},
+        {"name": "metrics", "containerPort": store.metrics_port},
+    ]
+    assert STORE_POD["metadata"]["annotations"]["prometheus.io/port"] == str(store.metrics_port)
+
+
+def test_store_pod_has_its_memory_files_and_time_to_stop() -> None:
+    store, pod = parse(PODS_WITH_STORE["mooncake-store"]), STORE_POD["spec"]
+    [container] = pod["containers"]
+    memory = {kind: container["resources"][kind]["memory"] for kind in ("requests", "limits")}
+    assert memory["requests"] == memory["limits"]
+    assert byte_count(memory["limits"]) >= store.dram + (2 << 30)
+    assert pod["terminationGracePeriodSeconds"] > DRAIN_S + CLOSE_TIMEOUT_S
+    mounts = {mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts == {str(store.kv_secret_file.parent), "/var/cache/mooncake", "/tmp"}
+    engine = deployments()["mooncake-prefill"]["spec"]
+    assert container["image"] == engine["containers"][0]["image"]
+    assert container["securityContext"] == engine["containers"][0]["securityContext"]
+    assert pod["securityContext"] == engine["securityContext"]
+
+
+def test_only_instances_and_prometheus_reach_a_store_beyond_its_port() -> None:
+    policies = {
+        item["metadata"]["name"]: item["spec"]
+        for item in manifests(STORE_FOLDER)
+        if item["kind"] == "NetworkPolicy"
+    }
+    store = parse(PODS_WITH_STORE["mooncake-store"])
+    policy = policies["mooncake-store"]
+    labels = STORE_POD["metadata"]["labels"]
+    assert policy["podSelector"]["matchLabels"].items() <= labels.items()
+    engines = policies["mooncake-engine"]
+    assert not engines["podSelector"]["matchLabels"].items() <= labels.items()
+    to_store, to_metrics, from_instances = policy["ingress"]
+    assert to_store == {"ports": [{"protocol": "TCP", "port": store.port}]}
+    assert to_metrics["ports"] == [{"protocol": "TCP", "port": store.metrics_port}]
+    assert to_metrics["from"] == engines["ingress"][0]["from"][1:]
+    assert from_instances == engines["ingress"][1]
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
@@ -179,11 +257,13 @@ def test_network_policy_allows_proxy_and_prometheus() -> None:
         assert peer["podSelector"]["matchLabels"].items() <= labels.items()
 
 
-def test_every_manifest_is_applied() -> None:
-    files = {path.name for path in (DEPLOY / "kubernetes").glob("*.yaml")}
-    text = (DEPLOY / "kubernetes" / "kustomization.yaml").read_text()
-    resources = {line.strip("- ") for line in text.splitlines() if line.startswith("  - ")}
-    assert resources == files - {"kustomization.yaml"}
+@pytest.mark.parametrize(
+    ("folder", "bases"), [("kubernetes", set()), (STORE_FOLDER, {"../kubernetes"})]
+)
+def test_every_manifest_is_applied(folder: str, bases: set[str]) -> None:
+    files = {path.name for path in (DEPLOY / folder).glob("*.yaml")}
+    [kustomization] = read_yaml(DEPLOY / folder / "kustomization.yaml")
+    assert {*kustomization["resources"]} == files - {"kustomization.yaml"} | bases
 
 
 def test_pool_file_names_the_example_instance() -> None:

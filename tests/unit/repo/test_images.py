@@ -173,7 +173,8 @@ def test_base_image_can_be_pinned(path: Path) -> None:
 
 
 def test_compose_builds_images_that_exist() -> None:
-    for service in compose()["services"].values():
+    added = compose("compose.store.yaml")["services"]
+    for service in (*compose()["services"].values(), added["store"]):
         context = DEPLOY / "docker" / service["build"]["context"]
         assert context.resolve() == ROOT
         assert (context / service["build"]["dockerfile"]).is_file()

@@ -40,13 +40,22 @@ def test_mounted_files_exist_and_are_read_only(service: str) -> None:
 
 def test_every_process_is_scraped_at_its_port() -> None:
     [config] = read_yaml(MONITORING / "prometheus.yaml")
-    groups = [group for job in config["scrape_configs"] for group in job["static_configs"]]
+    jobs = config["scrape_configs"]
+    groups = [group for job in jobs for group in job.get("static_configs", [])]
     scraped = {target: group.get("labels") for group in groups for target in group["targets"]}
     listening = {f"{name}:{parse(line).port}" for name, line in compose_commands().items()}
     assert scraped.keys() == listening
     for target, labels in scraped.items():
         role = target.split("-")[0]
         assert labels == ({"role": role} if "-" in target else None)
+
+
+def test_store_is_scraped_if_it_runs() -> None:
+    """By its name: while it has none, Prometheus has no target that is down."""
+    [config] = read_yaml(MONITORING / "prometheus.yaml")
+    [job] = [job for job in config["scrape_configs"] if "dns_sd_configs" in job]
+    port = parse(compose_commands("compose.store.yaml")["store"]).metrics_port
+    assert job["dns_sd_configs"] == [{"names": ["store"], "type": "A", "port": port}]
 
 
 def test_prometheus_reads_mounted_files() -> None:

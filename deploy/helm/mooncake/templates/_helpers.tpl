@@ -6,6 +6,10 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/name: mooncake-proxy
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
+{{- define "mooncake.storeLabels" -}}
+app.kubernetes.io/name: mooncake-kv
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
 {{- define "mooncake.chartLabels" -}}
 app.kubernetes.io/part-of: mooncake-hal
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
