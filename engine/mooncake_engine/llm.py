@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -115,8 +115,8 @@ class LLM:
             InvalidRequest: a prompt or its sampling parameters are invalid; nothing has run.
             RequestFailed, EngineDead: the engine failed; all requests are aborted.
         """
-        listed: list[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else list(prompts)
-        return self._generate(listed, sampling_params, ProgressBar() if shows_progress else None)
+        bar = ProgressBar() if shows_progress else None
+        return self._generate(_listed(prompts), sampling_params, bar)
 
     def chat(
         self,
@@ -132,8 +132,15 @@ class LLM:
             InvalidRequest: also if the template rejects the messages.
         """
         conversations: Sequence[Any] = messages
-        if messages and isinstance(messages[0], Mapping):
+        if isinstance(messages, Mapping) or (messages and isinstance(messages[0], Mapping)):
             conversations = [messages]
+        for conversation in conversations:
+            if isinstance(conversation, str | Mapping):
+                raise InvalidRequest(
+                    "messages must be a list of messages, each a dict with role and content, or "
+                    f"several such lists; found {type(conversation).__name__}",
+                    param="messages",
+                )
         texts = [self.tokenizer.render_chat(conversation) for conversation in conversations]
         prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
         return self._generate(
@@ -231,6 +238,29 @@ def _completion(index: int, output: ChoiceOutput) -> CompletionOutput:
         finish_reason=output.finish,
         stop_reason=output.stop_reason,
     )
+
+
+def _listed(prompts: Any) -> list[str | Sequence[int]]:
+    """The prompts as a list. Dicts are iterable, too: their keys are no prompts.
+
+    Raises:
+        InvalidRequest: a prompt is neither a text nor token ids.
+    """
+    if isinstance(prompts, str):
+        return [prompts]
+    listed = list(prompts) if _is_list(prompts) else [prompts]
+    for found in listed:
+        if not _is_list(found) and not isinstance(found, str):
+            raise InvalidRequest(
+                "prompts must be a text, several texts, or lists of token ids; found "
+                f"{type(found).__name__}",
+                param="prompt",
+            )
+    return listed
+
+
+def _is_list(found: Any) -> bool:
+    return isinstance(found, Iterable) and not isinstance(found, str | bytes | Mapping)
 
 
 def _per_prompt(

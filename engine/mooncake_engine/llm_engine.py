@@ -9,7 +9,7 @@ from mooncake_engine.admission import check_request
 from mooncake_engine.assembly import RunningEngine, build_engine
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.core_messages import AbortRequest, AddRequest, LoadProgress
-from mooncake_engine.errors import InvalidRequest, RequestFailed
+from mooncake_engine.errors import EngineDead, InvalidRequest, RequestFailed
 from mooncake_engine.messages import EngineInfo, EngineRequest, TokenUpdate
 from mooncake_engine.process.progress_bar import ProgressBar
 from mooncake_engine.sampling_defaults import (
@@ -65,6 +65,7 @@ class LLMEngine:
         self._tokenizer = tokenizer
         self._live: dict[str, list[str]] = {}  # the core's request ids of live outputs, by request
         self._outputs: dict[str, _LiveOutput] = {}  # by the core's request id
+        self._is_closed = False
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLMEngine:
@@ -119,7 +120,9 @@ class LLMEngine:
 
         Raises:
             InvalidRequest: the request is invalid; it was not added.
+            EngineDead: the engine was closed.
         """
+        self._check_open()
         if request_id in self._live:
             raise InvalidRequest(f"a request {request_id!r} is already running", param="request_id")
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
@@ -154,8 +157,9 @@ class LLMEngine:
         the number of waiting requests.
 
         Raises:
-            EngineDead: the engine died.
+            EngineDead: the engine died, or was closed.
         """
+        self._check_open()
         return [
             self._advance(self._outputs[update.request_id], update)
             for update in self._core.step()
@@ -164,7 +168,12 @@ class LLMEngine:
 
     def close(self) -> None:
         """Close the core and release its resources. Idempotent."""
+        self._is_closed = True
         self._core.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:  # its memory has been freed: a step would end the process
+            raise EngineDead("this engine is closed; create another one")
 
     def _check_grammar(self, sampling: SamplingParams) -> None:
         if sampling.grammar is not None:

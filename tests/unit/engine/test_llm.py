@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from support.fake_engine import EOS, text_script
@@ -221,3 +222,37 @@ def test_timed_out_request_fails_with_deadline_exceeded(engine: LLMEngine) -> No
     assert isinstance(late.error, DeadlineExceeded)
     assert "not finished within 1e-09 s" in str(late.error)
     assert finish(engine) == {("b", 0): "O"}
+
+
+@pytest.mark.parametrize(
+    ("prompts", "found"),
+    [
+        ({"prompt_token_ids": [1, 2]}, "dict"),
+        ([{"prompt": "tea"}], "dict"),
+        ([116, 101, 97], "int"),
+        (5, "int"),
+        (b"tea", "bytes"),
+        (["tea", None], "NoneType"),
+    ],
+)
+def test_prompts_of_other_types_are_rejected(
+    llm: LLM, executor: ScriptedExecutor, prompts: Any, found: str
+) -> None:
+    words = f"prompts must be a text, several texts, or lists of token ids; found {found}$"
+    with pytest.raises(InvalidRequest, match=words):
+        llm.generate(prompts)
+    assert not executor.seen
+
+
+@pytest.mark.parametrize("messages", ["hi", ["hi"], {"role": "user", "content": "hi"}])
+def test_messages_of_other_types_are_rejected(llm: LLM, messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match="each a dict with role and content"):
+        llm.chat(messages)
+
+
+def test_closed_engine_runs_nothing(llm: LLM, engine: LLMEngine) -> None:
+    engine.add_request("live", "tea")
+    llm.close()
+    for run in (lambda: llm.generate("tea"), lambda: llm.chat([{"role": "user"}]), engine.step):
+        with pytest.raises(EngineDead, match="closed; create another one"):
+            run()
