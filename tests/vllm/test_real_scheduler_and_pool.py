@@ -10,7 +10,8 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -34,6 +35,7 @@ from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.pool.pool_events import PoolLoadEnded
 from mooncake_kv.store.chunk_layout import chunk_bytes
+from mooncake_kv.store.chunk_store import Residence
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.store_service import StoreAddress, StoreService
 from mooncake_vllm.vllm_pool_side import PoolSchedulerSide
@@ -210,11 +212,22 @@ def test_computed_kv_is_saved_after_client_disconnect(
 
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)
-def test_step_does_not_wait_once_store_has_responded(store: StoreService) -> None:
+def test_step_does_not_wait_once_store_has_responded(
+    store: StoreService, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pooled(store, is_async=False) as instance:
         [worker] = instance._sides
         [asked] = instance.scheduler.connector._scheduler._client._stores.all
-        asked._index = None  # as with a store on another host, which needs a request
+        probe_now = asked.probe
+
+        def probe(keys: Sequence[bytes]) -> Future[list[Residence]]:
+            """As with a store on another host, whose answer is never there at once."""
+            found: Future[list[Residence]] = Future()
+            answer = threading.Timer(0.1, lambda: found.set_result(probe_now(keys).result()))
+            answer.start()
+            return found
+
+        monkeypatch.setattr(asked, "probe", probe)
         worker.begin_step((), wait_s=SAVED_S)
         step = threading.Thread(target=worker.take_results)
         step.start()
@@ -278,20 +291,22 @@ def test_preempted_request_loads_its_saved_kv(store: StoreService) -> None:
 @pytest.mark.parametrize("store", [MANY], indirect=True)
 @pytest.mark.parametrize("connector", ["HalPoolConnector", "HalPullConnector"])
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
+@pytest.mark.parametrize("windows", [(0, 0), (CHUNK + 2, 0)], ids=["full", "sliding"])
 def test_error_for_lost_chunk_names_the_load_failure_policy(
     store: StoreService,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     connector: str,
     policy: str,
+    windows: tuple[int, int],
 ) -> None:
     """The policy is vLLM's own or MultiConnector's; the default of the latter's child is to
     fail."""
     pool = f"connect=127.0.0.1:{store.port},chunk={CHUNK}"
     config = engine_config("kv_both", connector, policy, is_async=False, pool=pool)
     with (
-        pooled(store, is_async=False) as first,
-        vllm_instance(config, NUM_BLOCKS) as second,
+        pooled(store, is_async=False, windows=windows, num_blocks=NUM_ROOMY_BLOCKS) as first,
+        vllm_instance(config, NUM_ROOMY_BLOCKS, windows) as second,
         caplog.at_level("WARNING", "mooncake_vllm.vllm_pool_side"),
     ):
         first.submit("r", PROMPTS[4], 8)
