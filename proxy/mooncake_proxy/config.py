@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from mooncake_proxy.api.api_keys import ApiKey
 from mooncake_proxy.errors import ConfigError
-from mooncake_proxy.http1.http_wire import MAX_PORT
+from mooncake_proxy.http1.http_wire import MAX_PORT, Origin
 from mooncake_proxy.http1.server_connection import ServerLimits
 from mooncake_proxy.http1.upstream_connection import ClientLimits
 from mooncake_proxy.pool.health_checks import HealthConfig
@@ -161,6 +161,8 @@ class ProxyConfig:
     kubernetes_api: str | None = None
     # Secret that signs registrations of instances; empty: registration is disabled.
     register_secret: str = ""
+    # Where node stores serve their metrics.
+    store_metrics: tuple[Origin, ...] = ()
     # URL of an OpenTelemetry collector; None: no tracing.
     otlp_endpoint: str | None = None
     workers: int = 1

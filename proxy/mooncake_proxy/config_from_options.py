@@ -57,6 +57,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         request_timeout_s=args.request_timeout,
         shutdown_timeout_s=args.shutdown_timeout,
         access_log=args.access_log,
+        store_metrics=tuple(Origin.parse(url) for url in args.store_metrics),
         otlp_endpoint=args.otlp_endpoint,
         server=ServerLimits(max_body_bytes=args.max_body_bytes),
         client=ClientLimits(args.connect_timeout, args.first_byte_timeout, args.stall_timeout),

@@ -326,6 +326,14 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         help="one JSON line per request on stderr",
     )
     access.add_argument(
+        "--store-metrics",
+        action="append",
+        default=[],
+        metavar="URL",
+        help="where a node store serves its metrics (http://10.0.0.1:7702), which /metrics/targets "
+        "names to Prometheus beside the instances; repeat for each",
+    )
+    access.add_argument(
         "--otlp-endpoint",
         metavar="URL",
         help="export OpenTelemetry spans to this collector, as OTLP over HTTP (http://collector:4318)",

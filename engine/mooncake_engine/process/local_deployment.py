@@ -141,17 +141,17 @@ async def _up(deployment: LocalDeployment) -> None:
 async def _serve(deployment: LocalDeployment, children: ChildProcesses, secret_file: Path) -> None:
     """Start all processes, send the prompt, and wait until cancelled."""
     pools: dict[str, list[Child]] = {"prefill": [], "decode": []}
-    pool_argv = await _start_store(deployment, children, secret_file)
+    pool = await _start_store(deployment, children, secret_file)
     device_argv = iter(deployment.device_argv)
     for role, count in (("prefill", deployment.num_prefill), ("decode", deployment.num_decode)):
         for index in range(count):
-            argv = _instance_argv(deployment, role, secret_file, pool_argv)
+            argv = _instance_argv(deployment, role, secret_file, pool.instance_argv)
             child = await children.start(f"{role}-{index}", [*argv, *next(device_argv, ())])
             pools[role].append(child)
             if deployment.shares_devices:
                 await child.ready  # no other may allocate while it measures the free memory
     urls = {role: [await child.ready for child in pool] for role, pool in pools.items()}
-    proxy = await children.start("proxy", _proxy_argv(deployment, urls))
+    proxy = await children.start("proxy", [*_proxy_argv(deployment, urls), *pool.proxy_argv])
     await _send_prompt(await proxy.ready, deployment.prompt)
     await asyncio.Event().wait()
 
@@ -193,11 +193,19 @@ def _instance_argv(
     return [*argv, *(deployment.prefill_argv if role == "prefill" else deployment.decode_argv)]
 
 
+@dataclass(frozen=True, slots=True)
+class _PoolOptions:
+    """The options of instances that connect them to the pool, and those of the proxy by which
+    Prometheus finds the pool's store."""
+
+    instance_argv: Sequence[str] = ()
+    proxy_argv: Sequence[str] = ()
+
+
 async def _start_store(
     deployment: LocalDeployment, children: ChildProcesses, secret_file: Path
-) -> list[str]:
-    """Start one node store for all instances, if they are to have one; returns the options that
-    connect the instances to the pool.
+) -> _PoolOptions:
+    """Start one node store for all instances, if they are to have one.
 
     Prefill instances load the chunks that decode instances save, so a separate store in each
     instance would be useless. The instances can serve requests without the store; if it dies, it is
@@ -205,20 +213,23 @@ async def _start_store(
     """
     pool = deployment.kv_pool
     if pool is None:
-        return []
+        return _PoolOptions()
     rest = [f"chunk={pool.chunk_tokens}", f"load={'always' if pool.always_loads else 'faster'}"]
     if pool.mooncake_store:
         options = [f"mooncake-store={pool.mooncake_store}", f"staging={pool.staging_bytes}"]
         options += [f"protocol={pool.protocol}"]
         options += [f"dram={pool.dram_bytes}"] if pool.dram_bytes else []
-        return ["--kv-pool", ",".join([*options, *rest])]
+        return _PoolOptions(["--kv-pool", ",".join([*options, *rest])])
     rest += [f"source-allow={host}" for host in pool.source_allow]
     connect = [f"connect={host}:{port}" for host, port in pool.connect]
+    proxy_argv: list[str] = []
     if pool.dram_bytes:
         argv = [sys.executable, "-m", "mooncake_kv", "store", "--dram", str(pool.dram_bytes)]
         argv += ["--port", str(pool.port or 0), "--kv-secret-file", str(secret_file)]
         argv += ["--log-format", deployment.log_format]
-        argv += ["--metrics-port", "0", "--eviction", pool.policy]
+        metrics_port = _free_port()  # the same after a restart
+        proxy_argv = ["--store-metrics", f"http://127.0.0.1:{metrics_port}"]
+        argv += ["--metrics-port", str(metrics_port), "--eviction", pool.policy]
         for tenant, nbytes in pool.quotas:
             argv += ["--tenant-quota", f"{tenant}={nbytes}"]
         for directory, nbytes in pool.ssd:
@@ -227,7 +238,12 @@ async def _start_store(
         argv += ["--ssd-min-free-bytes", str(pool.ssd_min_free_bytes)]
         store = await children.start("kv-store", argv, is_needed=False)
         connect.insert(0, f"connect={urlsplit(await store.ready).netloc}")
-    return ["--kv-pool", ",".join([*connect, *rest])]
+    return _PoolOptions(["--kv-pool", ",".join([*connect, *rest])], proxy_argv)
+
+
+def _free_port() -> int:
+    with bind("127.0.0.1", 0) as listener:
+        return int(listener.getsockname()[1])
 
 
 def _proxy_argv(deployment: LocalDeployment, urls: dict[str, list[str]]) -> list[str]:

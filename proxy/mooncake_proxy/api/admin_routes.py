@@ -201,12 +201,15 @@ class AdminHandlers:
         request.respond(200, body, "text/plain; version=0.0.4; charset=utf-8")
 
     async def targets(self, request: HttpRequest) -> None:
-        """GET /metrics/targets: all instances, in the format of Prometheus' HTTP discovery."""
+        """GET /metrics/targets: all instances, and the stores of ``--store-metrics``, in the format
+        of Prometheus' HTTP discovery."""
+        specs = [instance.spec for instance in self._process.pools]
+        origins = [(spec.origin, spec.role.value) for spec in specs]
+        origins += [(origin, "store") for origin in self._process.config.store_metrics]
         found = []
-        for instance in self._process.pools:
-            origin = instance.spec.origin
+        for origin, role in origins:
             labels = {
-                "role": instance.spec.role.value,
+                "role": role,
                 "__scheme__": origin.scheme,
                 "__metrics_path__": f"{origin.prefix}/metrics",
             }

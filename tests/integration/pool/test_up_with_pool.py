@@ -49,6 +49,17 @@ def instances(up: Program) -> dict[str, str]:
     return dict(found)
 
 
+def store_targets(url: str) -> list[str]:
+    """URLs of the stores' metrics that the proxy tells Prometheus."""
+    with urllib.request.urlopen(f"{url}/metrics/targets", timeout=10) as response:
+        found = json.load(response)
+    return [
+        f"http://{each['targets'][0]}{each['labels']['__metrics_path__']}"
+        for each in found
+        if each["labels"]["role"] == "store"
+    ]
+
+
 def store_pid(up: Program) -> int | None:
     commands = descendants(up.process.pid).items()
     return next((pid for pid, command in commands if "mooncake_kv store" in command), None)
@@ -73,7 +84,7 @@ def test_second_turn_loads_answer_and_dead_store_is_restarted() -> None:
             return counted(urls["prefill"], "num_loaded_chunks") > 0
 
         assert converses()
-        [metrics] = re.findall(r"metrics are at (http://\S+)", up.error_text)
+        [metrics] = store_targets(url)
         with urllib.request.urlopen(metrics, timeout=10) as page:
             [puts] = re.findall(r"mooncake_store_puts_total (\d+)\n", page.read().decode())
         assert int(puts) > 0
@@ -83,6 +94,7 @@ def test_second_turn_loads_answer_and_dead_store_is_restarted() -> None:
         os.kill(first_store, signal.SIGKILL)
         assert {prompt: complete(url, prompt) for prompt in completed} == completed
         until(lambda: store_pid(up) not in (None, first_store))
+        until(lambda: up.error_text.count(f"metrics are at {metrics}\n") == 2)
         saved = counted(urls["decode"], "num_saved_chunks")
 
         def saves_again() -> bool:

@@ -12,6 +12,7 @@ import uvloop
 from support.proxy_fakes import fake_deployment
 from support.proxy_fakes_client import BODY, post
 
+from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.pool.health_checks import HealthConfig
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
@@ -111,13 +112,18 @@ def test_received_kv_is_shown_by_pair() -> None:
     uvloop.run(main())
 
 
-def test_prometheus_targets_list_all_instances() -> None:
+def test_prometheus_targets_list_all_instances_and_stores() -> None:
     async def main() -> None:
-        async with fake_deployment(num_decodes=2) as s, httpx.AsyncClient(base_url=s.url) as client:
+        store = Origin.parse("http://10.0.0.1:7702")
+        async with (
+            fake_deployment(num_decodes=2, store_metrics=(store,)) as s,
+            httpx.AsyncClient(base_url=s.url) as client,
+        ):
             answer = await client.get("/metrics/targets")
             assert answer.headers["content-type"] == "application/json"
             roles = {fake.url: "prefill" for fake in s.prefills}
             roles |= {fake.url: "decode" for fake in s.decodes}
+            roles |= {str(store): "store"}
             assert answer.json() == [
                 {
                     "targets": [url.removeprefix("http://")],
