@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.errors import CheckpointError, InvalidRequest
+from mooncake_engine.errors import CheckpointError, ConfigError, InvalidRequest
 from mooncake_engine.sampling_params import SamplingParams
 
 FILE_NAME = "generation_config.json"
@@ -56,6 +56,7 @@ def read_sampling_defaults(config: EngineConfig) -> SamplingDefaults:
     """Reads the configured defaults: the model's, those of another directory, or none.
 
     Raises:
+        ConfigError: the given directory has no such file.
         CheckpointError: the file can't be read, or contains an invalid value.
     """
     if config.generation_config in ("none", "vllm"):
@@ -66,7 +67,7 @@ def read_sampling_defaults(config: EngineConfig) -> SamplingDefaults:
     if not path.is_file():
         if is_models:
             return NO_DEFAULTS
-        raise CheckpointError(
+        raise ConfigError(
             f"--generation-config must be auto, none, or a directory with {FILE_NAME}; there is "
             f"none in {directory}"
         )

@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mooncake_engine.errors import CheckpointError, InvalidRequest
+from mooncake_engine.errors import CheckpointError, ConfigError, InvalidRequest
 
 TokenToBytes = Callable[[str], bytes]
 
@@ -166,6 +166,7 @@ class Tokenizer:
 
         Raises:
             CheckpointError: the directory has no usable tokenizer.
+            ConfigError: ``chat_template`` is malformed.
         """
         from transformers import AutoTokenizer
 
@@ -182,7 +183,27 @@ class Tokenizer:
             )
         if chat_template is not None:
             hf_tokenizer.chat_template = chat_template
-        return cls(hf_tokenizer, fingerprint=fingerprint)
+        tokenizer = cls(hf_tokenizer, fingerprint=fingerprint)
+        if chat_template is not None:
+            tokenizer._check_syntax()
+        return tokenizer
+
+    def _check_syntax(self) -> None:
+        """Compile the chat template. What it raises while it renders may be due to the messages.
+
+        Raises:
+            ConfigError: the template is malformed.
+        """
+        from jinja2 import TemplateSyntaxError
+
+        try:
+            self.render_chat([{"role": "user", "content": ""}])
+        except InvalidRequest as exc:
+            cause = exc.__cause__
+            if isinstance(cause, TemplateSyntaxError):
+                raise ConfigError(
+                    f"--chat-template is no valid Jinja template, line {cause.lineno}: {cause}"
+                ) from exc
 
     def ordinary_tokens(self) -> dict[str, int]:
         """The id of every token that is not special, by the token's written form."""

@@ -62,7 +62,7 @@ def test_defaults_may_come_from_another_directory(tmp_path: Path) -> None:
     write(tmp_path, QWEN3)
     config = EngineConfig(model=Path("no/model"), generation_config=str(tmp_path))
     assert read_sampling_defaults(config).params().top_k == 20
-    with pytest.raises(CheckpointError, match="--generation-config must be auto, none, or a dir"):
+    with pytest.raises(ConfigError, match="--generation-config must be auto, none, or a dir"):
         read_sampling_defaults(EngineConfig(model=tmp_path, generation_config="no/such"))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from support.byte_tokenizer import EOS, write_byte_tokenizer
 
-from mooncake_engine.errors import CheckpointError, InvalidRequest
+from mooncake_engine.errors import CheckpointError, ConfigError, InvalidRequest
 from mooncake_engine.text.tokenizer import Tokenizer, token_to_bytes, tokenizer_fingerprint
 
 USER = {"role": "user", "content": "hi"}
@@ -40,6 +40,20 @@ def test_special_ids_are_the_special_tokens_only(byte_tokenizer: Tokenizer) -> N
 def test_renders_chat(byte_tokenizer: Tokenizer) -> None:
     assert byte_tokenizer.render_chat([USER]) == "<|user|>hi\n<|assistant|>"
     assert byte_tokenizer.render_chat([USER], add_generation_prompt=False) == "<|user|>hi\n"
+
+
+@pytest.mark.parametrize("template", ["{{bad", "{% if messages %}", "a\n{% nonsense %}"])
+def test_malformed_template_of_an_option_is_refused_at_start(tmp_path: Path, template: str) -> None:
+    directory, line = write_byte_tokenizer(tmp_path), 1 + template.count("\n")
+    with pytest.raises(ConfigError, match=f"--chat-template is no valid Jinja .*, line {line}: "):
+        Tokenizer.load(directory, template)
+
+
+def test_template_that_rejects_some_messages_is_accepted(tmp_path: Path) -> None:
+    template = "{% if messages|length < 2 %}{{ raise_exception('more') }}{% endif %}"
+    tokenizer = Tokenizer.load(write_byte_tokenizer(tmp_path), template)
+    with pytest.raises(InvalidRequest, match="rejects these messages: more"):
+        tokenizer.render_chat([USER])
 
 
 def test_continues_the_final_message(byte_tokenizer: Tokenizer) -> None:
