@@ -94,12 +94,13 @@ def _accepted(request_type: type[msgspec.Struct], path: str) -> list[str]:
     for step in re.findall(r"[^.\[\]]+|\[", path):
         if not step.isdigit():
             kinds = [inner for kind in _alternatives(kinds) for inner in _inner(kind, step)]
-    return [
-        str(value)
-        for kind in _alternatives(kinds)
-        if isinstance(kind, msgspec.inspect.LiteralType)
-        for value in kind.values
-    ]
+    accepted: list[str] = []
+    for kind in _alternatives(kinds):
+        if isinstance(kind, msgspec.inspect.LiteralType):
+            accepted += map(str, kind.values)
+        elif isinstance(kind, msgspec.inspect.EnumType):
+            accepted += (str(each.value) for each in kind.cls)
+    return accepted
 
 
 def _alternatives(kinds: Iterable[msgspec.inspect.Type]) -> Iterator[msgspec.inspect.Type]:

@@ -13,7 +13,7 @@ from mooncake_api import COUNT_TOKENS_PATH, FORMAT_PATHS
 from mooncake_proxy import __version__
 from mooncake_proxy.api.api_keys import check_key
 from mooncake_proxy.api.error_responses import respond_error, respond_json
-from mooncake_proxy.api.openai_bodies import OpenAIEndpoint
+from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, explained
 from mooncake_proxy.api.proxied_request import forwarded_headers, request_id_of
 from mooncake_proxy.errors import (
     DECODE_ERRORS,
@@ -164,6 +164,9 @@ class AdminHandlers:
         self._check_admin_key(request)
         try:
             change = msgspec.json.decode(request.body, type=MembershipChange)
+        except DECODE_ERRORS as exc:
+            raise explained(exc, MembershipChange) from exc
+        try:
             instance = self._process.change(change)
         except (*DECODE_ERRORS, ConfigError) as exc:
             raise BadRequest(f"change of instances: {exc}") from exc

@@ -18,7 +18,6 @@ from mooncake_proxy.errors import DECODE_ERRORS, BadRequest
 
 Fields = dict[str, Raw]
 _LIST = re.compile(rb"\s*\[")
-_FIELD = re.compile(r" - at `\$\.(.*?)`$")
 _TOKEN_IDS = re.compile(rb"\s*\[\s*\d")
 _MEDIA = re.compile(
     rb'"(?:image_(?:url|pil|embeds)|input_(?:image|audio)|(?:audio|video)_(?:url|embeds)|'
@@ -110,11 +109,22 @@ def parse_request(body: bytes) -> tuple[ParsedRequest, Fields]:
         if not body.isascii():
             body.decode()  # raw fields are not parsed, but JSON must be UTF-8
         return _request_decoder.decode(body), _fields_decoder.decode(body)
-    except msgspec.ValidationError as exc:
-        field = _FIELD.search(str(exc))
-        raise BadRequest(f"request body: {exc}", param=field[1] if field else None) from exc
     except DECODE_ERRORS as exc:
-        raise BadRequest(f"request body is not JSON: {exc}", code="invalid_json") from exc
+        raise explained(exc, ParsedRequest) from exc
+
+
+def explained(exc: Exception, request_type: type[Struct]) -> BadRequest:
+    """The refusal of a body that could not be decoded, in the words of instances.
+
+    Args:
+        exc: one of DECODE_ERRORS.
+        request_type: the type of the body.
+    """
+    from mooncake_api.request_body import explain  # imported late to start faster
+
+    found = explain(exc, request_type)
+    code = None if isinstance(exc, msgspec.ValidationError) else "invalid_json"
+    return BadRequest(str(found), code=code, param=found.param)
 
 
 def has_media(messages: Raw) -> bool:

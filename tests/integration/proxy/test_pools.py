@@ -45,6 +45,27 @@ def test_changes_need_an_admin_key() -> None:
     uvloop.run(main())
 
 
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "operation is required"),
+        ({"operation": "drain"}, "url is required"),
+        ({"operation": "halt", "url": "h:1"}, "wanted add, drain, resume, remove, role"),
+        ({"operation": "add", "url": "h:1", "role": "all"}, "wanted prefill, decode, both"),
+        ({"operation": "add", "url": "h:1"}, "its role is missing (prefill, decode or both)"),
+        ({"operation": "add", "url": "h:0", "role": "both"}, "wanted http://HOST:PORT"),
+    ],
+)
+def test_impossible_changes_are_explained(body: dict[str, str], message: str) -> None:
+    async def main() -> None:
+        async with fake_deployment(admin_keys=frozenset({"secret"})) as s:
+            answer = await change(s, **body)
+            assert answer.status_code == 400
+            assert message in answer.json()["error"]["message"]
+
+    uvloop.run(main())
+
+
 def test_instance_is_added_and_removed_at_run_time() -> None:
     async def main() -> None:
         extra = FakeInstance("extra")

@@ -64,17 +64,29 @@ def test_params_of_prefiller_reach_decoder(params: str) -> None:
 @pytest.mark.parametrize(
     ("body", "message", "param"),
     [
-        (b"{", "not JSON", None),
-        (b"[]", "Expected `object`", None),
-        (b'{"stream": 1}', r"\$.stream", "stream"),
-        (b'{"max_tokens": "9"}', r"\$.max_tokens", "max_tokens"),
-        (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "recursion", None),
+        (b"", "the body must be a JSON object: input data was truncated", None),
+        (b"{", "the body must be a JSON object: input data was truncated", None),
+        (b"[]", "the body must be a JSON object: expected `object`, got `array`", None),
+        (b'{"stream": 1}', "stream: expected `bool | null`, got `int`", "stream"),
+        (b'{"max_tokens": "9"}', "max_tokens: expected `int | null`, got `str`", "max_tokens"),
+        (
+            b'{"stream_options": {"include_usage": 1}}',
+            "stream_options.include_usage: expected `bool | null`, got `int`",
+            "stream_options.include_usage",
+        ),
+        (
+            b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            "the body must be a JSON object: it is nested too deeply",
+            None,
+        ),
     ],
 )
-def test_invalid_bodies_are_reported(body: bytes, message: str, param: str | None) -> None:
-    with pytest.raises(BadRequest, match=message) as refusal:
+def test_invalid_bodies_are_explained_as_instances_do(
+    body: bytes, message: str, param: str | None
+) -> None:
+    with pytest.raises(BadRequest) as refusal:
         openai_bodies.parse_request(body)
-    assert refusal.value.param == param
+    assert (refusal.value.message, refusal.value.param) == (message, param)
 
 
 @pytest.mark.parametrize(
@@ -131,3 +143,4 @@ def test_unreadable_body_is_a_client_error(body: bytes) -> None:
     with pytest.raises(BadRequest) as failed:
         openai_bodies.parse_request(body)
     assert (failed.value.status, failed.value.code) == (400, "invalid_json")
+    assert failed.value.message.startswith("the body must be a JSON object: ")
