@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from mooncake_api.request_body import DECODE_ERRORS
 from mooncake_engine.config_checks import check_url
 from mooncake_engine.errors import ConfigError, EngineError
 from mooncake_engine.messages import BATCH_PRIORITY
@@ -162,7 +163,7 @@ def _read_requests(path: Path) -> list[_Line]:
             continue
         try:
             line = msgspec.json.decode(text, type=_Line)
-        except msgspec.MsgspecError as exc:
+        except DECODE_ERRORS as exc:
             raise ConfigError(f"{path}, line {number} is no valid batch request: {exc}") from exc
         for problem in _problems(line, lines):
             raise ConfigError(f"{path}, line {number} ({line.custom_id}): {problem}")
@@ -196,7 +197,7 @@ def _read_answered(path: Path) -> set[str]:
         found = [msgspec.json.decode(line, type=_Result) for line in whole.splitlines()]
     except OSError as exc:
         raise ConfigError(f"can't write --output-file {path}: {exc.strerror}") from exc
-    except msgspec.MsgspecError as exc:
+    except DECODE_ERRORS as exc:
         raise ConfigError(
             f"--output-file {path} has a line that is no result: {exc}; use another file"
         ) from exc
@@ -268,7 +269,9 @@ class _Client:
         """
         batch = self._batch
         pause = batch.pause or self._ended.wait
-        priority = max(line.body.get("priority") or 0, BATCH_PRIORITY)
+        priority = line.body.get("priority")
+        if priority is None or (isinstance(priority, int) and priority < BATCH_PRIORITY):
+            priority = BATCH_PRIORITY
         body = msgspec.json.encode({**line.body, "priority": priority})
         num_failures, pause_s = 0, _MIN_PAUSE_S
         while True:
@@ -295,7 +298,7 @@ class _Client:
                 connection.request("POST", self._prefix + path, body, self._headers)
                 with connection.getresponse() as response:
                     return _parse_response(response.status, response.headers, response.read())
-        except (OSError, http.client.HTTPException) as exc:
+        except (OSError, http.client.HTTPException, UnicodeError) as exc:  # of the host's name
             if self._ended.is_set():
                 raise _RunEnded from exc
             return _Response(None, error=f"{self._batch.url} does not respond: {exc}")
@@ -332,6 +335,12 @@ def _parse_response(status: int, headers: Any, content: bytes) -> _Response:
 
 
 def authorization() -> dict[str, str]:
-    """Returns the header with the API key in OPENAI_API_KEY; empty if that is not set."""
-    key = os.environ.get("OPENAI_API_KEY")
+    """Returns the header with the API key in OPENAI_API_KEY; empty if that is not set.
+
+    Raises:
+        ConfigError: the key can't be sent in a header.
+    """
+    key = os.environ.get("OPENAI_API_KEY", "").strip()  # a file's last line break
+    if not (key.isascii() and key.isprintable()):
+        raise ConfigError("OPENAI_API_KEY must be one line of ASCII characters; set it again")
     return {"Authorization": f"Bearer {key}"} if key else {}

@@ -17,7 +17,7 @@ from support.fake_engine import FakeEngine, upper_case
 from mooncake_engine.errors import ConfigError, Overloaded
 from mooncake_engine.messages import BATCH_PRIORITY, EngineRequest
 from mooncake_engine.process import batch_runner
-from mooncake_engine.process.batch_runner import Batch, BatchFailed, run_batch
+from mooncake_engine.process.batch_runner import Batch, BatchFailed, authorization, run_batch
 
 Run = Callable[..., str]
 FULL = r"can't write --output-file .*: No space left on device; the results in it are complete"
@@ -156,6 +156,48 @@ def test_full_disk_ends_the_run_and_keeps_whole_results(
     assert set(results(tmp_path / "out.jsonl")) == {"first"}
     assert len(served.engine.seen) < 10, "what can't be recorded is not computed"
     assert run(line("first"), line("milk")).startswith("1 requests sent, 0 of them failed")
+
+
+def test_priority_of_another_type_fails_its_request_alone(run: Run, tmp_path: Path) -> None:
+    with pytest.raises(BatchFailed, match="2 requests sent, 1 of them failed"):
+        run(line("tea"), line("milk", body={"priority": "high"}), max_attempts=1)
+    found = results(tmp_path / "out.jsonl")["milk"]["response"]
+    assert found["status_code"] == 400
+    assert found["body"]["error"]["param"] == "priority"
+
+
+def test_host_that_is_no_name_is_no_answer(tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", line("tea"))
+    batch = Batch("http://a..b", source, tmp_path / "out.jsonl", max_attempts=1)
+    with pytest.raises(BatchFailed):
+        run_batch(batch, lambda stage, share: None)
+    [found] = results(tmp_path / "out.jsonl").values()
+    assert found["error"]["message"].startswith("http://a..b does not respond: ")
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"prompt": "\xff"}', b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"]
+)
+def test_line_that_cannot_be_decoded_is_rejected(tmp_path: Path, body: bytes) -> None:
+    source = tmp_path / "in.jsonl"
+    source.write_bytes(b'{"custom_id": "a", "url": "/v1/completions", "body": %b}' % body)
+    with pytest.raises(ConfigError, match="line 1 is no valid batch request: "):
+        run_batch(Batch("http://x", source, tmp_path / "out.jsonl"), lambda stage, share: None)
+
+
+@pytest.mark.parametrize(("key", "sent"), [("", None), (" abc\n", "Bearer abc")])
+def test_api_key_is_sent(monkeypatch: pytest.MonkeyPatch, key: str, sent: str | None) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    assert authorization().get("Authorization") == sent
+
+
+@pytest.mark.parametrize("key", ["a\nb", "schlüssel"])
+def test_api_key_that_no_header_can_have_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", key)
+    with pytest.raises(ConfigError, match="OPENAI_API_KEY must be one line of ASCII characters"):
+        authorization()
 
 
 @pytest.mark.parametrize(
