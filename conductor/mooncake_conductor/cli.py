@@ -285,24 +285,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     _add_cache_tokens(one)
     one.add_argument("--csv", type=_output, metavar="FILE", help="write a line per request")
-    many = command("compare", "policies, loads and cache sizes as one table", compare)
-    _add_common(many)
-    _add_conductor(many)
-    many.add_argument(
-        "--policies",
-        type=_names(POLICIES, "policy"),
-        default=list(POLICIES),
-        metavar="NAME,...",
-        help=f"of {', '.join(POLICIES)} (default: all)",
-    )
-    _add_loads(many)
-    many.add_argument(
-        "--caches",
-        type=_list_of(_count),
-        default=[3_000_000],
-        metavar="TOKENS,...",
-        help="sizes of the prefix cache of a prefill node",
-    )
+    _add_compare(command("compare", "policies, loads and cache sizes as one table", compare))
     systems = command("goodput", "goodput over load, compared with coupled instances", goodput)
     _add_common(systems)
     systems.add_argument(
@@ -319,6 +302,26 @@ def build_parser() -> argparse.ArgumentParser:
         command("calibrate", "measure the latencies of a live instance", calibrate_instance)
     )
     return parser
+
+
+def _add_compare(parser: argparse.ArgumentParser) -> None:
+    _add_common(parser)
+    _add_conductor(parser)
+    parser.add_argument(
+        "--policies",
+        type=_names(POLICIES, "policy"),
+        default=list(POLICIES),
+        metavar="NAME,...",
+        help=f"of {', '.join(POLICIES)} (default: all)",
+    )
+    _add_loads(parser)
+    parser.add_argument(
+        "--caches",
+        type=_list_of(_count),
+        default=[3_000_000],
+        metavar="TOKENS,...",
+        help="sizes of the prefix cache of a prefill node",
+    )
 
 
 def _add_loads(parser: argparse.ArgumentParser) -> None:
