@@ -101,7 +101,7 @@ class Fleet:
         self.is_draining = np.zeros(num_slots, np.bool_)
         self.is_away = np.zeros(num_slots, np.bool_)
         self._roles: dict[int, Role] = {}
-        self._sends_prefixes: dict[int, bool] = {}
+        self._sends_prefixes: dict[int, bool] = {}  # set by `share_prefixes`, else the role decides
         self._prefill_costs = self.prefill[:, self.prefill_slots]
 
     def add(self, spec: InstanceSpec) -> int:
