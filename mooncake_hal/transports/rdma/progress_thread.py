@@ -9,6 +9,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from mooncake_hal.errors import TransferError
+
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 3600.0
@@ -24,6 +26,9 @@ class ProgressThread:
         tick: handles deadlines; called when the next one is due. Returns the ``time.monotonic``
             value at which to call it next, or None.
         on_error: called with the exception of a failed callback.
+
+    Raises:
+        TransferError: the thread can't be started.
     """
 
     def __init__(
@@ -39,7 +44,11 @@ class ProgressThread:
         self._next = float("inf")
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="rdma-progress", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as exc:
+            self._close_descriptors()
+            raise TransferError(f"rdma: the progress thread can't be started: {exc}") from exc
 
     def add(self, fd: int, callback: Callable[[], None]) -> None:
         """Call ``callback`` whenever ``fd`` is readable."""
@@ -66,6 +75,9 @@ class ProgressThread:
         self._closing = True
         self._wake()
         self._thread.join()
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
         self._poller.close()
         os.close(self._wake_out)
         os.close(self._wake_in)

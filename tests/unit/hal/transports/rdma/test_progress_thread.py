@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from mooncake_hal.errors import TransferError
 from mooncake_hal.transports.rdma.progress_thread import ProgressThread, is_readable
 
 SECONDS = 30.0
@@ -115,3 +116,16 @@ def test_descriptors_above_1024_are_supported(pipe: tuple[int, int]) -> None:
     os.write(pipe[1], b"x")
     assert is_readable(high, SECONDS)
     os.close(high)
+
+
+def test_thread_that_cannot_be_started_leaks_no_descriptors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def start(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    before = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(TransferError, match="progress thread can't be started: can't start new"):
+        Endpoint()
+    assert len(os.listdir("/proc/self/fd")) == before
