@@ -19,7 +19,7 @@ from mooncake_hal.backend import Event
 from mooncake_hal.errors import HalError, PeerLost
 from mooncake_hal.kv.geometry import KVGeometry, KVShard
 from mooncake_hal.kv.layout import KVLayout
-from mooncake_hal.negotiation import AUTO, Transports
+from mooncake_hal.negotiation import AUTO, NegotiatedPeer, Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.specs import TransportConstraints
 from mooncake_hal.transport import EndpointOptions, MemoryRegion, Peer
@@ -256,7 +256,7 @@ class RankTransports:
         registry: Registry,
         shared: SharedTransports,
     ) -> None:
-        self._peers: dict[tuple[str, int, int], Peer] = {}
+        self._peers: dict[tuple[str, int, int], NegotiatedPeer] = {}
         self._connecting: dict[tuple[str, int, int], threading.Lock] = {}
         self._lock = threading.Lock()
         self._use = shared.open(config, memory, registry)
@@ -305,18 +305,23 @@ class RankTransports:
         with connecting:  # serializes callers that want the same connection only
             known = self._peers.get(key)
             if known is not None:
-                return known
+                return known.peer
             timeout = min(timeout_s, CONNECT_TIMEOUT_S)
             choice = self._transports.connect(addresses, timeout=timeout)
             with self._lock:
                 is_wanted = self._connecting.get(key) is connecting
                 if is_wanted:
-                    self._peers[key] = choice.peer
+                    self._peers[key] = choice
         if not is_wanted:  # `forget` or `close` came first, so nothing else would close it
             choice.peer.close()
             raise PeerLost(f"instance {engine_id} was dropped while it was being connected to")
         logger.info("%s rank %d: %s", engine_id, rank, choice.reason)
         return choice.peer
+
+    def transport_of(self, engine_id: str, rank: int, connection: int = 0) -> str | None:
+        """Name of the transport of an established connection; None if there is none."""
+        known = self._peers.get((engine_id, rank, connection))
+        return None if known is None else known.name
 
     def forget(self, engine_id: str, connection: int | None = None) -> None:
         """Close the connections to all ranks of a peer: all of them, or those of one number.
@@ -330,16 +335,16 @@ class RankTransports:
             for key in list(self._connecting):
                 if matches(key):
                     del self._connecting[key]
-        for peer in peers:
-            peer.close()
+        for each in peers:
+            each.peer.close()
 
     def close(self) -> None:
         """Close all connections and endpoints. Idempotent."""
         with self._lock:
             peers, self._peers = list(self._peers.values()), {}
             self._connecting.clear()
-        for peer in peers:
-            peer.close()
+        for each in peers:
+            each.peer.close()
         self._use.close()
 
 

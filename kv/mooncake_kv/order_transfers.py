@@ -22,6 +22,8 @@ class OrderTransfers:
     def __init__(self, deadline: float) -> None:
         self.deadline = deadline
         self.nbytes = 0
+        self.by_transport: dict[str, int] = {}
+        """The part of ``nbytes`` whose transport is known, by its name."""
         self._lock = threading.Lock()
         self._transfers: list[Transfer] = []
         self._is_cancelled = False
@@ -50,11 +52,13 @@ class OrderTransfers:
             )
         return left_s
 
-    def add(self, transfer: Transfer, nbytes: int) -> None:
+    def add(self, transfer: Transfer, nbytes: int, transport: str | None = None) -> None:
         """Add a transfer in flight; it is cancelled immediately if the order is cancelled."""
         with self._lock:
             self._transfers.append(transfer)
             self.nbytes += nbytes
+            if transport is not None:
+                self.by_transport[transport] = self.by_transport.get(transport, 0) + nbytes
             is_cancelled = self._is_cancelled
         if is_cancelled:
             transfer.cancel()

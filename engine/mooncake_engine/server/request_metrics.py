@@ -437,14 +437,16 @@ class _StatsMetrics:
         yield by_position
 
     def _kv_pool(self, stats: PoolStats) -> Iterator[Metric]:
-        """One metric per field, with a label for tier or reason where the field is a mapping."""
+        """One metric per field, with a label where the field is a mapping: its transport, or its
+        tier, outcome or reason."""
         for field in dataclasses.fields(stats):
             name, value = f"mooncake:kv_pool_{field.name}", getattr(stats, field.name)
             text = f"KVCache pool: {field.name.replace('_', ' ')}."
             if isinstance(value, dict):
-                counts = CounterMetricFamily(name, text, labels=(*_LABELS, "kind"))
+                label = "transport" if field.name.endswith("_by_transport") else "kind"
+                counts = CounterMetricFamily(name, text, labels=(*_LABELS, label))
                 # from 0 on: Prometheus would not see the increase from nothing to the first count
-                every = dict.fromkeys(KNOWN_KINDS[field.name], 0) | value
+                every = dict.fromkeys(KNOWN_KINDS.get(field.name, ()), 0) | value
                 for kind, count in sorted(every.items()):
                     counts.add_metric((*self._label_values, kind), count)
                 yield counts

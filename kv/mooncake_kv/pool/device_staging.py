@@ -117,6 +117,10 @@ class DeviceMemory:
         )
         return StagedStore(inner, self._copies.copier, self._free)
 
+    def transport_of(self, engine_id: str, rank: int, connection: int) -> str | None:
+        """See ``RankTransports.transport_of``."""
+        return self._transports.transport_of(engine_id, rank, connection)
+
     def forget(self, engine_id: str, connection: int | None = None) -> None:
         """Drop the connections to a store, or one of them. Idempotent."""
         self._transports.forget(engine_id, connection)

@@ -395,6 +395,7 @@ class PoolClient:
         if failure is None:
             now, stats = time.monotonic(), self.stats
             stats.loaded_bytes += sum(report.nbytes for report in reports)
+            _add_by_transport(stats.loaded_bytes_by_transport, reports)
             stats.load_seconds += now - began
             stats.exposed_seconds += exposed[0] if exposed else now - began
             stats.stalled_seconds += max(report.stalled_s for report in reports)
@@ -462,7 +463,10 @@ class PoolClient:
         blocks = tuple(save.block_ids)
         order = SaveRuns(save.save_id, runs, blocks, self._timeout_s, save.step)
         reports = await self._ranks.run(save.save_id, order)
-        return next((report.error for report in reports if report.error is not None), None)
+        failure = next((report.error for report in reports if report.error is not None), None)
+        if failure is None:
+            _add_by_transport(self.stats.saved_bytes_by_transport, reports)
+        return failure
 
     def _count_in_flight(self) -> None:
         self.stats.loads_in_flight = len(self._loading)
@@ -571,3 +575,9 @@ class PoolClient:
         if count:
             refusals = self.stats.num_save_refusals
             refusals[reason] = refusals.get(reason, 0) + count
+
+
+def _add_by_transport(total: dict[str, int], reports: Sequence[RunsEnded]) -> None:
+    for report in reports:
+        for name, nbytes in report.by_transport.items():
+            total[name] = total.get(name, 0) + nbytes

@@ -230,7 +230,7 @@ KNOWN_KINDS: Mapping[str, Sequence[str]] = {
         *("busy", "elsewhere", "failed", "late", "reused"),
     ),
 }
-"""The keys of the fields of ``PoolStats`` that are mappings."""
+"""The keys of the fields of ``PoolStats`` that are mappings, if these are known."""
 
 _SHARED = frozenset({"num_stores", "num_connected_stores"})
 """The fields of ``PoolStats`` about what several pool clients share."""
@@ -248,6 +248,8 @@ class PoolStats:
         num_loads: loads that were started.
         num_failed_loads: loads that ended without all requested chunks.
         num_loaded_chunks, loaded_bytes: chunks and bytes that loads delivered.
+        loaded_bytes_by_transport, saved_bytes_by_transport: bytes that the ranks read in loads, and
+            wrote in saves, that succeeded, by transport.
         load_seconds: total duration of loads, each on its slowest rank.
         exposed_seconds: the part of it before a step could start.
         stalled_seconds: seconds that steps waited for layers.
@@ -274,6 +276,7 @@ class PoolStats:
     num_failed_loads: int = 0
     num_loaded_chunks: int = 0
     loaded_bytes: int = 0
+    loaded_bytes_by_transport: dict[str, int] = field(default_factory=dict)
     load_seconds: float = 0.0
     exposed_seconds: float = 0.0
     stalled_seconds: float = 0.0
@@ -283,6 +286,7 @@ class PoolStats:
     num_saves: int = 0
     num_saved_chunks: int = 0
     saved_bytes: int = 0
+    saved_bytes_by_transport: dict[str, int] = field(default_factory=dict)
     num_copied_chunks: int = 0
     num_layerwise_saves: int = 0
     num_save_refusals: dict[str, int] = field(default_factory=dict)
@@ -298,6 +302,8 @@ class PoolStats:
             num_found_chunks=dict(self.num_found_chunks),
             num_prefix_hints=dict(self.num_prefix_hints),
             num_save_refusals=dict(self.num_save_refusals),
+            loaded_bytes_by_transport=dict(self.loaded_bytes_by_transport),
+            saved_bytes_by_transport=dict(self.saved_bytes_by_transport),
         )
 
     def __add__(self, other: PoolStats) -> PoolStats:

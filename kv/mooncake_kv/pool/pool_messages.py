@@ -159,6 +159,7 @@ class RunsEnded(msgspec.Struct, frozen=True, tag=True):
         seconds: seconds from the start of the order's work to its end.
         stalled_s: seconds that steps waited for its layers.
         begun_share: fraction of a load's layers whose transfers had been started, 0 to 1.
+        by_transport: ``nbytes`` by the transports' names.
     """
 
     order_id: str
@@ -167,6 +168,7 @@ class RunsEnded(msgspec.Struct, frozen=True, tag=True):
     seconds: float
     stalled_s: float = 0.0
     begun_share: float = 0.0
+    by_transport: dict[str, int] = {}
 
     @property
     def missing_s(self) -> float:

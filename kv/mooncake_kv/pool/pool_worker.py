@@ -366,7 +366,8 @@ class PoolWorker:
             )
             move = peer.read if is_read else peer.write
             transfer = move(spans, timeout=moves.time_left())
-            moves.add(transfer, spans.total_bytes)
+            transport = self._transports.transport_of(plan.epoch, STORE_RANK, plan.connection)
+            moves.add(transfer, spans.total_bytes, transport)
             started.append(transfer)
         return started
 
@@ -418,7 +419,9 @@ class PoolWorker:
             with self._lock:
                 self._loads.pop(order_id, None)
         seconds = time.monotonic() - started
-        ended = RunsEnded(order_id, error, moves.nbytes, seconds, stalled_s, begun_share)
+        ended = RunsEnded(
+            order_id, error, moves.nbytes, seconds, stalled_s, begun_share, moves.by_transport
+        )
         self._context.emit(encode(ended))
 
 

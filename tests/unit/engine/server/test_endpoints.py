@@ -80,6 +80,17 @@ def test_pool_metrics_begin_at_zero_for_every_kind(client: AsgiClient, engine: F
             assert found[f"mooncake:kv_pool_{field}_total", kind] == 0
 
 
+def test_pool_bytes_have_their_transport_as_label(client: AsgiClient, engine: FakeEngine) -> None:
+    engine.kv_pool = PoolStats(loaded_bytes=9, loaded_bytes_by_transport={"shm": 4, "rdma": 5})
+    found = {
+        sample.labels["transport"]: sample.value
+        for family in text_string_to_metric_families(client.get("/metrics").text)
+        for sample in family.samples
+        if sample.name == "mooncake:kv_pool_loaded_bytes_by_transport_total"
+    }
+    assert found == {"shm": 4, "rdma": 5}
+
+
 def test_an_embedded_store_exports_store_metrics(client: AsgiClient, engine: FakeEngine) -> None:
     assert "mooncake_store" not in client.get("/metrics").text
     store = StoreStats(capacity_bytes=9, ssd_bytes=4, num_puts=3, num_evicted={"room": 2})

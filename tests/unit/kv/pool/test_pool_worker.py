@@ -84,6 +84,9 @@ class Connections:
         with self._lock:
             return self.all.setdefault((epoch, connection), Connection())
 
+    def transport_of(self, epoch: str, rank: int, connection: int) -> str:
+        return f"to-{epoch}"
+
     def forget(self, epoch: str, number: int | None = None) -> None:
         for key in [key for key in self.all if key[0] == epoch and number in (None, key[1])]:
             self.all.pop(key).close()
@@ -131,15 +134,19 @@ class Worker:
         return [message.load_id for message in messages if isinstance(message, LayersLoaded)]
 
     @property
+    def reports(self) -> list[RunsEnded]:
+        """The report of each completed order."""
+        messages = map(decode_from_rank, list(self._rank.sent))
+        return [each for each in messages if isinstance(each, RunsEnded)]
+
+    @property
     def ended(self) -> dict[str, str | None]:
         """The error of each completed order."""
-        messages = map(decode_from_rank, list(self._rank.sent))
-        return {each.order_id: each.error for each in messages if isinstance(each, RunsEnded)}
+        return {each.order_id: each.error for each in self.reports}
 
     @property
     def begun_shares(self) -> dict[str, float]:
-        messages = map(decode_from_rank, list(self._rank.sent))
-        return {each.order_id: each.begun_share for each in messages if isinstance(each, RunsEnded)}
+        return {each.order_id: each.begun_share for each in self.reports}
 
     def end_all(self) -> None:
         """Complete all transfers, so that all orders succeed that depend on nothing else."""
@@ -174,6 +181,21 @@ def test_load_without_a_thread_neither_releases_nor_blocks_steps(worker: Worker)
     ended = worker.ended
     assert ended.pop("quick") == "a step continued without a layer that had not arrived in time"
     assert set(ended.values()) == {None}
+
+
+def test_bytes_are_reported_by_transport(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that was closed meanwhile has none."""
+    worker.load("load", "a")
+    worker.save("save", "b")
+    worker.end_all()
+    monkeypatch.setattr(worker.connections, "transport_of", lambda *_: None)
+    worker.load("unknown", "a")
+    worker.end_all()
+    reports = {each.order_id: each for each in worker.reports}
+    for name, transport in (("load", "to-a"), ("save", "to-b")):
+        assert reports[name].nbytes > 0
+        assert reports[name].by_transport == {transport: reports[name].nbytes}
+    assert reports["unknown"].by_transport == {}
 
 
 def test_load_that_timed_out_before_a_thread_took_it_is_not_started(worker: Worker) -> None:
