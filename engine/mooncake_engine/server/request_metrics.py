@@ -35,7 +35,7 @@ from mooncake_engine.messages import (
 from mooncake_engine.server.metric_cells import Counter, Histogram, MetricCells
 from mooncake_engine.server.request_context import ChoiceStats, GeneratedChoice, RequestContext
 from mooncake_engine.text.completion_output import EngineClient, TextUpdate
-from mooncake_kv.pool.pool_events import KNOWN_KINDS, PoolStats
+from mooncake_kv.pool.pool_events import KNOWN_KINDS, POOL_STATS_HELP, PoolStats
 from mooncake_kv.store.chunk_store import StoreStats
 from mooncake_kv.store.store_metrics import STORE_PREFIX, families
 
@@ -441,7 +441,7 @@ class _StatsMetrics:
         tier, outcome or reason."""
         for field in dataclasses.fields(stats):
             name, value = f"mooncake:kv_pool_{field.name}", getattr(stats, field.name)
-            text = f"KVCache pool: {field.name.replace('_', ' ')}."
+            text = POOL_STATS_HELP[field.name]
             if isinstance(value, dict):
                 label = "transport" if field.name.endswith("_by_transport") else "kind"
                 counts = CounterMetricFamily(name, text, labels=(*_LABELS, label))

@@ -118,7 +118,7 @@ class DeviceMemory:
         return StagedStore(inner, self._copies.copier, self._free)
 
     def transport_of(self, engine_id: str, rank: int, connection: int) -> str | None:
-        """See ``RankTransports.transport_of``."""
+        """Name of the transport of an established connection to a store; None if there is none."""
         return self._transports.transport_of(engine_id, rank, connection)
 
     def forget(self, engine_id: str, connection: int | None = None) -> None:

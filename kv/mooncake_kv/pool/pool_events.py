@@ -232,41 +232,49 @@ KNOWN_KINDS: Mapping[str, Sequence[str]] = {
 }
 """The keys of the fields of ``PoolStats`` that are mappings, if these are known."""
 
+POOL_STATS_HELP: Mapping[str, str] = {
+    "num_lookups": "Prompts that were looked up in stores.",
+    "num_queried_chunks": "Chunks of the prompts that were looked up.",
+    "num_found_chunks": "Chunks that were found by look-ups, by tier of the nearest store.",
+    "num_prefix_hints": "Hints of requests about stores that hold their prefix, by outcome.",
+    "num_loads": "Loads of prompts from stores that were started.",
+    "num_failed_loads": "Loads that ended without all requested chunks.",
+    "num_loaded_chunks": "Chunks that loads delivered.",
+    "loaded_bytes": "Bytes of KV that the ranks read in loads that succeeded.",
+    "loaded_bytes_by_transport": "Bytes of KV that the ranks read in loads that succeeded, by "
+    "transport.",
+    "load_seconds": "Seconds that loads took, each on its slowest rank.",
+    "exposed_seconds": "Seconds of loads before a step of their request could start.",
+    "stalled_seconds": "Seconds that steps waited for layers of loads.",
+    "hideable_seconds": "Seconds of loads that computing the prompts' rest could have hidden.",
+    "num_recomputed_chunks": "Chunks that were found but computed, since that was estimated to be "
+    "faster.",
+    "num_waits": "Prompts that waited for the load of another prompt.",
+    "num_saves": "Saves that stored at least one chunk.",
+    "num_saved_chunks": "Chunks that saves stored.",
+    "saved_bytes": "Bytes of KV that saves stored.",
+    "saved_bytes_by_transport": "Bytes of KV that the ranks wrote in saves that succeeded, by "
+    "transport.",
+    "num_copied_chunks": "Stored chunks that came from another store.",
+    "num_layerwise_saves": "Saves that were copied layer by layer during the steps.",
+    # those of ``busy`` (too many saves in flight), ``unreachable`` and lack of memory may have been
+    # stored later, if their request had more to save, or their blocks were still cached
+    "num_save_refusals": "Chunks that were not stored when they were offered, by reason.",
+    "loads_in_flight": "Loads in flight now.",
+    "saves_in_flight": "Saves in flight now.",
+    # data-parallel ranks share them
+    "num_stores": "Stores that --kv-pool names, the instance's own included.",
+    "num_connected_stores": "Stores that --kv-pool names and that can be used now.",
+}
+"""What the fields of ``PoolStats`` count, in which unit: the help texts of their metrics."""
+
 _SHARED = frozenset({"num_stores", "num_connected_stores"})
 """The fields of ``PoolStats`` about what several pool clients share."""
 
 
 @dataclass(slots=True)
 class PoolStats:
-    """Counters of one instance, and gauges, which are marked as such.
-
-    Args:
-        num_lookups: prompts that were looked up.
-        num_queried_chunks: chunks of these prompts.
-        num_found_chunks: chunks of these that were found, by tier of the nearest store.
-        num_prefix_hints: hints of requests about stores, by outcome.
-        num_loads: loads that were started.
-        num_failed_loads: loads that ended without all requested chunks.
-        num_loaded_chunks, loaded_bytes: chunks and bytes that loads delivered.
-        loaded_bytes_by_transport, saved_bytes_by_transport: bytes that the ranks read in loads, and
-            wrote in saves, that succeeded, by transport.
-        load_seconds: total duration of loads, each on its slowest rank.
-        exposed_seconds: the part of it before a step could start.
-        stalled_seconds: seconds that steps waited for layers.
-        hideable_seconds: the part of load_seconds that computing the prompts could have hidden.
-        num_recomputed_chunks: chunks that were found but recomputed, since that was estimated to be
-            faster.
-        num_waits: prompts that waited for the load of another prompt.
-        num_saves, num_saved_chunks, saved_bytes: saves, chunks and bytes that were stored.
-        num_copied_chunks: the part of num_saved_chunks that came from another store.
-        num_layerwise_saves: the part of num_saves that was copied layer by layer during the steps.
-        num_save_refusals: chunks that were not stored, by reason. Those of ``busy`` (too many saves
-            in flight), ``unreachable`` and lack of memory may have been stored later, if their
-            request had more to save, or their blocks were still cached.
-        loads_in_flight, saves_in_flight: loads and saves in flight (gauges).
-        num_stores, num_connected_stores: configured stores, and those of them that can be used now
-            (gauges). Data-parallel ranks share them.
-    """
+    """Counters of one instance, and gauges; ``POOL_STATS_HELP`` says what each of them counts."""
 
     num_lookups: int = 0
     num_queried_chunks: int = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ from mooncake_engine.server.request_metrics import _EngineCollector
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_kv.connector import CompatibilityReport
-from mooncake_kv.pool.pool_events import KNOWN_KINDS, PoolStats
+from mooncake_kv.pool.pool_events import KNOWN_KINDS, POOL_STATS_HELP, PoolStats
 from mooncake_kv.store.chunk_store import StoreStats
 from mooncake_kv.store.store_metrics import prometheus_text
 
@@ -78,6 +78,22 @@ def test_pool_metrics_begin_at_zero_for_every_kind(client: AsgiClient, engine: F
     for field, kinds in KNOWN_KINDS.items():
         for kind in set(kinds) - {"busy"}:
             assert found[f"mooncake:kv_pool_{field}_total", kind] == 0
+
+
+def test_help_of_pool_metrics_says_what_they_count(client: AsgiClient, engine: FakeEngine) -> None:
+    engine.kv_pool = PoolStats()
+    helped = {
+        family.name.removeprefix("mooncake:kv_pool_"): family.documentation
+        for family in text_string_to_metric_families(client.get("/metrics").text)
+        if family.name.startswith("mooncake:kv_pool_")
+    }
+    assert helped.pop("overlap_ratio")
+    assert {*helped} == {field.name for field in fields(PoolStats)} == {*POOL_STATS_HELP}
+    for name, text in helped.items():
+        assert text.count(" ") >= 2, name
+        words = {"bytes": "Bytes", "seconds": "Seconds"}
+        for unit, begin in words.items():
+            assert (unit in name) == text.startswith(begin), name
 
 
 def test_pool_bytes_have_their_transport_as_label(client: AsgiClient, engine: FakeEngine) -> None:
