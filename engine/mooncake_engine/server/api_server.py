@@ -44,6 +44,7 @@ from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.server.stats_log import StatsLog
 from mooncake_engine.text.completion_output import EngineClient
 from mooncake_engine.text.tokenizer import Tokenizer
+from mooncake_hal.session.listener import tune
 
 log = logging.getLogger(__name__)
 
@@ -320,6 +321,9 @@ def run_server(
     # Accepted connections inherit it. Without it, connections closed from this side (TIME_WAIT)
     # would keep a restarted instance from binding its port for a minute.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Inherited, too: a client whose host is gone says so to nobody, and the buffers of the kernel
+    # take whole answers. Its requests end within a minute.
+    tune(listener)
     server.run(sockets=[listener])
 
 

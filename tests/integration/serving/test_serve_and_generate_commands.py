@@ -36,6 +36,26 @@ def test_serves_until_signalled(number: signal.Signals) -> None:
     assert "Traceback" not in program.error_text
 
 
+def test_client_whose_host_is_gone_is_probed(tiny_llama_url: str) -> None:
+    """It sends no end, and an answer that fits into the kernel's buffers can be written to it."""
+    port = int(tiny_llama_url.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert client.recv(4096).startswith(b"HTTP/1.1 200")
+        ends = [f":{end:04X}" for end in (port, client.getsockname()[1])]
+        deadline = time.monotonic() + 30
+        timers = [""]
+        while timers != ["02"]:  # the kernel's timer of probes; at first it awaits the reply's ACK
+            assert time.monotonic() < deadline, f"the connection's timer is {timers}"
+            rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()]
+            timers = [
+                row[5].partition(":")[0]
+                for row in rows
+                if row[1].endswith(ends[0]) and row[2].endswith(ends[1])
+            ]
+            time.sleep(0.01)
+
+
 def ask_endlessly(url: str, num_tokens: int) -> urllib.request.Request:
     body = {"prompt": PAGE, "max_tokens": num_tokens, "ignore_eos": True, "stream": True}
     return urllib.request.Request(f"{url}/v1/completions", json.dumps(body).encode())
