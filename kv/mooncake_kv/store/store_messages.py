@@ -190,7 +190,9 @@ class StatsReply(StoreMessage, frozen=True):
 
 
 class ListChunks(StoreMessage, frozen=True):
-    """Requests one page of a tier's chunks: those whose keys follow ``after``, in key order."""
+    """Requests one page of a tier's chunks: those whose keys follow ``after``, in key order. All
+    pages show the chunks of the moment at which the first one, whose ``after`` is empty, was
+    requested in this session."""
 
     tier: Tier
     after: bytes = b""

@@ -19,11 +19,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import heapq
 import logging
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -274,6 +274,8 @@ class _SessionUser:
         self._is_drained = False
         self._tickets: dict[int, _Ticket] = {}
         self._last_ticket = 0
+        self._listing: tuple[Tier, _Listing] | None = None
+        """What the user is reading page by page."""
 
     def end(self) -> None:
         """End the user: its session is closed and none of its processes writes any more."""
@@ -362,10 +364,13 @@ class _SessionUser:
         return None
 
     def _page(self, tier: Tier, after: bytes) -> tuple[Chunk, ...]:
-        """The PAGE_CHUNKS chunks of a tier with the smallest keys beyond ``after``. Their
-        ``content`` is left out: a page with it might exceed a frame."""
-        behind = (c for c in self._store.chunks().get(tier, []) if c.key > after)
-        page = heapq.nsmallest(PAGE_CHUNKS, behind, key=lambda c: c.key)
+        """The PAGE_CHUNKS chunks of a tier with the smallest keys beyond ``after``, as of the first
+        page. Their ``content`` is left out: a page with it might exceed a frame."""
+        found = self._listing
+        if found is None or found[0] is not tier or not after:
+            found = tier, _Listing(self._store.chunks().get(tier, []))
+        page = found[1].page(after)
+        self._listing = None if len(page) < PAGE_CHUNKS else found
         return tuple(replace(chunk, content=None) for chunk in page)
 
     def _drop(self, keys: Sequence[bytes] | None, tenant: str | None) -> int:
@@ -440,6 +445,34 @@ async def _await_exit(writers: Sequence[ProcessName], unseen_s: float) -> None:
 
 def _pinned(handles: list[ReadHandle | None]) -> StoreReply:
     return Pinned(tuple(handles))
+
+
+class _Listing:
+    """Chunks of one moment, to be read in pages in the order of their keys.
+
+    They are divided by the first byte of their keys, which are hashes, and sorted part by part: one
+    sort of millions of keys would keep every other thread waiting for seconds.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
+        self._parts: list[list[Chunk]] = [[] for _ in range(256)]
+        for chunk in chunks:
+            self._parts[chunk.key[0]].append(chunk)
+
+    def page(self, after: bytes) -> list[Chunk]:
+        """The PAGE_CHUNKS chunks with the smallest keys beyond ``after``, or all that there are."""
+        found: list[Chunk] = []
+        for number in range(after[0] if after else 0, len(self._parts)):
+            part = self._parts[number] = sorted(self._parts[number], key=_key_of)
+            start = bisect_right(part, after, key=_key_of)
+            found += part[start : start + PAGE_CHUNKS - len(found)]
+            if len(found) == PAGE_CHUNKS:
+                break
+        return found
+
+
+def _key_of(chunk: Chunk) -> bytes:
+    return chunk.key
 
 
 def _on_a_thread(call: Callable[[], Result]) -> Future[Result]:

@@ -150,6 +150,32 @@ def test_chunks_are_listed_in_pages_and_dropped_by_tenant(served, client, monkey
     assert client.drop_matching().result(WAIT_S) == 3
 
 
+def test_store_is_read_once_for_all_pages_of_a_listing(served, client, monkeypatch):
+    for module in ("store_service", "store_client"):
+        monkeypatch.setattr(f"mooncake_kv.store.{module}.PAGE_CHUNKS", 2)
+    num_reads, read = [], served.store.chunks
+    monkeypatch.setattr(served.store, "chunks", lambda: num_reads.append(1) or read())
+    keys = [bytes([first, 7]) for first in (200, 3, 255, 0, 3, 77)]
+    keys[4] += b"x"
+    chunks = [structs.replace(chunk(1), key=key) for key in keys]
+    assert client.commit(client.reserve(chunks).result(WAIT_S)).result(WAIT_S) == [True] * 6
+    first = client.list_page(Tier.DRAM, b"").result(WAIT_S)
+    put(client, 2)
+    pages = [first]
+    while len(pages[-1]) == 2:
+        pages.append(client.list_page(Tier.DRAM, pages[-1][-1].key).result(WAIT_S))
+    assert [c.key for page in pages for c in page] == sorted(keys)
+    assert len(num_reads) == 1
+    assert [c.key for c in client.list_chunks(Tier.DRAM)] == sorted([*keys, chunk(2).key])
+    assert len(num_reads) == 2
+    # a session that is opened in the middle of a listing goes on behind the last key
+    other = StoreClient(served.address)
+    assert other.await_store(WAIT_S)
+    [last] = other.list_page(Tier.DRAM, b"\xc8\x07").result(WAIT_S)
+    assert last.key == b"\xff\x07"
+    other.close()
+
+
 def test_page_of_the_largest_chunks_fits_into_a_frame():
     names = {"key": bytes(64), "parent": bytes(64), "tenant": "t" * 512}
     largest = Chunk(position=1 << 40, nbytes=1 << 40, num_tokens=1 << 40, **names)
