@@ -53,6 +53,9 @@ Result = TypeVar("Result")
 NUM_THREADS = 4
 CONNECT_TIMEOUT_S = 5.0
 CALL_TIMEOUT_S = 15.0
+CLOSE_TIMEOUT_S = 40.0
+"""Longer than the client's own timeout of a message to the master, 30 s: a process that ends while
+the client is in a call is aborted by it."""
 MAX_WAITING = 1024
 """Upper bound of the calls that wait for the master; more are misses at once."""
 TIMER_S = 0.25
@@ -200,7 +203,7 @@ class MooncakeChunkStore:
         return _done(found)
 
     def close(self) -> None:
-        """Wait up to CALL_TIMEOUT_S for calls in flight, and as long for the client to leave the
+        """Wait up to CLOSE_TIMEOUT_S for calls in flight, and as long for the client to leave the
         pool. Idempotent.
 
         If it does not, because the master is gone, its memory stays mapped until the process ends:
@@ -226,7 +229,7 @@ class MooncakeChunkStore:
             logger.warning(
                 "the client of a Mooncake Store did not return within %g s: its memory stays in "
                 "use until this process ends",
-                CALL_TIMEOUT_S,
+                CLOSE_TIMEOUT_S,
             )
 
     def _leave(self) -> None:
@@ -458,7 +461,7 @@ def _client_threads(name: str, count: int) -> DaemonThreads[Callable[[], None]]:
 
 def _end(threads: DaemonThreads[Callable[[], None]]) -> bool:
     threads.close()
-    return threads.join(time.monotonic() + CALL_TIMEOUT_S)
+    return threads.join(time.monotonic() + CLOSE_TIMEOUT_S)
 
 
 def _package() -> ModuleType:

@@ -123,7 +123,7 @@ def test_failing_client_frees_staging_memory(store, call):
 
 
 def test_close_gives_up_on_calls_of_a_master_that_is_gone(store, monkeypatch, caplog):
-    monkeypatch.setattr(mooncake_store, "CALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(mooncake_store, "CLOSE_TIMEOUT_S", 0.2)
     store._client.answers.clear()
     waiting = store.probe([ABSENT_KEY])
     store.close()
@@ -133,7 +133,7 @@ def test_close_gives_up_on_calls_of_a_master_that_is_gone(store, monkeypatch, ca
 
 
 def test_close_gives_up_on_a_client_that_does_not_leave(store, monkeypatch, caplog):
-    monkeypatch.setattr(mooncake_store, "CALL_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(mooncake_store, "CLOSE_TIMEOUT_S", 0.2)
     store._client.leaves.clear()
     store.close()
     assert "did not return within 0.2 s: its memory stays in use" in caplog.text
