@@ -231,7 +231,7 @@ class AsyncModelRunner(ModelRunner):
 
     def _update_requests(self, plan: StepPlan) -> None:
         follows_drafts = bool(self._enqueued) and isinstance(self._enqueued[-1], EnqueuedDrafts)
-        needs_tokens = follows_drafts or plan.has_drafts
+        needs_tokens = follows_drafts or (self._proposer is not None and plan.has_drafts)
         # Without drafts, the core already has the tokens of all but the newest depth - 1 steps.
         # This comes first: once a request is removed, its row of counts may go to another request.
         self._complete(0 if needs_tokens else self._sampled.depth - 1)

@@ -195,11 +195,9 @@ class ModelRunner:
     def _make_batch(self, plan: StepPlan) -> Batch:
         """Look up the step's requests, extend their block tables, and propose their drafts."""
         states = self._requests.find([sequence.request_id for sequence in plan.sequences])
-        tables = self._requests.tables
-        for index, block_ids in enumerate([s.new_block_ids for s in plan.sequences]):
-            if block_ids:
-                at = plan.sequences[index].new_blocks_at
-                tables.extend(states[index].row, block_ids, at)
+        tables, pairs = self._requests.tables, zip(plan.sequences, states, strict=True)
+        for sequence, state in [pair for pair in pairs if pair[0].new_block_ids]:
+            tables.extend(state.row, sequence.new_block_ids, sequence.new_blocks_at)
         if self._proposer is None:
             return Batch(plan.sequences, states, NO_DRAFTS)
         pairs = zip(plan.sequences, states, strict=True)
