@@ -206,8 +206,9 @@ class MooncakeChunkStore:
         """Wait up to CLOSE_TIMEOUT_S for calls in flight, and as long for the client to leave the
         pool. Idempotent.
 
-        If it does not, because the master is gone, its memory stays mapped until the process ends:
-        the client may still write to it.
+        If it does not, because the master is frozen, its memory stays mapped until the process
+        ends: the client may still write to it. While it leaves, the client holds the interpreter's
+        lock, for up to a minute by its own timeouts, so that this may take longer.
         """
         with self._lock:
             if self._is_closed:
