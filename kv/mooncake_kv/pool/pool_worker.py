@@ -136,8 +136,10 @@ class PoolWorker:
                 if (load := self._loads.get(order.load_id)) is not None:
                     load.in_store(order.num_layers)
             elif isinstance(order, SaveRuns):
-                moves = OrderTransfers(time.monotonic() + order.timeout_s)
-                self._submit(self._saving, order.save_id, moves, partial(self._write, order, moves))
+                transfers = OrderTransfers(time.monotonic() + order.timeout_s)
+                self._submit(
+                    self._saving, order.save_id, transfers, partial(self._write, order, transfers)
+                )
             elif isinstance(order, CancelRuns):
                 if (load := self._loads.get(order.load_id)) is not None:
                     self._cancel(load)
@@ -286,22 +288,22 @@ class PoolWorker:
 
     # -- saving ---------------------------------------------------------------------------------
 
-    def _write(self, order: SaveRuns, moves: OrderTransfers) -> None:
+    def _write(self, order: SaveRuns, transfers: OrderTransfers) -> None:
         """Write the save's layers group by group, each once its step has computed it."""
         shard, runs = self._local.shard, order.runs
         mine = runs if shard.replicas == 1 else list(_own_share(runs, shard))
-        with self._connected(runs, SAVING, moves) as connections:
+        with self._connected(runs, SAVING, transfers) as connections:
             plans = self._plans(mine, order.block_ids, connections)
             for layers in self._groups(runs):
                 if order.step is not None:
-                    self._progress.await_layer(order.step, layers[1] - 1, moves.time_left())
-                moves.wait(self._start(plans, layers, moves, is_read=False))
+                    self._progress.await_layer(order.step, layers[1] - 1, transfers.time_left())
+                transfers.wait(self._start(plans, layers, transfers, is_read=False))
 
     # -- both -----------------------------------------------------------------------------------
 
     @contextmanager
     def _connected(
-        self, runs: Sequence[ChunkRun], use: str, moves: OrderTransfers
+        self, runs: Sequence[ChunkRun], use: str, transfers: OrderTransfers
     ) -> Iterator[dict[str, int]]:
         """The connections for an order's transfers, see ``PeerConnections.used``. If the block
         fails, its transfers are drained."""
@@ -309,7 +311,7 @@ class PoolWorker:
             try:
                 yield connections
             except BaseException:
-                moves.drain()
+                transfers.drain()
                 raise
 
     def _plans(
@@ -345,7 +347,7 @@ class PoolWorker:
         self,
         plans: Sequence[_RunPlan],
         layers: Layers,
-        moves: OrderTransfers,
+        transfers: OrderTransfers,
         *,
         is_read: bool,
     ) -> list[Transfer]:
@@ -356,7 +358,7 @@ class PoolWorker:
             spans = plan.layers.spans(layers)
             if not len(spans):
                 continue
-            timeout_s = moves.time_left()
+            timeout_s = transfers.time_left()
             peer = self._transports.peer(
                 plan.epoch,
                 STORE_RANK,
@@ -365,9 +367,9 @@ class PoolWorker:
                 timeout_s=timeout_s,
             )
             move = peer.read if is_read else peer.write
-            transfer = move(spans, timeout=moves.time_left())
+            transfer = move(spans, timeout=transfers.time_left())
             transport = self._transports.transport_of(plan.epoch, STORE_RANK, plan.connection)
-            moves.add(transfer, spans.total_bytes, transport)
+            transfers.add(transfer, spans.total_bytes, transport)
             started.append(transfer)
         return started
 
@@ -381,20 +383,20 @@ class PoolWorker:
         self,
         threads: ThreadPoolExecutor,
         order_id: str,
-        moves: OrderTransfers,
+        transfers: OrderTransfers,
         work: Callable[[], None],
     ) -> None:
         """Queue an order's work. If no thread can be started, the order is reported as failed."""
         try:
-            threads.submit(self._report, order_id, work, moves)
+            threads.submit(self._report, order_id, work, transfers)
         except RuntimeError as exc:
             no_thread = TransferError(f"a thread can't be started: {exc}")
-            self._report(order_id, partial(_fail, no_thread), moves)
+            self._report(order_id, partial(_fail, no_thread), transfers)
 
-    def _report(self, order_id: str, work: Callable[[], None], moves: OrderTransfers) -> None:
+    def _report(self, order_id: str, work: Callable[[], None], transfers: OrderTransfers) -> None:
         """Run an order's work and report it, once, after its transfers are drained. The top
         function of pool threads."""
-        if not moves.claim():
+        if not transfers.claim():
             return
         started, error = time.monotonic(), None
         try:
@@ -408,19 +410,25 @@ class PoolWorker:
             logger.exception("moving the chunks of %s failed", order_id)
             error = f"moving its chunks failed: {exc!r}"
         finally:
-            if isinstance(moves, _RunningLoad):
-                moves.end()
+            if isinstance(transfers, _RunningLoad):
+                transfers.end()
         stalled_s = begun_share = 0.0
-        if isinstance(moves, _RunningLoad):
-            stalled_s = moves.stalled_s
-            begun_share = moves.num_begun / self._local.shard.layers
-            if moves.is_missed and error is None:
+        if isinstance(transfers, _RunningLoad):
+            stalled_s = transfers.stalled_s
+            begun_share = transfers.num_begun / self._local.shard.layers
+            if transfers.is_missed and error is None:
                 error = "a step continued without a layer that had not arrived in time"
             with self._lock:
                 self._loads.pop(order_id, None)
         seconds = time.monotonic() - started
         ended = RunsEnded(
-            order_id, error, moves.nbytes, seconds, stalled_s, begun_share, moves.by_transport
+            order_id,
+            error,
+            transfers.nbytes,
+            seconds,
+            stalled_s,
+            begun_share,
+            transfers.by_transport,
         )
         self._context.emit(encode(ended))
 
