@@ -555,7 +555,11 @@ class PoolClient:
         """Introduce a store to the ranks; returns its epoch, or None if it can't be reached."""
         store = self._store(number)
         arena = None if store is None else store.arena
-        return None if arena is None else self._ranks.introduce(number, arena)
+        if arena is None:
+            return None
+        if number < len(self._stores.all):
+            self.stats.begin_transports(arena.endpoints)
+        return self._ranks.introduce(number, arena)
 
     def _store(self, number: int) -> ChunkStore | None:
         """The configured or hinted store of a number; None if a hinted one was disconnected."""

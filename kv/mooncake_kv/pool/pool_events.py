@@ -4,7 +4,7 @@ data."""
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -302,6 +302,13 @@ class PoolStats:
     saves_in_flight: int = 0
     num_stores: int = 0
     num_connected_stores: int = 0
+
+    def begin_transports(self, names: Iterable[str]) -> None:
+        """Count from 0 on for transports that may be used: Prometheus would not see the increase
+        from nothing to the first bytes."""
+        for name in names:
+            self.loaded_bytes_by_transport.setdefault(name, 0)
+            self.saved_bytes_by_transport.setdefault(name, 0)
 
     def snapshot(self) -> PoolStats:
         """A copy of the current values. Thread-safe."""
