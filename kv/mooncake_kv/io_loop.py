@@ -89,7 +89,8 @@ class IoLoop:
         self._is_closing = True
         if not self._thread.is_alive():
             return
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        with suppress(RuntimeError):  # it has ended by itself in this moment
+            self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
@@ -103,8 +104,17 @@ class IoLoop:
         finally:
             if not self._is_closing:
                 self._on_failure(ConnectorDead(Fatal.IO_LOOP_ENDED, cause))
-            self._loop.run_until_complete(_cancel_all())
+            self._cancel_tasks()
             self._loop.close()
+
+    def _cancel_tasks(self) -> None:
+        """Cancel all tasks and run the loop until they have ended. ``close`` may stop the loop
+        meanwhile, if it did not end by ``close``: then it runs on."""
+        cancelling = self._loop.create_task(_cancel_all())
+        cancelling.add_done_callback(lambda _: self._loop.stop())
+        while not cancelling.done():
+            self._loop.run_forever()
+        cancelling.result()
 
     def _start(
         self, coroutine: Coroutine[Any, Any, None], on_error: Callable[[Exception], None]
