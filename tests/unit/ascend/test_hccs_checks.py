@@ -80,5 +80,5 @@ def test_doctor_runs_the_checks_of_the_plugin() -> None:
     assert found.problem is not None
     assert found.problem.startswith("no installed plugin offers it; known are ")
     assert [str(finding) for finding in examine_transport(Registry.discover(), "tcp")] == [
-        "ok    transport tcp: "
+        "ok    transport tcp"
     ]
