@@ -71,7 +71,6 @@ class ChunkTransfer:
         offsets: offset of each chunk in the arena in bytes, as in its handle.
         local_blocks: the sequence's block table, from token 0, in the rank's block size. If the
             geometry has groups, with an entry per block and group; see ``KVGeometry``.
-        layers: half-open range of global layer numbers; None for all layers of the rank.
         skipped_tokens: number of leading tokens of the first chunk that are not moved: the rank has
             them already, in blocks that it shares with other sequences.
         window_stop: token that is computed next, from which sliding windows reach back: of a group
@@ -82,39 +81,18 @@ class ChunkTransfer:
     first_chunk: int
     offsets: Sequence[int]
     local_blocks: Sequence[int]
-    layers: tuple[int, int] | None = None
     skipped_tokens: int = 0
     window_stop: int | None = None
 
 
-def plan_chunks(
-    geometry: KVGeometry, local: KVShardSpec, stored: KVShardSpec, transfer: ChunkTransfer
-) -> Spans:
-    """Plan the spans between a rank's KV and stored chunks: for ``Peer.read`` to load them, for
-    ``Peer.write`` to save them.
+class LayerPlans:
+    """Plans one transfer between a rank's KV and stored chunks, range of layers by range of layers.
 
     Args:
         geometry: geometry of the model's KV; store and rank have been checked to agree on it.
         local: the rank's KV.
         stored: the arena's layout, from ``stored_layout``.
         transfer: the chunks to move.
-
-    Returns:
-        Spans whose ``remote`` addresses are the store's; empty if the rank has none of the layers.
-
-    Raises:
-        PlanError: the block table is too short, or an offset outside of the arena.
-    """
-    layers = transfer.layers or (0, geometry.layers)
-    return LayerPlans(geometry, local, stored, transfer).spans(layers)
-
-
-class LayerPlans:
-    """Plans one transfer layer group by layer group.
-
-    Args:
-        geometry, local, stored: as for ``plan_chunks``.
-        transfer: the chunks to move; its ``layers`` are replaced by each group's.
     """
 
     def __init__(
@@ -146,7 +124,16 @@ class LayerPlans:
             self._plans.append((group, plans))
 
     def spans(self, layers: tuple[int, int]) -> Spans:
-        """The spans of these layers, all of which are the rank's; see ``plan_chunks``."""
+        """Plan the spans of a half-open range of global layer numbers: for ``Peer.read`` to load
+        them, for ``Peer.write`` to save them.
+
+        Returns:
+            Spans whose ``remote`` addresses are the store's; empty if the rank has none of the
+            layers.
+
+        Raises:
+            PlanError: the block table is too short, or an offset outside of the arena.
+        """
         parts = []
         for group, plans in self._plans:
             start, stop = group.counted(*layers)

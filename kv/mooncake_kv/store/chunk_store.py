@@ -248,7 +248,7 @@ class ArenaInfo:
 
     def layout(self, geometry: KVGeometry, chunk_tokens: int) -> KVShardSpec:
         """The arena's layout as if it was a rank, to plan transfers; see
-        ``chunk_layout.plan_chunks``."""
+        ``chunk_layout.LayerPlans``."""
         return stored_layout(geometry, chunk_tokens, self.address, self.nbytes)
 
 

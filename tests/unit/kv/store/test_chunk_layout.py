@@ -16,7 +16,6 @@ from mooncake_kv.store.chunk_layout import (
     ChunkTransfer,
     LayerPlans,
     chunk_bytes,
-    plan_chunks,
     stored_layout,
     writes_for_its_replicas,
 )
@@ -80,6 +79,11 @@ class Ranks:
                         )
 
 
+def plan_chunks(geometry, local, stored, transfer, layers=None):
+    """The spans of some layers, planned by themselves; None: of all."""
+    return LayerPlans(geometry, local, stored, transfer).spans(layers or (0, geometry.layers))
+
+
 def move(spans, *, to_store):
     for local, remote, nbytes in zip(spans.local, spans.remote, spans.nbytes, strict=True):
         to, source = (remote, local) if to_store else (local, remote)
@@ -106,8 +110,9 @@ def test_any_rank_reads_what_any_other_wrote(geometry, writer, reader):
     target = Ranks(geometry, *reader)
     for spec in target.specs:
         for layer in range(geometry.layers):  # as in a layer-wise load
-            transfer = ChunkTransfer(0, offsets, target.blocks, (layer, layer + 1))
-            move(plan_chunks(geometry, spec, stored, transfer), to_store=False)
+            transfer = ChunkTransfer(0, offsets, target.blocks)
+            spans = plan_chunks(geometry, spec, stored, transfer, (layer, layer + 1))
+            move(spans, to_store=False)
     assert target.values(reader[2]) == source.values(writer[2])
 
 
@@ -174,7 +179,7 @@ def test_shifted_layer_plans_equal_plans_of_single_layers(geometry, reader, is_a
             groups += [(0, 2), (1, 3)]
         for layers in groups:
             found = plans.spans(layers)
-            wanted = plan_chunks(geometry, rank, stored, replace(transfer, layers=layers))
+            wanted = plan_chunks(geometry, rank, stored, transfer, layers)
             for name in ("local", "remote", "nbytes"):
                 assert np.array_equal(getattr(found, name), getattr(wanted, name))
 
