@@ -51,6 +51,10 @@ class FirstStep:
     num_preemptions: int
     num_initial_tokens: int
 
+    def has_been_preempted(self, request: Request) -> bool:
+        """Whether the request was preempted after this step, and so has lost its blocks."""
+        return request.num_preemptions != self.num_preemptions
+
 
 @dataclass(slots=True, eq=False)
 class SavedRequest:
@@ -105,12 +109,6 @@ class SavedRequest:
     def num_prompt_chunks(self) -> int:
         """Number of whole chunks in its prompt."""
         return len(self.request.prompt_token_ids or []) // self.identity.chunk_tokens
-
-    @property
-    def is_preempted(self) -> bool:
-        """Whether it has lost its blocks since its latest first step."""
-        began = self.first_step
-        return began is not None and began.num_preemptions != self.request.num_preemptions
 
     def take_held(self, stop: int) -> list[int]:
         """Remove and return the held blocks of the chunks before ``stop``."""
@@ -199,25 +197,31 @@ class PoolSaves:
         self._windows.free_released()
         for new in step.scheduled_new_reqs:
             self._begin(new.req_id, new.block_ids, new.num_computed_tokens)
-            self._hold(new.req_id, new.num_computed_tokens + step.num_scheduled_tokens[new.req_id])
-        known = step.scheduled_cached_reqs
-        if known.resumed_req_ids or self._filling:
-            columns = (known.req_ids, known.new_block_ids, known.num_computed_tokens)
-            for name, tables, num_computed in zip(*columns, strict=True):
-                if name in known.resumed_req_ids:
-                    self._begin(name, tables or (), num_computed)
-                elif tables and (saved := self._filling.get(name)) is not None:
-                    for table, new_blocks in zip(saved.tables, tables, strict=True):
-                        table += new_blocks
-                self._hold(name, num_computed + step.num_scheduled_tokens[name])
+            if (saved := self._filling.get(new.req_id)) is not None:
+                num_scheduled = step.num_scheduled_tokens[new.req_id]
+                self._hold(saved, new.num_computed_tokens + num_scheduled)
+        if step.scheduled_cached_reqs.resumed_req_ids or self._filling:
+            self._process_known(step)
         for name, saved in list(self._filling.items()):
             if not self._save_computed(saved):
                 del self._filling[name]  # rejected chunks are offered again when the request ends
                 self._windows.release(saved.drop_held())
 
-    def free_released(self) -> None:
-        """Give vLLM the blocks of sliding windows that are no longer held. vLLM's thread."""
-        self._windows.free_released()
+    def _process_known(self, step: SchedulerOutput) -> None:
+        """Process the requests of a step that the workers know already: some restart, and others
+        have new blocks."""
+        known = step.scheduled_cached_reqs
+        columns = (known.req_ids, known.new_block_ids, known.num_computed_tokens)
+        for name, tables, num_computed in zip(*columns, strict=True):
+            is_restart = name in known.resumed_req_ids
+            if is_restart:
+                self._begin(name, tables or (), num_computed)
+            if (saved := self._filling.get(name)) is None:
+                continue
+            if tables and not is_restart:
+                for table, new_blocks in zip(saved.tables, tables, strict=True):
+                    table += new_blocks
+            self._hold(saved, num_computed + step.num_scheduled_tokens[name])
 
     def end(self, request: Request, tables: Sequence[Sequence[int]]) -> bool:
         """Process the end of a request; returns whether its blocks must be held until a report.
@@ -304,15 +308,14 @@ class PoolSaves:
             saved.tables = [list(table) for table in tables]
             self._filling[name] = saved
 
-    def _hold(self, name: str, num_scheduled: int) -> None:
+    def _hold(self, saved: SavedRequest, num_scheduled: int) -> None:
         """Hold the blocks of sliding windows of the chunks that a request's scheduled steps fill.
 
         Args:
-            name: id of the request.
+            saved: the request.
             num_scheduled: leading tokens that are computed once its scheduled steps have ended.
         """
-        saved = self._filling.get(name) if self._windows.exist else None
-        if saved is None:
+        if not self._windows.exist:
             return
         num_filled = num_scheduled // saved.identity.chunk_tokens
         while saved.can_hold and saved.num_held < num_filled:
@@ -326,7 +329,8 @@ class PoolSaves:
     def _save_computed(self, saved: SavedRequest) -> bool:
         """Save the chunks of a running request that ended steps have computed; returns whether
         there may be more before it ends."""
-        if saved.was_refused or saved.is_preempted:
+        began = saved.first_step
+        if saved.was_refused or began is None or began.has_been_preempted(saved.request):
             return False
         num_whole = num_computed_so_far(saved.request, saved.first_step)
         last = saved.num_held if self._windows.exist else saved.num_prompt_chunks
@@ -394,7 +398,7 @@ def num_computed_so_far(request: Request, first_step: FirstStep | None) -> int:
     num_ended = request.num_computed_tokens - request.num_in_flight_tokens
     # Otherwise its first tokens' KV may not exist yet: their load, or their step, may be in flight.
     has_run = num_ended > first_step.num_initial_tokens
-    if not has_run or request.num_preemptions != first_step.num_preemptions:
+    if not has_run or first_step.has_been_preempted(request):
         return 0
     return min(num_ended, count_tokens(request) - 1)
 

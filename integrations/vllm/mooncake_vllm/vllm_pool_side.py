@@ -286,7 +286,7 @@ class PoolSchedulerSide:
 
         vLLM calls this when it has a step's results, and may then idle: so this also returns the
         blocks whose copies have ended."""
-        self._saves.free_released()
+        self._windows.free_released()
         if self._events is None:
             return ()
         if self._block_pool is not None:

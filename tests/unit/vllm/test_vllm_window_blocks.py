@@ -136,7 +136,7 @@ def test_blocks_are_held_from_the_step_that_fills_a_chunk_until_it_is_copied() -
     assert it.pool.held == [*range(51, 59)]
     it.copy()
     assert it.pool.held == [*range(51, 59)], "the client's thread touches nothing of vLLM's"
-    it.saves.free_released()
+    it.windows.free_released()
     assert it.pool.held == [55, 56, 57, 58]
     assert it.was_unchanged
 
@@ -163,7 +163,7 @@ def test_last_chunks_are_saved_at_the_end_from_held_blocks() -> None:
     it.request.output_token_ids = [7]
     assert it.end()
     assert it.copy() == [(0, 2), (2, 4), (4, 5)]
-    it.saves.free_released()
+    it.windows.free_released()
     assert it.pool.held == []
     assert it.reported == ["a"]
 
@@ -221,7 +221,7 @@ def test_nothing_is_held_once_a_request_is_not_saved(way: str) -> None:
         it._schedule([], [], 0, 0)
         it.copy()
         assert not it.was_unchanged
-        it.saves.free_released()
+        it.windows.free_released()
         assert it.pool.held == []
         it.begin()
         assert it.pool.held == [51, 52, 53, 54], "it is saved when it runs again"
@@ -232,7 +232,7 @@ def test_nothing_is_held_once_a_request_is_not_saved(way: str) -> None:
     elif way == "failed":
         it.copy()
         assert not it.end("FINISHED_ERROR")
-    it.saves.free_released()
+    it.windows.free_released()
     assert it.pool.held == []
     assert not it.saves.is_holding
 
