@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from mooncake_kv.errors import KVConfigError
+from mooncake_kv.store.hit_density import HitDensity
 
 if TYPE_CHECKING:
     from mooncake_kv.store.chunk_store import Chunk  # brings numpy, and options name policies
@@ -288,6 +289,7 @@ POLICIES: dict[str, Callable[[], EvictionPolicy]] = {
     "lfu": LFU,
     "length-aware": LengthAware,
     "cost-aware": CostAware,
+    "hit-density": HitDensity,
 }
 """The policies by the name that options use; the first is the default."""
 

@@ -62,6 +62,7 @@ def test_keys_without_valid_sequence_do_not_affect_other_users(name):
         ("length-aware", "c b y a x"),
         ("tail-first-lru", "c y b a x"),
         ("cost-aware", "c y b x a"),
+        ("hit-density", "c y b a x"),
     ],
 )
 def test_eviction_order(name, wanted):
@@ -97,7 +98,7 @@ def test_unknown_policy_is_rejected():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 1 << 32), st.sampled_from(["tail-first-lru", "cost-aware"]))
+@given(st.integers(0, 1 << 32), st.sampled_from(["tail-first-lru", "cost-aware", "hit-density"]))
 def test_no_chunk_outlives_its_parent(seed, name):
     draw, policy, present = random.Random(seed), POLICIES[name](), {}
     for _ in range(60):
