@@ -55,6 +55,20 @@ def _option_names(parser: argparse.ArgumentParser) -> Iterator[str]:
                 yield from _option_names(command)
 
 
+def byte_count(text: str) -> int:
+    """Parse an option's value as a number of bytes, such as ``512M``, ``1.5G`` or ``64MiB``; the
+    other commands' options accept the same."""
+    number = text.strip().upper().removesuffix("B").removesuffix("I")
+    unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}.get(number[-1:], 1)
+    try:
+        num_bytes = int(float(number[:-1] if unit > 1 else number) * unit)
+    except (ValueError, OverflowError):
+        num_bytes = -1
+    if num_bytes < 0:
+        raise argparse.ArgumentTypeError(f"wanted bytes such as 512M or 4G, got {text!r}")
+    return num_bytes
+
+
 class DefaultsInHelp(argparse.HelpFormatter):
     """Appends an option's default to its help, unless it has none or the text states it already.
 

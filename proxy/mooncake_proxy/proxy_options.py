@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from mooncake_conductor.argument_parser import CommandParser, DefaultsInHelp
+from mooncake_conductor.argument_parser import CommandParser, DefaultsInHelp, byte_count
 from mooncake_proxy import __version__
 from mooncake_proxy.config import (
     ADMISSIONS,
@@ -283,10 +283,10 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--max-body-bytes",
-        type=int,
+        type=byte_count,
         default=64 * 1024 * 1024,
         metavar="BYTES",
-        help="longest request body; a longer one is refused",
+        help="longest request body, such as 16M; a longer one is refused",
     )
 
 

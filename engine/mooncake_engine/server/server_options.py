@@ -12,7 +12,7 @@ from mooncake_engine.errors import ConfigError
 from mooncake_engine.process.worker_counts import MAX_WORKERS
 from mooncake_engine.text.reasoning import REASONING_PARSERS, detect_reasoning
 from mooncake_engine.text.tool_call_forms import PARSERS, detect_parser
-from mooncake_hal.options import option, read_secret_file
+from mooncake_hal.options import byte_count, option, read_secret_file
 
 if TYPE_CHECKING:
     from mooncake_engine.text.tokenizer import Tokenizer
@@ -122,8 +122,9 @@ class ServerOptions:
         metadata=option(
             "--max-body-bytes",
             metavar="BYTES",
-            help="largest request body; a larger one is rejected (default: one prompt of the "
-            "context's length plus 8 MiB, at most 64 MiB)",
+            parse=byte_count,
+            help="largest request body, such as 16M; a larger one is rejected (default: one prompt "
+            "of the context's length plus 8 MiB, at most 64 MiB)",
         ),
     )
     slo_ttft_ms: float | None = field(

@@ -77,6 +77,28 @@ def test_unknown_flag_is_detected(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--decoder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("program", "flag"),
+    [
+        ("mooncake-proxy", "--max-body-bytes"),
+        ("mooncake-engine serve model", "--max-body-bytes"),
+        ("mooncake-engine serve model", "--kv-cache-bytes"),
+        ("mooncake-kv store --dram 1G", "--ssd-segment-bytes"),
+    ],
+)
+def test_numbers_of_bytes_are_written_alike(
+    program: str, flag: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    field = flag.removeprefix("--").replace("-", "_")
+    for text in ("4096", "64KiB", "1.5M", "16MB", "2g", " 1 T"):
+        args = parse([*program.split(), flag, text])
+        assert getattr(args, field) == byte_count(text), text
+    for text in ("many", "5X", "G", "nan", "-1K"):
+        with pytest.raises(SystemExit):
+            parse([*program.split(), f"{flag}={text}"])
+        assert f"{flag}: wanted bytes such as 512M or 4G, got {text!r}" in capsys.readouterr().err
+
+
 def test_guides_contain_command_lines() -> None:
     assert {where.split(":")[0] for where in DOCUMENTS} >= {
         "README.md",
