@@ -414,18 +414,25 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     """Read the whole body of a request.
 
     Raises:
-        InvalidRequest: the body is larger than ``max_bytes`` (413); the rest of it is not read.
+        InvalidRequest: the body is larger than ``max_bytes`` (413). Nothing is read of one whose
+            length says so, nor the rest of one without a length.
     """
+    declared = request.headers.get("content-length", "0")  # digits, as the HTTP parser has checked
+    if int(declared) > max_bytes:
+        raise _too_large(max_bytes)
     pieces, num_bytes = [], 0
     async for piece in request.stream():
         pieces.append(piece)
         num_bytes += len(piece)
         if num_bytes > max_bytes:
-            raise InvalidRequest(
-                f"the body is larger than {max_bytes} bytes (--max-body-bytes)",
-                status=413,
-            )
+            raise _too_large(max_bytes)
     return b"".join(pieces)
+
+
+def _too_large(max_bytes: int) -> InvalidRequest:
+    return InvalidRequest(
+        f"the body is larger than {max_bytes} bytes (--max-body-bytes)", status=413
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from support.asgi import AsgiClient
+from support.asgi import AsgiClient, ManualClient
 from support.fake_engine import FakeEngine
 
 from mooncake_engine.errors import ConfigError, EngineDead, Overloaded
@@ -209,6 +210,29 @@ def test_a_body_too_large_is_413(client: AsgiClient, path: str) -> None:
     assert response.json()["error"]["code"] == "request_too_large"
     assert f"larger than {limit} bytes (--max-body-bytes)" in response.text
     assert client.request("POST", path, content=b" " * limit).status_code == 400
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/v1/responses", "/v1/messages", "/tokenize"])
+def test_a_body_whose_length_is_too_large_is_413_before_any_of_it(
+    client: AsgiClient, path: str
+) -> None:
+    answer = asyncio.run(_answer_to_head(client, path, b"1000000000000"))
+    assert answer["status"] == 413
+
+
+async def _answer_to_head(client: AsgiClient, path: str, length: bytes) -> dict[str, Any]:
+    """The response's start to a client that sends only the head of a request."""
+    sent: list[dict[str, Any]] = []
+
+    async def receive() -> dict[str, Any]:
+        raise AssertionError("waited for the body")
+
+    async def send(message: dict[str, Any]) -> None:
+        sent.append(message)
+
+    scope = ManualClient(b"", path, [(b"content-length", length)]).scope
+    await client.app(scope, receive, send)
+    return sent[0]
 
 
 def test_the_largest_body_can_be_set(engine: FakeEngine, byte_tokenizer: Tokenizer) -> None:
