@@ -8,6 +8,7 @@ ProxyError
 │   ├── Unauthorized        401
 │   ├── Forbidden           403
 │   ├── NotFound            404
+│   │   ├── NoSuchPath      404, with the nearest path
 │   │   └── ModelNotFound   404, as OpenAI's
 │   ├── MethodNotAllowed    405
 │   ├── Conflict            409
@@ -31,6 +32,7 @@ ProxyError
 
 from __future__ import annotations
 
+import difflib
 import errno
 import math
 from collections.abc import Iterable
@@ -41,6 +43,8 @@ SHUTTING_DOWN = "shutting_down"
 INTERNAL_ERROR = "internal error of the proxy; its log has the details"
 # Code of NoInstance if no prefill instance is live.
 NO_PREFILL = "no_live_prefill"
+# Characters of an unknown path that its error shows.
+MAX_SHOWN_PATH = 100
 # Raised by decoding untrusted JSON. msgspec's errors and invalid UTF-8 are ValueErrors; JSON that
 # is nested too deeply is a RecursionError.
 DECODE_ERRORS = (ValueError, RecursionError)
@@ -122,6 +126,16 @@ class NotFound(Refusal):
     status = 404
     type = "invalid_request_error"
     code = "not_found"
+
+
+class NoSuchPath(NotFound):
+    """The path is not served; the message names the nearest of those that are."""
+
+    def __init__(self, path: str, served: Iterable[str]) -> None:
+        shown = path[:MAX_SHOWN_PATH]
+        nearest = difflib.get_close_matches(shown, list(served), n=1, cutoff=0.75)
+        hint = f"; did you mean {nearest[0]}?" if nearest else ""
+        super().__init__(f"no such path here: {shown}{hint}")
 
 
 class ModelNotFound(NotFound):

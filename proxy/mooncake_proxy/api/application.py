@@ -40,6 +40,7 @@ from mooncake_proxy.errors import (
     INTERNAL_ERROR,
     ConfigError,
     MethodNotAllowed,
+    NoSuchPath,
     NotFound,
     ProxyError,
     Refusal,
@@ -361,8 +362,9 @@ class ProxyApplication:
     async def _answer_admin(self, request: HttpRequest) -> None:
         """Answer a request to the admin port."""
         try:
-            if request.path not in {*admin_routes.ADMIN_PATHS, "/health", "/ready"}:
-                raise NotFound(f"no such path here: {request.path}")
+            served = {*admin_routes.ADMIN_PATHS, "/health", "/ready"}
+            if request.path not in served:
+                raise NoSuchPath(request.path, served)
             request.is_admin = True
             await self._handle_other(request)
         except Refusal as error:
@@ -372,7 +374,7 @@ class ProxyApplication:
         """Answer a request to a worker's own metaserver port."""
         try:
             if not request.path.startswith(METASERVER_PATH):
-                raise NotFound(f"no such path here: {request.path}")
+                raise NoSuchPath(request.path, ())
             await self.router.metaserver.receive(request)
         except Refusal as error:
             respond_error(request, error, b"")
@@ -519,7 +521,8 @@ class ProxyApplication:
             return
         methods = self.admin_routes.get(admin_routes.route_of(path))
         if methods is None:
-            raise NotFound(f"no such path: {path}")
+            elsewhere = () if self.config.admin_port is None else admin_routes.ADMIN_PATHS
+            raise NoSuchPath(path, self.admin_routes.keys() - elsewhere)
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
         if handler is None:
             raise MethodNotAllowed(request.method, path, methods)

@@ -90,6 +90,28 @@ def test_unusual_requests_get_a_response(data: bytes, status: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("/chat/completions", "/chat/completions; did you mean /v1/chat/completions?"),
+        ("/v1/v1/completions", "/v1/v1/completions; did you mean /v1/completions?"),
+        ("/v1/model", "/v1/model; did you mean /v1/models?"),
+        ("/healthz", "/healthz; did you mean /health?"),
+        ("/nope", "/nope"),
+        ("/" + "x" * 9000, "/" + "x" * 99),
+    ],
+)
+def test_unknown_path_is_answered_with_the_nearest(path: str, message: str) -> None:
+    async def main() -> None:
+        async with fake_deployment() as s:
+            request = f"GET {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+            answer = (await raw(s, request.encode())).decode()
+            assert answer.startswith("HTTP/1.1 404 ")
+            assert f'"message":"no such path here: {message}"' in answer
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize(
     ("data", "wanted"),
     [
         (b"OPTIONS /v1/completions HTTP/1.1\r\nhost: x\r\n", b"405 Method Not Allowed\r\n"),
@@ -319,6 +341,9 @@ def test_admin_port_serves_operator_endpoints() -> None:
                     assert (await client.get(f"{s.url}{path}")).status_code == 404
                 for path in ("/", "/view", "/metrics"):
                     assert (await client.get(f"{admin}{path}")).status_code == 200
+                for url, hint in ((s.url, ""), (admin, "; did you mean /metrics?")):
+                    error = (await client.get(f"{url}/metric")).json()["error"]
+                    assert error["message"] == f"no such path here: /metric{hint}"
                 assert "instances" not in (await client.get(f"{s.url}/health")).json()
                 assert len((await client.get(f"{admin}/health")).json()["instances"]) == 2
                 assert (await client.get(f"{s.url}/ready")).status_code == 200
