@@ -244,7 +244,7 @@ class _Links:
             )
         if self.pool is not None:
             send = self.messages.sender(self.messages.number(POOL_EXTENSION), executor.send)
-            self.pool.start(send, post)
+            self.pool.start(send, post, watch.has_stalled)
 
 
 def _open_links(

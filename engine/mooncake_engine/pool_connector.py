@@ -17,7 +17,7 @@ from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.step_plan import StepPlan
 from mooncake_hal.kv.geometry import KVGeometry
 from mooncake_hal.registry import Registry
-from mooncake_kv.connector import ConnectorFailed
+from mooncake_kv.connector import ConnectorFailed, HasStalled, never_stalls
 from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.pool.pool_client import PoolClient
@@ -131,12 +131,15 @@ class SchedulerPool:
         self,
         send: Callable[[bytes, int], None],
         post: Callable[[PoolEvent | ConnectorFailed], None],
+        has_stalled: HasStalled = never_stalls,
     ) -> None:
         """Wait for the ranks, and start.
 
         Args:
             send: sends a message to a rank; see ``Executor.send``.
             post: receives the pool's events.
+            has_stalled: whether the core has stopped stepping; ranks begin no load or save
+                meanwhile.
 
         Raises:
             ConfigError: a rank did not start.
@@ -146,6 +149,7 @@ class SchedulerPool:
                 lambda rank, message: send(message, rank),
                 post,
                 lambda dead: post(ConnectorFailed(dead)),
+                has_stalled,
             )
 
     def keys(self, request: Request, num_chunks: int) -> list[bytes]:

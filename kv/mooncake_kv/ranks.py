@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 from zlib import crc32
 
 import msgspec
@@ -204,6 +205,29 @@ STALL_CHECKS = 20
 """How many times during that timeout the engine is checked for a stall."""
 
 
+async def await_reports(
+    reported: asyncio.Future[Any], limit_s: float, has_stalled: Callable[[], bool]
+) -> bool:
+    """Wait for all ranks' reports. The timeout counts the time that was spent waiting rather than
+    a clock's, because a process that was suspended could not receive reports.
+
+    Args:
+        reported: resolves to the reports.
+        limit_s: timeout in seconds; time in which the engine is stalled does not count.
+        has_stalled: returns whether the engine has stopped stepping.
+
+    Returns:
+        False if at least one rank has not reported in time.
+    """
+    num_checks = 0
+    while num_checks < STALL_CHECKS:
+        await asyncio.wait([reported], timeout=limit_s / STALL_CHECKS)
+        if reported.done():
+            return True
+        num_checks += not has_stalled()
+    return False
+
+
 class RankGroup:
     """All ranks of this instance.
 
@@ -250,7 +274,7 @@ class RankLoads:
         has_stalled: Callable[[], bool] = lambda: False,
     ) -> None:
         self._ranks = ranks
-        self._pause_s = limit_s / STALL_CHECKS
+        self._limit_s = limit_s
         self._has_stalled = has_stalled
         self._pending: dict[str, _PendingLoad] = {}
 
@@ -282,17 +306,13 @@ class RankLoads:
             raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, exc) from exc
 
     async def _reported(self, request_id: str, pending: _PendingLoad) -> list[LoadReport]:
-        """Wait for all ranks' reports. The timeout counts the time that was spent waiting rather
-        than a clock's, because a process that was suspended could not receive reports."""
-        num_checks = 0
-        while num_checks < STALL_CHECKS:
-            await asyncio.wait([pending.done], timeout=self._pause_s)
-            if pending.done.done():
-                return pending.done.result()
-            num_checks += not self._has_stalled()
+        """Wait for all ranks' reports."""
+        if await await_reports(pending.done, self._limit_s, self._has_stalled):
+            return pending.done.result()
         silent = [rank for rank in range(self._ranks.num_ranks) if rank not in pending.reports]
-        limit_s = STALL_CHECKS * self._pause_s
-        reason = f"ranks {silent} sent no report of the load of {request_id} within {limit_s:g} s"
+        reason = (
+            f"ranks {silent} sent no report of the load of {request_id} within {self._limit_s:g} s"
+        )
         raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, KVTransferError(reason))
 
     def cancel(self, request_id: str) -> None:

@@ -41,7 +41,7 @@ from mooncake_vllm.rank_link import Ranks, ReportLoad, ReportSend
 from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import join_tables
 from mooncake_vllm.vllm_pool_saves import PoolSaves, count_tokens, is_plain
-from mooncake_vllm.vllm_scheduler_side import Instance, rope_order
+from mooncake_vllm.vllm_scheduler_side import STALLED_SHARE, Instance, StepWatch, rope_order
 from mooncake_vllm.vllm_window_blocks import WindowBlocks
 from mooncake_vllm.vllm_worker_side import LoadOrder, WorkerKind
 
@@ -121,6 +121,7 @@ class PoolSchedulerSide:
         self._count = 0
         self._chunk_tokens = config.chunk_tokens
         self._timeout_s = config.network.transfer_timeout_s
+        self._steps = StepWatch(STALLED_SHARE * instance.step_timeout_s)
         self._ranks = Ranks(paths, self._on_death)
         try:
             self._client = self._open(config, instance)
@@ -159,7 +160,7 @@ class PoolSchedulerSide:
         )
         try:
             self._ranks.listen(client.on_rank_message)
-            client.start(self._ranks.send, self._on_event, self._fail)
+            client.start(self._ranks.send, self._on_event, self._fail, self._steps.has_stalled)
         except BaseException:
             client.close()
             raise
@@ -224,6 +225,7 @@ class PoolSchedulerSide:
     def take_started(self) -> tuple[str, ...]:
         """Return the loads that were started since the last call, for the next step's metadata."""
         self.check_alive()
+        self._steps.begin()
         started, self._started = tuple(self._started), []
         return started
 
@@ -286,6 +288,7 @@ class PoolSchedulerSide:
 
         vLLM calls this when it has a step's results, and may then idle: so this also returns the
         blocks whose copies have ended."""
+        self._steps.end()
         self._windows.free_released()
         if self._events is None:
             return ()

@@ -6,7 +6,8 @@
               the core says whether the blocks were unchanged: commit or abort
 
 Calls return at once; the work runs on an asyncio loop in the client's own thread. All failures are
-misses: a load ends with fewer chunks, a save is not stored.
+misses: a load ends with fewer chunks, a save is not stored. Only a load whose end a rank does not
+report ends the instance, because that rank may still write to KV blocks.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any
 
 from mooncake_hal.kv.geometry import KVGeometry
 from mooncake_hal.session.processes import ProcessName
-from mooncake_kv.errors import ConnectorDead, KVConfigError
+from mooncake_kv.connector import HasStalled, never_stalls
+from mooncake_kv.errors import ConnectorDead, KVConfigError, KVTransferError
 from mooncake_kv.io_loop import IoLoop
 from mooncake_kv.params import PrefixSource
 from mooncake_kv.pool.hinted_stores import HintedStores
@@ -51,6 +53,7 @@ from mooncake_kv.pool.pool_messages import (
     PoolRankReady,
     RunsEnded,
     SaveRuns,
+    add_by_transport,
     consecutive_runs,
     decode_from_rank,
 )
@@ -155,7 +158,11 @@ class PoolClient:
         self._save_slots = asyncio.Semaphore(SAVES_AT_ONCE)
 
     def start(
-        self, send: SendToRank, post: PostPoolEvent, fail: Callable[[ConnectorDead], None]
+        self,
+        send: SendToRank,
+        post: PostPoolEvent,
+        fail: Callable[[ConnectorDead], None],
+        has_stalled: HasStalled = never_stalls,
     ) -> None:
         """Wait for the ranks, and start the client's thread.
 
@@ -163,6 +170,7 @@ class PoolClient:
             send: sends a message to a rank's worker.
             post: receives events, on any thread.
             fail: receives a failure that must end the engine.
+            has_stalled: see ``RankOrders.open``.
 
         Raises:
             KVConfigError: a rank did not become ready in time.
@@ -173,7 +181,7 @@ class PoolClient:
                 f"for the pool within {START_TIMEOUT_S:g} s"
             )
         self._stores.name_writers(self._rank_processes)
-        self._ranks.open(send)
+        self._ranks.open(send, has_stalled)
         self._post = post
         self._loop = IoLoop("kv-pool", self._log_error, fail)
         self._loop.call("", lambda: self._loop.spawn_housekeeping(self._hinted.disconnect_idle()))
@@ -301,6 +309,7 @@ class PoolClient:
     async def _load(self, load: LoadRequest) -> None:
         began = time.monotonic()
         num_valid, error = load.first_chunk, "the pool client failed"
+        is_drained = True
         pinned: PinnedChunks | None = None
         try:
             lease_s = load.timeout_s + LEASE_MARGIN_S
@@ -322,6 +331,9 @@ class PoolClient:
             if failure is None and are_valid:
                 num_valid = num_chunks
             error = failure or ("" if are_valid else "its read handles expired")
+        except ConnectorDead:  # a rank may still write to the blocks: they must not be freed
+            is_drained = False
+            raise
         finally:
             if pinned is not None:
                 await pinned.release()
@@ -331,7 +343,8 @@ class PoolClient:
             self._count_in_flight()
             self.stats.num_failed_loads += bool(error)
             self.stats.num_loaded_chunks += num_valid - load.first_chunk
-            self._post(PoolLoadEnded(load.load_id, num_valid, error or None))
+            if is_drained:
+                self._post(PoolLoadEnded(load.load_id, num_valid, error or None))
 
     def _runs(self, load: LoadRequest, pinned: PinnedChunks) -> list[ChunkRun]:
         """The runs of the leading chunks that are pinned in reachable stores."""
@@ -395,7 +408,7 @@ class PoolClient:
         if failure is None:
             now, stats = time.monotonic(), self.stats
             stats.loaded_bytes += sum(report.nbytes for report in reports)
-            _add_by_transport(stats.loaded_bytes_by_transport, reports)
+            add_by_transport(stats.loaded_bytes_by_transport, reports)
             stats.load_seconds += now - began
             stats.exposed_seconds += exposed[0] if exposed else now - began
             stats.stalled_seconds += max(report.stalled_s for report in reports)
@@ -443,6 +456,9 @@ class PoolClient:
                 is_unchanged = await self._ask_core(save.save_id, grants.refused_chunk)
                 self.stats.num_layerwise_saves += is_unchanged and save.step is not None
                 self._refuse("reused", 0 if is_unchanged else len(grants.handles))
+        except KVTransferError as exc:
+            logger.warning("%s was not saved: %s", save.save_id, exc)
+            self._refuse("failed", len(grants.handles))
         finally:
             if not was_copied:
                 refused = grants.refused_chunk
@@ -465,7 +481,7 @@ class PoolClient:
         reports = await self._ranks.run(save.save_id, order)
         failure = next((report.error for report in reports if report.error is not None), None)
         if failure is None:
-            _add_by_transport(self.stats.saved_bytes_by_transport, reports)
+            add_by_transport(self.stats.saved_bytes_by_transport, reports)
         return failure
 
     def _count_in_flight(self) -> None:
@@ -579,9 +595,3 @@ class PoolClient:
         if count:
             refusals = self.stats.num_save_refusals
             refusals[reason] = refusals.get(reason, 0) + count
-
-
-def _add_by_transport(total: dict[str, int], reports: Sequence[RunsEnded]) -> None:
-    for report in reports:
-        for name, nbytes in report.by_transport.items():
-            total[name] = total.get(name, 0) + nbytes

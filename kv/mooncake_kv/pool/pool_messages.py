@@ -177,6 +177,13 @@ class RunsEnded(msgspec.Struct, frozen=True, tag=True):
         return self.seconds / self.begun_share - self.seconds if self.begun_share else 0.0
 
 
+def add_by_transport(total: dict[str, int], reports: Iterable[RunsEnded]) -> None:
+    """Add the bytes of ``reports`` to ``total``, which counts bytes by transport."""
+    for report in reports:
+        for name, nbytes in report.by_transport.items():
+            total[name] = total.get(name, 0) + nbytes
+
+
 ToRank = ConnectStore | ForgetStore | LoadRuns | LayersArrived | CancelRuns | SaveRuns
 FromRank = PoolRankReady | LayersLoaded | RunsEnded
 

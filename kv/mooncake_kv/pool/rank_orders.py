@@ -11,16 +11,20 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from mooncake_kv.connector import HasStalled, never_stalls
+from mooncake_kv.errors import ConnectorDead, Fatal, KVTransferError
 from mooncake_kv.pool.pool_messages import (
     CancelRuns,
     ConnectStore,
     ForgetStore,
     LayersLoaded,
+    LoadRuns,
     RunsEnded,
+    SaveRuns,
     ToRank,
     encode,
 )
-from mooncake_kv.ranks import SendToRank
+from mooncake_kv.ranks import REPORT_TIMEOUT_S, SendToRank, await_reports
 from mooncake_kv.store.chunk_store import ArenaInfo
 
 
@@ -56,24 +60,34 @@ class RankOrders:
         self._orders: dict[str, _Order] = {}
         self._known_epochs: dict[int, str] = {}  # by number of the store
         self._send: SendToRank | None = None
+        self._has_stalled: HasStalled = never_stalls
 
     @property
     def is_open(self) -> bool:
         """Whether messages are sent to the ranks."""
         return self._send is not None
 
-    def open(self, send: SendToRank) -> None:
-        """Start to send messages; ``send`` carries one to a rank's worker."""
-        self._send = send
+    def open(self, send: SendToRank, has_stalled: HasStalled = never_stalls) -> None:
+        """Start to send messages.
+
+        Args:
+            send: sends a message to a rank's worker.
+            has_stalled: returns whether the engine has stopped stepping.
+        """
+        self._send, self._has_stalled = send, has_stalled
 
     def close(self) -> None:
         """Send no more messages. Idempotent."""
         self._send = None
 
     async def run(
-        self, order_id: str, message: ToRank, on_release: Callable[[], None] | None = None
+        self,
+        order_id: str,
+        message: LoadRuns | SaveRuns,
+        on_release: Callable[[], None] | None = None,
     ) -> list[RunsEnded]:
-        """Have all ranks execute an order.
+        """Have all ranks execute an order. Each rank enforces the order's timeout itself, and
+        reports when it has passed.
 
         Args:
             order_id: id of the load or save.
@@ -82,14 +96,27 @@ class RankOrders:
 
         Returns:
             The ranks' reports, once no rank has a transfer of the order in flight.
+
+        Raises:
+            KVTransferError: at least one rank has not reported a save ``REPORT_TIMEOUT_S`` after
+                that timeout, and may still write to the store. Time in which the engine is stalled
+                does not count.
+            ConnectorDead: the same of a load: the rank may still write to KV blocks.
         """
         order = _Order(asyncio.get_running_loop().create_future(), on_release=on_release)
         self._orders[order_id] = order
         try:
             self.broadcast(message)
-            return await order.ended
+            limit_s = message.timeout_s + REPORT_TIMEOUT_S
+            if await await_reports(order.ended, limit_s, self._has_stalled):
+                return order.ended.result()
         finally:
             del self._orders[order_id]
+        silent = [rank for rank in range(self._num_ranks) if rank not in order.reports]
+        error = KVTransferError(f"ranks {silent} sent no report of {order_id} within {limit_s:g} s")
+        if isinstance(message, LoadRuns):
+            raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, error)
+        raise error
 
     def cancel(self, order_id: str) -> None:
         """Have the ranks cancel an order. Its reports follow as usual. Ignores unknown orders."""

@@ -11,7 +11,8 @@ import pytest
 
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
 from mooncake_hal.session.processes import this_process
-from mooncake_kv.pool import pool_client
+from mooncake_kv.errors import Fatal
+from mooncake_kv.pool import pool_client, rank_orders
 from mooncake_kv.pool.pool_client import PoolClient
 from mooncake_kv.pool.pool_events import (
     ChunksCopied,
@@ -81,8 +82,8 @@ class Instance:
         self.is_writing, self.has_copied = threading.Event(), threading.Event()
         self.has_failed = threading.Event()
         self.ordered, self.copied = Queue(), Queue()
-        self.loading, self.ends = Queue(), Queue()
-        self.client.start(self._to_rank, self._posted, fail=lambda exc: None)
+        self.loading, self.ends, self.failures = Queue(), Queue(), Queue()
+        self.client.start(self._to_rank, self._posted, self.failures.put)
 
     def _to_rank(self, rank, message):
         order = decode_to_rank(message)
@@ -167,6 +168,45 @@ def test_completed_saves_do_not_block_pending_ones(instance):
         instance.client.end_save(instance.copied.get(timeout=WAIT_S), is_unchanged=True)
     instance.await_saves()
     assert instance.client.stats.num_saved_chunks == num_saves
+
+
+def test_saving_continues_after_saves_that_a_rank_does_not_report(instance, monkeypatch, caplog):
+    """Their memory stays reserved: the rank may still write to it."""
+    client, num_silent = instance.client, pool_client.SAVES_AT_ONCE
+    monkeypatch.setattr(rank_orders, "REPORT_TIMEOUT_S", 0.5 - WAIT_S)
+    for number in range(num_silent + 1):
+        assert client.save(SaveRequest(f"save{number}", (b"%16d" % number,), 0, (0,)))
+    for _ in range(num_silent):
+        instance.ordered.get(timeout=WAIT_S)
+    monkeypatch.undo()
+    last = instance.ordered.get(timeout=WAIT_S)
+    client.on_rank_message(0, encode(RunsEnded(last, None, 0, 0.0)))
+    ended = [instance.copied.get(timeout=WAIT_S) for _ in range(num_silent + 1)]
+    assert ended[-1] == last
+    client.end_save(last, is_unchanged=True)
+    instance.await_saves()
+    assert client.stats.num_saved_chunks == 1
+    assert client.stats.num_save_refusals == {"failed": num_silent}
+    assert "ranks [0] sent no report of save0 within 0.5 s" in caplog.text
+    assert instance.num_staging == num_silent
+    assert instance.failures.empty()
+
+
+def test_load_that_a_rank_does_not_report_ends_the_instance(instance, monkeypatch):
+    """The rank may still write to the blocks, so they must not be freed."""
+    instance.save()
+    instance.client.on_rank_message(0, encode(RunsEnded("save", None, 0, 0.0)))
+    instance.copied.get(timeout=WAIT_S)
+    instance.client.end_save("save", is_unchanged=True)
+    instance.await_saves()
+    home = ChunkSource(0, Tier.DRAM)
+    monkeypatch.setattr(rank_orders, "REPORT_TIMEOUT_S", 0.5 - WAIT_S)
+    load = LoadRequest("load", "r", (KEY,), (home,), 0, 0, (0,), WAIT_S, None)
+    instance.client.start_load(load)
+    dead = instance.failures.get(timeout=WAIT_S)
+    assert dead.fatal is Fatal.MEMORY_MAY_CHANGE
+    assert "ranks [0] sent no report of load within 0.5 s" in str(dead)
+    assert instance.ends.empty()
 
 
 def test_rejected_chunk_is_counted_once(instance, monkeypatch):

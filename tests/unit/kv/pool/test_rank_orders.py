@@ -2,6 +2,10 @@
 
 import asyncio
 
+import pytest
+from support.virtual_time import run_virtually
+
+from mooncake_kv.errors import ConnectorDead, Fatal, KVTransferError
 from mooncake_kv.pool.pool_messages import (
     CancelRuns,
     ConnectStore,
@@ -9,19 +13,29 @@ from mooncake_kv.pool.pool_messages import (
     LayersLoaded,
     LoadRuns,
     RunsEnded,
+    SaveRuns,
     decode_to_rank,
 )
 from mooncake_kv.pool.rank_orders import RankOrders
+from mooncake_kv.ranks import REPORT_TIMEOUT_S, STALL_CHECKS
 from mooncake_kv.store.chunk_store import ArenaInfo
 
 LOAD = LoadRuns("load", "request", (), (), 1.0, release_layers=1)
 
 
-def opened(num_ranks=2):
+SAVES = [SaveRuns(name, (), (), 30.0) for name in ("first", "second")]
+LIMIT_S = REPORT_TIMEOUT_S + 30.0
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+def opened(num_ranks=2, **options):
     """Orders to this number of ranks, and the messages sent to each rank."""
     sent = []
     orders = RankOrders(num_ranks, 256)
-    orders.open(lambda rank, message: sent.append((rank, decode_to_rank(message))))
+    orders.open(lambda rank, message: sent.append((rank, decode_to_rank(message))), **options)
     return orders, sent
 
 
@@ -48,6 +62,49 @@ def test_order_ends_once_all_ranks_have_reported():
         assert await running == [ended(), ended()]
 
     asyncio.run(run())
+
+
+def test_orders_end_whose_rank_stays_silent():
+    orders, _ = opened()
+
+    async def run():
+        running = [asyncio.ensure_future(orders.run(save.save_id, save)) for save in SAVES]
+        await asyncio.sleep(0)
+        for save in SAVES:
+            orders.take_report(0, ended(save.save_id))
+        for save, order in zip(SAVES, running, strict=True):
+            silent = rf"ranks \[1\] sent no report of {save.save_id} within 630 s"
+            with pytest.raises(KVTransferError, match=silent):
+                await order
+        assert now() == pytest.approx(LIMIT_S)
+        orders.take_report(1, ended("first"))  # late: ignored
+
+    run_virtually(run())
+
+
+def test_load_ends_the_instance_whose_rank_stays_silent():
+    """The rank may still write to the load's blocks."""
+    orders, _ = opened()
+
+    async def run():
+        with pytest.raises(ConnectorDead, match="sent no report of load within 601 s") as dead:
+            await orders.run("load", LOAD)
+        assert dead.value.fatal is Fatal.MEMORY_MAY_CHANGE
+
+    run_virtually(run())
+
+
+def test_no_report_times_out_while_engine_does_not_step():
+    """Ranks begin no order meanwhile."""
+    stalled_s = 5 * LIMIT_S
+    orders, _ = opened(has_stalled=lambda: now() < stalled_s)
+
+    async def run():
+        with pytest.raises(KVTransferError):
+            await orders.run("first", SAVES[0])
+        assert now() == pytest.approx(stalled_s + LIMIT_S, abs=LIMIT_S / STALL_CHECKS)
+
+    run_virtually(run())
 
 
 def test_messages_of_unknown_orders_are_ignored():
