@@ -166,7 +166,7 @@ def by_prefill(pairs: Iterable[Pair]) -> list[list[Pair]]:
 def instance(python: Path, role: str, pair: Pair, transports: list[str]) -> Iterator[RunningVllm]:
     """Start a vLLM with our connector, in a deployment with a secret; it may not be ready yet."""
     SECRET.touch(mode=0o600)
-    SECRET.write_text("of these pairs\n")
+    SECRET.write_text("of these pairs of instances\n")
     settings = {"transfer_timeout_seconds": TIMEOUT_S, "secret_file": str(SECRET)}
     transfer = transfer_config(role, pair.flow, transports, **settings)
     size = pair.prefill if role == "kv_producer" else pair.decode

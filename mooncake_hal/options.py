@@ -29,6 +29,10 @@ from mooncake_hal.port_range import MAX_PORT, PortRange
 
 Config = TypeVar("Config")
 
+MIN_SECRET_BYTES = 16
+"""Length of the shortest secret that is accepted. Proofs are HMACs, so whoever has recorded one can
+try guesses of the secret at home, as fast as their machines can."""
+
 _KEY = "option"
 _SCALARS = (int, float, str, Path)
 
@@ -239,7 +243,8 @@ def read_secret_file(path: Path, flag: str, advice: str, refused: type[Exception
         path: the file; leading and trailing white space in it is ignored.
         flag: the option that named the file, for messages.
         advice: what to do about an empty file, for messages.
-        refused: exception type to raise if the file can't be read or is empty.
+        refused: exception type to raise if the file can't be read, or holds less than
+            MIN_SECRET_BYTES.
     """
     try:
         secret = path.read_text().strip()
@@ -247,6 +252,11 @@ def read_secret_file(path: Path, flag: str, advice: str, refused: type[Exception
         raise refused(f"can't read {flag}: {exc}") from exc
     if not secret:
         raise refused(f"{flag} {path} is empty; {advice}")
+    if (length := len(secret.encode())) < MIN_SECRET_BYTES:
+        raise refused(
+            f"{flag} {path} holds a secret of {length} bytes, which can be guessed: at least "
+            f"{MIN_SECRET_BYTES} are needed; openssl rand -hex 32 makes one"
+        )
     return secret
 
 

@@ -14,7 +14,7 @@ def read_node_secret(path: Path) -> str:
     """Reads the secret with which the nodes of an instance authenticate each other.
 
     Raises:
-        ConfigError: the file can't be read, or is empty.
+        ConfigError: the file can't be read, is empty, or holds a secret that is too short.
     """
     return read_secret_file(
         path, "--node-secret-file", f"openssl rand -hex 32 > {path}", ConfigError

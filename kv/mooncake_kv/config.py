@@ -22,7 +22,7 @@ def read_secret(path: Path) -> str:
     """Read a deployment's secret from a file.
 
     Raises:
-        KVConfigError: the file can't be read, or is empty.
+        KVConfigError: the file can't be read, is empty, or holds a secret that is too short.
     """
     advice = "put the deployment's secret there"
     return read_secret_file(path, "--kv-secret-file", advice, KVConfigError)

@@ -21,6 +21,10 @@ from mooncake_proxy.http1.upstream_connection import ClientLimits
 from mooncake_proxy.pool.health_checks import HealthConfig
 from mooncake_proxy.pool.instances import InstanceSpec, Role
 
+# Length of the shortest secret that is accepted, as by instances. Messages are signed with it, so
+# whoever has recorded one can try guesses of the secret at home, as fast as their machines can.
+MIN_SECRET_BYTES = 16
+
 
 def config_from(args: argparse.Namespace) -> ProxyConfig:
     """Build the configuration. Raises ConfigError, which names the invalid option."""
@@ -107,7 +111,7 @@ def _conductor_from(args: argparse.Namespace, key_file: KeyFile) -> ConductorCon
 
 
 def _read_secret(flag: str, path: str | None) -> str:
-    """Read a secret from a file; empty if `path` is None. Raises ConfigError for an empty file."""
+    """Read a secret from a file; empty if `path` is None. Raises ConfigError if it is too short."""
     if path is None:
         return ""
     try:
@@ -116,6 +120,11 @@ def _read_secret(flag: str, path: str | None) -> str:
         raise ConfigError(f"{flag} {path}: {exc}") from exc
     if not secret:
         raise ConfigError(f"{flag} {path} is empty: wanted the secret that is shared")
+    if (length := len(secret.encode())) < MIN_SECRET_BYTES:
+        raise ConfigError(
+            f"{flag} {path} holds a secret of {length} bytes, which can be guessed: wanted at "
+            f"least {MIN_SECRET_BYTES}; openssl rand -hex 32 makes one"
+        )
     return secret
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,11 @@ from mooncake_hal.options import byte_count, option, read_secret_file
 if TYPE_CHECKING:
     from mooncake_engine.text.tokenizer import Tokenizer
 
+log = logging.getLogger(__name__)
+
 AUTO, NONE = "auto", "none"
+MIN_KEY_CHARACTERS = 16
+"""Length of an API key below which there is a warning."""
 ACCESS_LOGS = ("off", "errors", "all")
 OF_ONE_INSTANCE = (
     "api_keys",
@@ -28,7 +33,8 @@ OF_ONE_INSTANCE = (
 
 def read_keys(path: Path | None) -> frozenset[str]:
     """The API keys in a file, one per line; empty lines and ``#`` comments are skipped. Without a
-    file there are no keys.
+    file there are no keys. Short ones are accepted with a warning: unlike a secret between programs
+    they can be tried only against the server, and some clients can't send others.
 
     Raises:
         ConfigError: the file can't be read, or holds no key, which would lock out all clients.
@@ -42,6 +48,14 @@ def read_keys(path: Path | None) -> frozenset[str]:
     keys = frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     if not keys:
         raise ConfigError(f"--api-key-file {path} holds no key; put one per line")
+    if num_short := sum(len(key) < MIN_KEY_CHARACTERS for key in keys):
+        log.warning(
+            "%d of the keys in --api-key-file %s have fewer than %d characters, and may be "
+            "guessed; openssl rand -hex 32 makes a better one",
+            num_short,
+            path,
+            MIN_KEY_CHARACTERS,
+        )
     return keys
 
 
@@ -49,7 +63,7 @@ def read_register_secret(path: Path | None) -> str:
     """The secret for ``--register``; empty without a file.
 
     Raises:
-        ConfigError: the file can't be read, or is empty.
+        ConfigError: the file can't be read, is empty, or holds a secret that is too short.
     """
     if path is None:
         return ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hmac
+import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -12,7 +14,11 @@ from msgspec import Struct
 
 from mooncake_proxy.errors import DECODE_ERRORS, ConfigError, Unauthorized
 
+logger = logging.getLogger(__name__)
 STRUCTURED = (".json", ".yaml", ".yml")
+# Length of a key below which there is a warning. Short ones are accepted: unlike a secret between
+# programs they can be tried only against the proxy, and some clients can't send others.
+MIN_KEY_CHARACTERS = 16
 
 
 class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):
@@ -97,6 +103,7 @@ def read_key_file(path: str | None) -> KeyFile:
         values = [value for each in found.keys if (value := getattr(each, what))]
         if len(set(values)) < len(values):
             raise ConfigError(f"key file {path}: a {what} is given twice")
+    _warn_of_short_keys(path, (each.key for each in found.keys))
     return found
 
 
@@ -111,7 +118,19 @@ def read_keys(path: str | None) -> frozenset[str]:
     keys = frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     if not keys:
         raise ConfigError(f"key file {path} holds no key: wanted one per line")
+    _warn_of_short_keys(path, keys)
     return keys
+
+
+def _warn_of_short_keys(path: str, keys: Iterable[str]) -> None:
+    if num_short := sum(len(key) < MIN_KEY_CHARACTERS for key in keys):
+        logger.warning(
+            "key file %s: %d of its keys have fewer than %d characters, and may be guessed; "
+            "openssl rand -hex 32 makes a better one",
+            path,
+            num_short,
+            MIN_KEY_CHARACTERS,
+        )
 
 
 def bearer_token(headers: dict[bytes, bytes]) -> bytes | None:

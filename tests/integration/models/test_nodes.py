@@ -33,8 +33,8 @@ END_S = 60
 @pytest.fixture
 def config(checkpoint: Path, tmp_path: Path) -> EngineConfig:
     secret = tmp_path / "secret"
-    secret.write_text("of this test")
-    nodes = NodeConfig(nnodes=2, master_port=free_port(), secret="of this test")
+    secret.write_text("of the nodes of this test")
+    nodes = NodeConfig(nnodes=2, master_port=free_port(), secret="of the nodes of this test")
     return EngineConfig(checkpoint, num_kv_blocks=32, tp_size=2, threads=1, nodes=nodes)
 
 

@@ -22,7 +22,7 @@ TIMEOUT_S = 60.0
 @pytest.fixture
 def secret(tmp_path: Path) -> Path:
     path = tmp_path / "secret"
-    path.write_text("of this fleet\n")
+    path.write_text("of the instances of this fleet\n")
     return path
 
 
@@ -101,7 +101,7 @@ def test_registration_with_other_secret_is_rejected(
     proxy_url: str, secret: Path, tmp_path: Path
 ) -> None:
     wrong = tmp_path / "wrong"
-    wrong.write_text("another")
+    wrong.write_text("of another fleet altogether")
     with proxy(proxy_url, secret), instance("both", proxy_url, wrong) as refused:
         deadline = time.monotonic() + TIMEOUT_S
         while "not registered at" not in refused.error_text:

@@ -288,11 +288,15 @@ def test_peers_need_a_conductor_and_a_secret(flags: list[str], problem: str) -> 
         config_from(build_parser().parse_args([*PAIR, *flags]))
 
 
-def test_empty_secret_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("\n")
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("\n", "is empty"), ("x\n", "a secret of 1 bytes, .*at least 16; openssl rand -hex 32 makes")],
+)
+def test_guessable_secret_is_rejected(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "secret").write_text(text)
     flags = ["--policy", "cost", "--peer-proxy", "http://b:8000"]
     flags += ["--peer-secret-file", str(tmp_path / "secret")]
-    with pytest.raises(ConfigError, match="is empty"):
+    with pytest.raises(ConfigError, match=problem):
         config_from(build_parser().parse_args([*PAIR, *flags]))
 
 

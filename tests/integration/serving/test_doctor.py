@@ -29,7 +29,7 @@ def doctor(*arguments: str) -> tuple[int, str]:
 @pytest.mark.timeout(120)
 def test_every_port_of_live_instance_is_checked(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
-    secret.write_text("open sesame")
+    secret.write_text("open sesame, said Ali Baba")
     with serving(MODEL, tmp_path, "prefill", *OPTIONS, "--kv-secret-file", str(secret)) as url:
         status, output = doctor("--peer", url, "--secret-file", str(secret))
         assert status == 0, output

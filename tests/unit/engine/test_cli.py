@@ -95,7 +95,7 @@ def test_every_engine_option_reaches_the_config(model: Path) -> None:
 
 
 def test_every_transfer_option_reaches_the_config(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("open sesame\n")
+    (tmp_path / "secret").write_text("open sesame, said Ali Baba\n")
     args = parse(
         *(
             "serve",
@@ -118,7 +118,7 @@ def test_every_transfer_option_reaches_the_config(tmp_path: Path) -> None:
         advertise_host="10.9.9.9",
         port_range=PortRange(21_000, 21_099),
         transports=("shm", "tcp"),
-        secret="open sesame",
+        secret="open sesame, said Ali Baba",
         lease_s=3.0,
         transfer_timeout_s=4.0,
         load_failure=LoadFailurePolicy.FAIL,
@@ -137,12 +137,20 @@ def test_role_both_has_no_kv_transfer_without_a_connector() -> None:
     assert kv_transfer_config(with_connector) == KVTransferConfig()
 
 
-def test_empty_secret_file_is_rejected(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_text("\n")
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("\n", "is empty; put the deployment's secret there"),
+        ("x\n", "a secret of 1 bytes, .* at least 16 are needed; openssl rand -hex 32 makes one"),
+        ("fifteen letters", "a secret of 15 bytes"),
+    ],
+)
+def test_guessable_secret_is_rejected(tmp_path: Path, text: str, problem: str) -> None:
+    (tmp_path / "secret").write_text(text)
     args = parse(
         "serve", "--model", "m", "--role", "decode", "--kv-secret-file", str(tmp_path / "secret")
     )
-    with pytest.raises(ConfigError, match="is empty"):
+    with pytest.raises(ConfigError, match=problem):
         kv_transfer_config(args)
 
 

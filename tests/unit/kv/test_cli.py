@@ -19,7 +19,7 @@ from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.store_service import StoreAddress, StoreService
 
 NBYTES = 64 << 10
-SECRET = "secret"
+SECRET = "a deployment's secret"
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_stats_show_use_of_quotas_but_metrics_name_no_tenant(store, capsys):
 
 
 def test_wrong_secret_is_named_as_the_reason(store, capsys):
-    store.secret_file.write_text("another")
+    store.secret_file.write_text("another deployment's secret")
     assert store.run("stats") == 1
     error = capsys.readouterr().err
     assert "rejects this command" in error
@@ -103,7 +103,7 @@ def test_wrong_secret_is_named_as_the_reason(store, capsys):
 
 def test_reason_is_printed_once(store):
     """The client logs it as well, for engines."""
-    store.secret_file.write_text("another")
+    store.secret_file.write_text("another deployment's secret")
     words = ["stats", "--port", str(store.service.port), "--kv-secret-file", str(store.secret_file)]
     command = f"from mooncake_kv.cli import main; raise SystemExit(main({words}))"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True)

@@ -24,7 +24,7 @@ def test_defaults_are_those_of_the_engine() -> None:
 
 def test_every_option_has_a_key(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
-    secret.write_text("hush\n")
+    secret.write_text("hush, little baby\n")
     config = read_settings(
         {
             "host": "0.0.0.0",
@@ -40,7 +40,7 @@ def test_every_option_has_a_key(tmp_path: Path) -> None:
     )
     assert (config.host, config.advertise_host) == ("0.0.0.0", "127.0.0.1")
     assert config.port_range == PortRange(14000, 14099)
-    assert (config.transports, config.secret) == (("shm", "tcp"), "hush")
+    assert (config.transports, config.secret) == (("shm", "tcp"), "hush, little baby")
     assert (config.lease_s, config.transfer_timeout_s) == (5.0, 7.5)
 
 

@@ -34,7 +34,7 @@ from mooncake_engine.execution.node_launcher import (
 from mooncake_engine.node_config import NodeConfig, read_node_secret
 from mooncake_hal.testing.backends import free_port
 
-SECRET = "of these tests"
+SECRET = "of the nodes in these tests"
 TIMEOUT_S = 60
 
 

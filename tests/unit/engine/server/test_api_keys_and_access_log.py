@@ -65,6 +65,19 @@ def test_keys_come_from_a_file(tmp_path: Path) -> None:
         read_keys(tmp_path / "missing")
 
 
+def test_short_keys_are_accepted_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys"
+    path.write_text(f"sk-1\n{'k' * 16}\n")
+    assert len(read_keys(path)) == 2
+    [warning] = caplog.messages
+    assert warning.startswith(f"1 of the keys in --api-key-file {path} have fewer than 16 charac")
+    path.write_text("k" * 16)
+    read_keys(path)
+    assert len(caplog.messages) == 1
+
+
 def test_a_model_may_have_several_names(engine: FakeEngine, byte_tokenizer: Tokenizer) -> None:
     client = AsgiClient(create_app(engine, byte_tokenizer, ServerOptions(model_aliases=("a/b",))))
     assert [card["id"] for card in client.get("/v1/models").json()["data"]] == ["fake", "a/b"]

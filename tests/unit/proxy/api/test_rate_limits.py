@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from mooncake_proxy.api.api_keys import ApiKey, read_key_file
+from mooncake_proxy.api.api_keys import ApiKey, read_key_file, read_keys
 from mooncake_proxy.api.rate_limits import RateLimits, duration
 from mooncake_proxy.errors import ConfigError, RateLimited
 
@@ -109,3 +109,18 @@ def test_keys_file_sets_permissions(tmp_path: Path) -> None:
 def test_invalid_keys_files_are_reported(tmp_path: Path, content: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read_key_file(write(tmp_path, content))
+
+
+def test_short_keys_are_accepted_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "keys.json"
+    path.write_text(json.dumps({"keys": [{"key": "sk-1"}, {"key": "k" * 16}]}))
+    assert len(read_key_file(str(path)).keys) == 2
+    path.write_text(json.dumps({"keys": [{"key": "k" * 16}]}))
+    read_key_file(str(path))
+    lines = tmp_path / "keys"
+    lines.write_text("sk-1\nsk-2\n")
+    assert read_keys(str(lines)) == {"sk-1", "sk-2"}
+    counts = [message.partition(" have fewer than 16 characters")[0] for message in caplog.messages]
+    assert counts == [f"key file {path}: 1 of its keys", f"key file {lines}: 2 of its keys"]
