@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Protocol, cast
@@ -50,6 +50,38 @@ class ConnectorFailed:
 
     cause: BaseException
 
+
+TRANSFER_GAUGES = ("leases_held", "reservations")
+"""The names of ``Connector.stats`` that are gauges; the others are counters."""
+TRANSFER_STATS_HELP: Mapping[str, str] = {
+    "leases_held": "Finished prompts whose blocks are held now until a peer has read them, or has "
+    "been sent them.",
+    "leases_expired": "Leases that ended because the peer neither read the KV nor renewed the "
+    "lease in time.",
+    "reservations": "Requests whose blocks are reserved now for KV that a peer is computing or "
+    "writing.",
+    "loads": "Loads of a prompt's KV from a peer that were started.",
+    "load_failures": "Loads that failed: their requests compute the prompt themselves, or fail, as "
+    "configured.",
+    "refused_loads": "Failed loads whose peer can't exchange KV with this instance; the log says "
+    "why.",
+    "load_seconds": "Seconds of loads: of reading with pull, from the reservation to the last byte "
+    "with push; summed over loads, which may overlap.",
+    "bytes_received": "Bytes of KV received from peers, summed over this instance's ranks.",
+    "bytes_received_early": "Bytes of KV, of those received, that were read while the peer was "
+    "still computing the prompt.",
+    "pushes": "Pushes of a prompt's KV to a peer that were started.",
+    "push_failures": "Pushes that failed: the peer computes the prompt, or fails the request.",
+    "push_seconds": "Seconds that the slowest rank of each successful push wrote, summed over "
+    "pushes, which may overlap.",
+    "bytes_sent": "Bytes of KV written to peers by pushes that succeeded, summed over this "
+    "instance's ranks.",
+    "refused_peers": "Peers that can't exchange KV with this instance, each start of them counted "
+    "once; the log says why.",
+    "peers_with_different_rounding": "Peers whose KV is rounded differently, each start of them "
+    "counted once; the log says how.",
+}
+"""What the names of ``Connector.stats`` count, in which unit: the help texts of their metrics."""
 
 Event = LoadEnded | LeaseEnded | ConnectorFailed
 PostEvent = Callable[[Event], None]
@@ -155,7 +187,7 @@ class Connector(Protocol):
         ...
 
     def stats(self) -> dict[str, float]:
-        """Counters and gauges by name, for metrics."""
+        """Counters and gauges by name, for metrics; see ``TRANSFER_STATS_HELP``."""
         ...
 
     def compatibility(self) -> CompatibilityReport:

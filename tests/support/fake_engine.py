@@ -78,6 +78,7 @@ class FakeEngine:
     num_cached_tokens: int = 0
     num_leases: int = 0
     known_compatibility: CompatibilityReport | None = None
+    kv_transfer: dict[str, float] = field(default_factory=lambda: {"bytes-received": 9.0})
     kv_pool: PoolStats | None = None
     pool_store: StoreStats | None = None
     experts: ExpertLoad | None = None
@@ -142,7 +143,7 @@ class FakeEngine:
             num_swap_outs=4,
             prompt_tokens=7,
             kv_byte_seconds={"running": 30.0, "leased": 2.5},
-            kv_transfer={"bytes-received": 9.0, "leases_held": self.num_leases},
+            kv_transfer={"leases_held": self.num_leases, **self.kv_transfer},
             kv_pool=self.kv_pool,
             pool_store=self.pool_store,
             experts=self.experts,

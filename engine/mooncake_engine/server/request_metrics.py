@@ -35,6 +35,7 @@ from mooncake_engine.messages import (
 from mooncake_engine.server.metric_cells import Counter, Histogram, MetricCells
 from mooncake_engine.server.request_context import ChoiceStats, GeneratedChoice, RequestContext
 from mooncake_engine.text.completion_output import EngineClient, TextUpdate
+from mooncake_kv.connector import TRANSFER_GAUGES, TRANSFER_STATS_HELP
 from mooncake_kv.pool.pool_events import KNOWN_KINDS, POOL_STATS_HELP, PoolStats
 from mooncake_kv.store.chunk_store import StoreStats
 from mooncake_kv.store.store_metrics import STORE_PREFIX, families
@@ -55,7 +56,7 @@ _WHOLE_REQUEST_S = (
 _TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
 _GAUGES = frozenset(
-    {"leases_held", "reservations", "loads_in_flight", "saves_in_flight"}
+    {*TRANSFER_GAUGES, "loads_in_flight", "saves_in_flight"}
     | {"num_stores", "num_connected_stores"}
 )
 """The statistics of connector and KVCache pool that are gauges; the others are counters."""
@@ -380,7 +381,9 @@ class _StatsMetrics:
         for name, value in sorted(stats.kv_transfer.items()):
             safe = re.sub(r"[^a-zA-Z0-9_]", "_", name)
             family = gauge if safe in _GAUGES else counter
-            yield family(f"mooncake:kv_transfer_{safe}", f"KV transfer: {name}.", value)
+            # a connector of another package may have other names
+            text = TRANSFER_STATS_HELP.get(name, f"The connector's {name}.")
+            yield family(f"mooncake:kv_transfer_{safe}", text, value)
         if stats.kv_pool is not None:
             yield from self._kv_pool(stats.kv_pool)
         if stats.pool_store is not None:

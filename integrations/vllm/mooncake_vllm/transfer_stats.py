@@ -10,13 +10,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from mooncake_kv.connector import TRANSFER_GAUGES, TRANSFER_STATS_HELP
+
 PREFIX = "vllm:mooncake_hal_"
 POOL = "pool_"
 """Prefix of the pool's metrics. In a MultiConnector its connector is combined with one for P and D,
 and Prometheus accepts each name only once."""
 GAUGES = {
-    "leases_held": "Finished prompts whose blocks are held for a peer.",
-    "reservations": "Requests whose blocks are reserved for a peer's writes.",
+    **{name: TRANSFER_STATS_HELP[name] for name in TRANSFER_GAUGES},
     "pool_saves_in_flight": "Copies of chunks to stores in flight.",
     "pool_num_stores": "Stores that the pool's options name, this instance's own included.",
     "pool_num_connected_stores": "Stores of these that can be used now.",
@@ -26,20 +27,8 @@ GAUGE_OPTIONS = {"multiprocess_mode": "mostrecent"}
 servers as one. Counters are added; of a gauge, the value of the most recently updated server is
 taken."""
 COUNTERS = {
-    "leases_expired": "Leases that expired because the peer did not read the KV in time.",
-    "loads": "Loads of KV from peers that were started.",
-    "load_failures": "Loads that failed.",
-    "refused_loads": "Failed loads whose peer can't exchange KV with this instance.",
-    "refused_peers": "Peers whose handshake was refused.",
-    "peers_with_different_rounding": "Peers whose KV is rounded differently.",
+    **{name: text for name, text in TRANSFER_STATS_HELP.items() if name not in TRANSFER_GAUGES},
     "refused_requests": "Requests whose kv_transfer_params could not be honoured.",
-    "bytes_received": "Bytes of KV received from peers.",
-    "bytes_received_early": "Bytes of KV read while the peer was still computing the prompt.",
-    "load_seconds": "Time spent in loads from peers, in seconds.",
-    "pushes": "Pushes of KV to peers that were started.",
-    "push_failures": "Pushes that failed.",
-    "bytes_sent": "Bytes of KV written to peers.",
-    "push_seconds": "Time spent in pushes, in seconds.",
     "hook_errors": "Connector hooks that failed with an unexpected error.",
     "pool_num_lookups": "Look-ups of prompts in stores.",
     "pool_num_queried_chunks": "Chunks that were looked up.",

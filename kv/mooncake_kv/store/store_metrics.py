@@ -32,6 +32,49 @@ START_TIMEOUT_S = 30.0
 STORE_PREFIX = "mooncake_store_"
 _PUT_REFUSALS = tuple(each.value for each in PutRefusal if each is not PutRefusal.UNREACHABLE)
 
+_HELP = {
+    "capacity_bytes": "Bytes of memory (dram) and of SSDs that the store may fill, by tier.",
+    "used_bytes": "Bytes that are not free now, by tier; of memory also those being written and in "
+    "quarantine.",
+    "chunks": "Chunks stored now, by tier; one may be in both.",
+    "staging_chunks": "Chunks that clients are writing now.",
+    "pins": "Read handles of clients in force now, each of which keeps a chunk from eviction.",
+    "quarantine_bytes": "Bytes of freed memory not reused yet, since a client past its deadline "
+    "might still access them.",
+    "leaked_bytes": "Bytes of memory held now by writers that are past their deadline, or gone, "
+    "and have not ended their write.",
+    "probed_keys_total": "Chunks that clients have looked up.",
+    "hits_total": "Chunks that clients asked to read and got a handle for, by tier.",
+    "misses_total": "Chunks that clients asked to read and got no handle for.",
+    "read_bytes_total": "Bytes of the chunks that clients got a handle for.",
+    "puts_total": "Chunks that clients have stored.",
+    "put_bytes_total": "Bytes of the chunks that clients have stored.",
+    "aborted_puts_total": "Writes of chunks that clients gave up, or that missed their deadline.",
+    "refused_puts_total": "Chunks that clients were not allowed to store, by reason: present "
+    "(stored already), staging (being written), no_space, over_quota, too_large, low_value (a copy "
+    "worth less than what it would evict).",
+    "evictions_total": "Chunks evicted from memory, by reason: room (for others), copy (of another "
+    "store's chunk), quota (of a tenant), drop (by a client).",
+    "leaked_handles_total": "Handles that clients had not given back by their deadline, by kind: "
+    "read or write.",
+    "invalid_reads_total": "Reads whose handle was not in force any more when they ended: clients "
+    "drop the bytes.",
+    "ssd_written_bytes_total": "Bytes of records written to SSDs.",
+    "ssd_write_limit_bytes_per_day": "Bytes that may be written to all SSDs per day; absent "
+    "without a limit.",
+    "ssd_write_budget_bytes": "Bytes that the limit per day allows to write to SSDs now; absent "
+    "without a limit.",
+    "ssd_read_bytes_total": "Bytes of records read from SSDs.",
+    "ssd_corrupt_total": "Records on SSDs that failed their checksum, and were removed.",
+    "ssd_errors_total": "Reads and writes of SSDs that failed with an I/O error, and files that "
+    "could not be read at start.",
+    "ssd_hung_drives": "SSDs with an operation past its timeout now, by kind: read or write.",
+    "ssd_unscanned_drives": "SSDs whose files have not all been read since the start.",
+    "ssd_skipped_total": "Chunks not written to SSDs, by reason: first_touch (not used again yet), "
+    "budget (of the day), busy, unscanned, hung, full, too_large.",
+}
+"""What each metric counts, in which unit, and its label's values."""
+
 Rows = dict[tuple[tuple[str, str], ...], float]
 """Sample values by labels."""
 
@@ -63,52 +106,49 @@ class Family:
 def families(stats: StoreStats) -> list[Family]:
     """A store's counters and gauges as metric families."""
     used = stats.capacity_bytes - stats.free_bytes
-    expired = _by("kind", {"read": stats.num_expired_reads, "write": stats.num_expired_writes})
-    refused = _by("reason", dict.fromkeys(_PUT_REFUSALS, 0) | stats.num_refused_puts)
-    evicted = _by("reason", dict.fromkeys(EVICTION_REASONS, 0) | stats.num_evicted)
-    return [
-        Family(
-            "capacity_bytes", "Capacity.", _tiers(stats.capacity_bytes, stats.ssd_capacity_bytes)
+    rows = {
+        "capacity_bytes": _tiers(stats.capacity_bytes, stats.ssd_capacity_bytes),
+        "used_bytes": _tiers(used, stats.ssd_bytes),
+        "chunks": _tiers(stats.num_chunks, stats.ssd_chunks),
+        "staging_chunks": _one(stats.num_staging),
+        "pins": _one(stats.num_pins),
+        "quarantine_bytes": _one(stats.quarantine_bytes),
+        "leaked_bytes": _one(stats.abandoned_bytes),
+        "probed_keys_total": _one(stats.num_probes),
+        "hits_total": _tiers(stats.num_dram_hits, stats.num_ssd_hits),
+        "misses_total": _one(stats.num_misses),
+        "read_bytes_total": _one(stats.pinned_bytes),
+        "puts_total": _one(stats.num_puts),
+        "put_bytes_total": _one(stats.put_bytes),
+        "aborted_puts_total": _one(stats.num_aborts),
+        "refused_puts_total": _by(
+            "reason", dict.fromkeys(_PUT_REFUSALS, 0) | stats.num_refused_puts
         ),
-        Family("used_bytes", "Bytes in use.", _tiers(used, stats.ssd_bytes)),
-        Family("chunks", "Chunks stored now.", _tiers(stats.num_chunks, stats.ssd_chunks)),
-        Family("staging_chunks", "Chunks being written.", _one(stats.num_staging)),
-        Family("pins", "Read handles in force.", _one(stats.num_pins)),
-        Family("quarantine_bytes", "Freed, not reusable yet.", _one(stats.quarantine_bytes)),
-        Family("leaked_bytes", "Held by abandoned writers.", _one(stats.abandoned_bytes)),
-        Family("probed_keys_total", "Keys probed by message.", _one(stats.num_probes)),
-        Family("hits_total", "Keys pinned.", _tiers(stats.num_dram_hits, stats.num_ssd_hits)),
-        Family("misses_total", "Keys that could not be pinned.", _one(stats.num_misses)),
-        Family("read_bytes_total", "Bytes of pinned chunks.", _one(stats.pinned_bytes)),
-        Family("puts_total", "Chunks put.", _one(stats.num_puts)),
-        Family("put_bytes_total", "Bytes of chunks put.", _one(stats.put_bytes)),
-        Family("aborted_puts_total", "Writes aborted or expired.", _one(stats.num_aborts)),
-        Family("refused_puts_total", "Puts refused, by reason.", refused),
-        Family("evictions_total", "Evicted chunks, by reason.", evicted),
-        Family("leaked_handles_total", "Handles that expired.", expired),
-        Family(
-            "invalid_reads_total", "Reads without a valid handle.", _one(stats.num_invalid_reads)
+        "evictions_total": _by("reason", dict.fromkeys(EVICTION_REASONS, 0) | stats.num_evicted),
+        "leaked_handles_total": _by(
+            "kind", {"read": stats.num_expired_reads, "write": stats.num_expired_writes}
         ),
-        *_ssd_families(stats),
-    ]
+        "invalid_reads_total": _one(stats.num_invalid_reads),
+        **_ssd_rows(stats),
+    }
+    return [Family(name, _HELP[name], found) for name, found in rows.items()]
 
 
-def _ssd_families(stats: StoreStats) -> list[Family]:
-    hung = _by("kind", {"read": stats.num_ssd_hung_reads, "write": stats.num_ssd_hung_writes})
-    skipped = _by("reason", dict.fromkeys(SSD_SKIP_REASONS, 0) | stats.num_ssd_skipped)
+def _ssd_rows(stats: StoreStats) -> dict[str, Rows]:
+    hung = {"read": stats.num_ssd_hung_reads, "write": stats.num_ssd_hung_writes}
+    skipped = dict.fromkeys(SSD_SKIP_REASONS, 0) | stats.num_ssd_skipped
     per_day = stats.ssd_write_bytes_per_day
-    limit, budget = (_one(per_day), _one(stats.ssd_budget_bytes)) if per_day else ({}, {})
-    return [
-        Family("ssd_written_bytes_total", "Written to SSDs.", _one(stats.ssd_written_bytes)),
-        Family("ssd_write_limit_bytes_per_day", "Limit of writes to SSDs, if set.", limit),
-        Family("ssd_write_budget_bytes", "What the limit allows to write now.", budget),
-        Family("ssd_read_bytes_total", "Read from SSDs.", _one(stats.ssd_read_bytes)),
-        Family("ssd_corrupt_total", "Damaged records.", _one(stats.num_ssd_corrupt)),
-        Family("ssd_errors_total", "I/O errors.", _one(stats.num_ssd_errors)),
-        Family("ssd_hung_drives", "Drives with hung reads, or writes.", hung),
-        Family("ssd_unscanned_drives", "Drives being scanned.", _one(stats.num_ssd_unscanned)),
-        Family("ssd_skipped_total", "Chunks not written.", skipped),
-    ]
+    return {
+        "ssd_written_bytes_total": _one(stats.ssd_written_bytes),
+        "ssd_write_limit_bytes_per_day": _one(per_day) if per_day else {},
+        "ssd_write_budget_bytes": _one(stats.ssd_budget_bytes) if per_day else {},
+        "ssd_read_bytes_total": _one(stats.ssd_read_bytes),
+        "ssd_corrupt_total": _one(stats.num_ssd_corrupt),
+        "ssd_errors_total": _one(stats.num_ssd_errors),
+        "ssd_hung_drives": _by("kind", hung),
+        "ssd_unscanned_drives": _one(stats.num_ssd_unscanned),
+        "ssd_skipped_total": _by("reason", skipped),
+    }
 
 
 def _one(value: float) -> Rows:

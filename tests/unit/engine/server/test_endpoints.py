@@ -20,7 +20,8 @@ from mooncake_engine.server.app import create_app
 from mooncake_engine.server.request_metrics import _EngineCollector
 from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.text.tokenizer import Tokenizer
-from mooncake_kv.connector import CompatibilityReport
+from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.connector import TRANSFER_STATS_HELP, CompatibilityReport, find_connector
 from mooncake_kv.pool.pool_events import KNOWN_KINDS, POOL_STATS_HELP, PoolStats
 from mooncake_kv.store.chunk_store import StoreStats
 from mooncake_kv.store.store_metrics import prometheus_text
@@ -94,6 +95,33 @@ def test_help_of_pool_metrics_says_what_they_count(client: AsgiClient, engine: F
         words = {"bytes": "Bytes", "seconds": "Seconds"}
         for unit, begin in words.items():
             assert (unit in name) == text.startswith(begin), name
+
+
+def test_help_of_transfer_metrics_says_what_they_count(
+    client: AsgiClient, engine: FakeEngine
+) -> None:
+    engine.kv_transfer = dict.fromkeys(TRANSFER_STATS_HELP, 1.0) | {"of-another": 2.0}
+    helped = {
+        family.name.removeprefix("mooncake:kv_transfer_"): (family.documentation, family.type)
+        for family in text_string_to_metric_families(client.get("/metrics").text)
+        if family.name.startswith("mooncake:kv_transfer_")
+    }
+    assert helped.pop("of_another") == ("The connector's of-another.", "counter")
+    assert {*helped} == {*TRANSFER_STATS_HELP}
+    for name, (text, kind) in helped.items():
+        assert text.count(" ") >= 5, name
+        assert (kind == "gauge") is (name in ("leases_held", "reservations")), name
+        for unit, begin in {"bytes": "Bytes", "seconds": "Seconds"}.items():
+            assert (unit in name) == text.startswith(begin), name
+
+
+@pytest.mark.parametrize("connector", ["MooncakeConnector", "MooncakeLayerwiseConnector"])
+def test_every_transfer_metric_has_a_help_text(connector: str) -> None:
+    made = find_connector(connector)(KVTransferConfig(), 1)
+    code = type(made).stats.__code__
+    names = {name for const in code.co_consts if isinstance(const, tuple) for name in const}
+    assert len(names) >= 8
+    assert names <= {*TRANSFER_STATS_HELP}
 
 
 def test_pool_bytes_have_their_transport_as_label(client: AsgiClient, engine: FakeEngine) -> None:

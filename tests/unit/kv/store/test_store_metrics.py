@@ -75,6 +75,16 @@ def test_every_line_is_valid_exposition_format():
     assert len(names) == len(families(stats))
 
 
+def test_help_says_what_is_counted_in_which_unit_and_by_which_label():
+    stats = StoreStats(ssd_write_bytes_per_day=1)
+    for family in families(stats):
+        assert family.help.count(" ") >= 3, family.name
+        assert ("bytes" in family.name) is family.help.startswith("Bytes"), family.name
+        for (label, value), *_ in family.rows.keys() - {()}:
+            assert f"by {label}" in family.help, family.name
+            assert label == "tier" or value in family.help, family.name
+
+
 def test_write_budget_is_shown_if_there_is_a_limit():
     assert "\nmooncake_store_ssd_write_budget_bytes" not in prometheus_text(StoreStats())
     text = prometheus_text(StoreStats(ssd_write_bytes_per_day=9, ssd_budget_bytes=4))
