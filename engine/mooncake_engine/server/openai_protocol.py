@@ -69,9 +69,11 @@ class JsonSchemaFormat(
 
 
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """vLLM's field: a JSON schema, a regular expression, one of several texts, or a grammar."""
+    """vLLM's field: the output follows a JSON schema, is any JSON object, matches a regular
+    expression or a grammar, or is one of several texts."""
 
     json: dict[str, Any] | bool | str | None = None
+    json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None

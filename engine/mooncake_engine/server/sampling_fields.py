@@ -98,7 +98,7 @@ def chat_sampling(
     Raises:
         InvalidRequest: a value is out of range, or a combination is not supported.
     """
-    if request.top_logprobs is not None and not request.logprobs:
+    if request.top_logprobs and not request.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
     limit = "max_tokens" if request.max_completion_tokens is None else "max_completion_tokens"
     max_tokens: int | None = getattr(request, limit)
@@ -258,12 +258,17 @@ def _of_format(request: GenerationFields) -> Grammar | None:
 def _of_structure(wanted: StructuredOutputs | None) -> Grammar | None:
     if wanted is None:
         return None
-    given = [name for name in wanted.__struct_fields__ if getattr(wanted, name) is not None]
+    values = {name: getattr(wanted, name) for name in wanted.__struct_fields__}
+    values["json_object"] = wanted.json_object or None
+    given = [name for name, value in values.items() if value is not None]
     if len(given) != 1:
         raise InvalidRequest(
-            f"structured_outputs must hold one of json, regex, choice and grammar, got {given}",
+            "structured_outputs must hold one of json, json_object, regex, choice and grammar, "
+            f"got {given}",
             param="structured_outputs",
         )
+    if wanted.json_object:
+        return json_schema_grammar({"type": "object"})
     if wanted.json is not None:
         return json_schema_grammar(_schema(wanted.json))
     if wanted.choice is not None:

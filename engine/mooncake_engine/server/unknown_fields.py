@@ -56,7 +56,8 @@ _REJECTED = frozenset(
         *("mirostat", "mirostat_tau", "mirostat_eta", "dry_multiplier", "xtc_probability", "tfs_z"),
         *("top_a", "grammar", "json_schema", "regex", "ebnf", "response_schema", "tool_config"),
         *("use_beam_search", "num_beams", "no_repeat_ngram_size", "echo", "suffix", "stop_regex"),
-        *("spaces_between_special_tokens", "structural_tag"),
+        *("spaces_between_special_tokens", "structural_tag", "watermarking"),
+        *("repetition_detection", "logprob_token_ids", "return_token_offsets"),
     }
 )
 _NO_EFFECT_VALUES: dict[str, Any] = {
@@ -68,9 +69,19 @@ _NO_EFFECT_VALUES: dict[str, Any] = {
     "no_repeat_ngram_size": 0,
     "echo": False,
     "spaces_between_special_tokens": True,
+    "bad_words": [],
+    "length_penalty": 1.0,
+    "logits_processors": [],
+    "vllm_xargs": {},
+    "return_tokens_as_token_ids": False,
+    "return_token_offsets": False,
+    "watermarking": False,
+    "structured_outputs.disable_fallback": False,
+    "structured_outputs.disable_any_whitespace": False,
+    "structured_outputs.disable_additional_properties": False,
 }
 """Values of these fields that match this server's behaviour. Clients that send every parameter send
-them, and they are ignored."""
+them, and they are ignored, as null is."""
 _MAX_WARNED = 256
 _warned: set[str] = set()
 
@@ -84,9 +95,14 @@ def refusal(body: Any, field: str, path: str, known: list[str]) -> str | None:
         path: the object that holds it, such as ``messages[0]``; empty for the body itself.
         known: the known fields of the body.
     """
+    name = f"{path}.{field}" if path else field
+    harmless = (None, _NO_EFFECT_VALUES.get(name))
     if path and not _EXTENSIBLE_OBJECTS.match(path):
-        return f"unknown field {path}.{field}; remove it"
-    if path or body.get(field) in (None, _NO_EFFECT_VALUES.get(field)):
+        values = [item.get(field) for item in _objects_at(body, path)]
+        if values and all(value in harmless for value in values):
+            return None
+        return f"unknown field {name}; remove it"
+    if path or body.get(field) in harmless:
         return None
     if field in _ALTERNATIVES:
         return f"{field} is not supported: use {_ALTERNATIVES[field]}"
@@ -99,15 +115,18 @@ def refusal(body: Any, field: str, path: str, known: list[str]) -> str | None:
 def remove(value: Any, path: str, field: str) -> None:
     """Remove a field from a decoded body: from the object at ``path``, and from its siblings in the
     lists on that path."""
+    for item in _objects_at(value, path):
+        item.pop(field, None)
+
+
+def _objects_at(value: Any, path: str) -> list[dict[str, Any]]:
     found = [value]
     for step in re.findall(r"[^.\[\]]+|\[", path):
         if step == "[":
             found = [item for items in found if isinstance(items, list) for item in items]
         elif not step.isdigit():
             found = [item[step] for item in found if isinstance(item, dict) and item.get(step)]
-    for item in found:
-        if isinstance(item, dict):
-            item.pop(field, None)
+    return [item for item in found if isinstance(item, dict)]
 
 
 def warn_once(field: str, path: str) -> None:

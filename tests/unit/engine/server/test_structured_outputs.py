@@ -37,6 +37,14 @@ COMPLETION = ("/v1/completions", {"prompt": "tea?"})
             {"structured_outputs": {"json": json.dumps(SCHEMA)}},
             Grammar(GrammarKind.JSON_SCHEMA, json.dumps(SCHEMA)),
         ),
+        (
+            {"structured_outputs": {"json_object": True}},
+            Grammar(GrammarKind.JSON_SCHEMA, '{"type": "object"}'),
+        ),
+        (
+            {"structured_outputs": {"json_object": False, "regex": "[a-c]+"}},
+            Grammar(GrammarKind.REGEX, "[a-c]+"),
+        ),
         ({"structured_outputs": {"regex": "[a-c]+"}}, Grammar(GrammarKind.REGEX, "[a-c]+")),
         (
             {"structured_outputs": {"choice": ["té", 'a "cup"']}},
@@ -80,7 +88,7 @@ def as_schema(schema: Any) -> dict[str, Any]:
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json is not valid JSON"),
         ({"structured_outputs": {"choice": []}}, "at least one text"),
         ({"structured_outputs": {"choice": ["a"] * 2000}}, "at most 1999, got 2000"),
-        ({"structured_outputs": {}}, "must hold one of json, regex, choice and grammar"),
+        ({"structured_outputs": {}}, "must hold one of json, json_object, regex, choice"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "must hold one of"),
         (as_schema({}) | {"structured_outputs": {"regex": "a"}}, "exclude each other"),
         (as_schema({}) | {"min_tokens": 3}, "min_tokens or ignore_eos"),

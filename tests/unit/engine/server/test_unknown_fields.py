@@ -8,11 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.asgi import AsgiClient
 
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.server import unknown_fields
 from mooncake_engine.server.input_processor import render_chat
-from mooncake_engine.server.openai_protocol import ChatRequest, CompletionRequest, decode_request
+from mooncake_engine.server.openai_protocol import (
+    ChatRequest,
+    CompletionRequest,
+    StructuredOutputs,
+    decode_request,
+)
 from mooncake_engine.text.tokenizer import Tokenizer
 
 
@@ -101,6 +107,15 @@ CHANGED_ANSWERS = [
     ("stop_sequences", ["x"], "use stop", []),
     ("reasoning", {"effort": "high"}, "use reasoning_effort", None),
     ("n_predict", 5, "use max_tokens", None),
+    ("bad_words", ["x"], "use logit_bias", []),
+    ("length_penalty", 0.5, "use best_of", 1),
+    ("logits_processors", ["x"], "remove it", []),
+    ("vllm_xargs", {"x": 1}, "remove it", {}),
+    ("return_tokens_as_token_ids", True, "remove it", False),
+    ("return_token_offsets", True, "remove it", False),
+    ("watermarking", True, "remove it", False),
+    ("repetition_detection", {"min_count": 3}, "remove it", None),
+    ("logprob_token_ids", [1], "remove it", None),
 ]
 
 
@@ -121,6 +136,64 @@ def test_other_objects_stay_strict() -> None:
     body = b'{"prompt": "x", "structured_outputs": {"jsn": {}}}'
     with pytest.raises(InvalidRequest, match=r"unknown field structured_outputs\.jsn; remove it"):
         decode_request(body, CompletionRequest)
+
+
+NULLS = (
+    *("frequency_penalty", "logit_bias", "presence_penalty", "response_format", "seed"),
+    *("stream_options", "temperature", "top_p", "user", "top_k", "min_p", "repetition_penalty"),
+    *("watermarking", "skip_special_tokens", "truncate_prompt_tokens", "truncation_side"),
+    *("prompt_logprobs", "logprob_token_ids", "allowed_token_ids", "structured_outputs"),
+    *("session_id", "return_tokens_as_token_ids", "return_token_ids", "return_token_offsets"),
+    *("return_mm_kwargs", "cache_salt", "kv_transfer_params", "ec_transfer_params", "vllm_xargs"),
+    *("repetition_detection", "stream_interval", "thinking_token_budget"),
+)
+VLLM_DEFAULTS: dict[str, Any] = {
+    **dict.fromkeys(NULLS),
+    **{"n": 1, "stop": [], "stream": False, "use_beam_search": False, "length_penalty": 1.0},
+    **{"stop_token_ids": [], "include_stop_str_in_output": False, "ignore_eos": False},
+    **{"min_tokens": 0, "spaces_between_special_tokens": True, "bad_words": [], "echo": False},
+    **{"add_special_tokens": False, "priority": 0, "request_id": "abc", "mm_payload": "none"},
+    **{"return_weight_versions": False, "routed_experts_prompt_start": 0},
+}
+"""The fields that completions and chat completions of vLLM 0.33 share, at their defaults."""
+CHAT_NULLS = (
+    *("max_tokens", "max_completion_tokens", "tools", "reasoning_effort", "documents"),
+    *("chat_template", "chat_template_kwargs", "media_io_kwargs", "mm_processor_kwargs"),
+    "return_prompt_text",
+)
+VLLM_CHAT_DEFAULTS = {
+    **dict.fromkeys(CHAT_NULLS),
+    **{"logprobs": False, "top_logprobs": 0, "tool_choice": "none", "include_reasoning": True},
+    **{"parallel_tool_calls": True, "add_generation_prompt": True},
+    **{"continue_final_message": False},
+}
+
+
+def test_every_parameter_of_vllm_at_its_default_is_accepted(client: AsgiClient) -> None:
+    """As programs send them that were written for its request types."""
+    nulls = dict.fromkeys(("suffix", "logprobs", "prompt_embeds"))
+    response = client.post("/v1/completions", prompt="x", **VLLM_DEFAULTS, **nulls, max_tokens=16)
+    assert response.status_code == 200, response.text
+    messages = [{"role": "user", "content": "x"}]
+    body = VLLM_DEFAULTS | VLLM_CHAT_DEFAULTS
+    response = client.post("/v1/chat/completions", messages=messages, **body)
+    assert response.status_code == 200, response.text
+
+
+def test_every_field_of_vllms_structured_outputs_is_accepted_at_its_default() -> None:
+    """As its Python client sends them."""
+    fields: dict[str, Any] = {
+        **dict.fromkeys(("json", "regex", "choice", "grammar", "json_object")),
+        **dict.fromkeys(("whitespace_pattern", "structural_tag")),
+        **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), False),
+    }
+    wanted = {"prompt": "x", "structured_outputs": fields | {"regex": "a+"}}
+    found = decode_request(json.dumps(wanted).encode(), CompletionRequest)
+    assert found.structured_outputs == StructuredOutputs(regex="a+")
+    for field in ("whitespace_pattern", "disable_any_whitespace"):
+        wanted = {"prompt": "x", "structured_outputs": fields | {"regex": "a+", field: True}}
+        with pytest.raises(InvalidRequest, match=rf"unknown field structured_outputs\.{field}"):
+            decode_request(json.dumps(wanted).encode(), CompletionRequest)
 
 
 def test_other_errors_are_found_beside_unknown_fields() -> None:
