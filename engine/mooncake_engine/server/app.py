@@ -193,6 +193,8 @@ def _plain_routes(plain: PlainEndpoints) -> list[Route]:
         Route("/v1/unload_lora_adapter", plain.refuse_adapter, methods=["POST"]),
         Route("/health", plain.health, methods=["GET"]),
         Route("/ready", plain.health, methods=["GET"]),
+        Route("/ping", plain.health, methods=["GET", "POST"]),
+        Route("/load", plain.load, methods=["GET"]),
         Route("/metrics", plain.metrics, methods=["GET"]),
         Route("/kv/topology", plain.topology, methods=["GET"]),
         Route("/expert_load", plain.expert_load, methods=["GET"]),
@@ -291,8 +293,8 @@ class PlainEndpoints:
         return Response(msgspec.json.encode(load), media_type="application/json")
 
     async def health(self, _: Request) -> Response:
-        """``GET /health``, ``GET /ready``: 200 while the instance accepts requests, otherwise 503
-        with the reason.
+        """``GET /health``, ``GET /ready``, and ``/ping`` as SageMaker and others call it: 200 while
+        the instance accepts requests, otherwise 503 with the reason.
 
         The proxy polls this endpoint. It reads here which pairs of instances are incompatible, and
         how much of the prompts the KVCache pool held, in chunks by tier."""
@@ -320,6 +322,10 @@ class PlainEndpoints:
                 for rank in stats.by_dp_rank
             ]
         return _json({"status": "ok", "role": engine.config.role.value, **peers})
+
+    async def load(self, _: Request) -> Response:
+        """``GET /load``: the number of clients that wait for an answer, on all API workers."""
+        return _json({"server_load": self.live.num_everywhere})
 
     async def metrics(self, _: Request) -> Response:
         """``GET /metrics``."""
@@ -402,6 +408,8 @@ class PlainEndpoints:
             "object": "model",
             "created": self.started,
             "owned_by": "mooncake-engine",
+            "root": str(self.handler.engine.config.model),  # vLLM's bench loads the tokenizer there
+            "parent": None,
             "max_model_len": self.processor.info.max_model_len,
         }
 

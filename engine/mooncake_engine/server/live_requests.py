@@ -112,6 +112,11 @@ class LiveRequests:
     def __len__(self) -> int:
         return self._num_live
 
+    @property
+    def num_everywhere(self) -> int:
+        """Number of live requests of all API workers."""
+        return self._counts.num_waiting
+
     @contextmanager
     def tracking(self, request_id: str) -> Iterator[asyncio.Future[EngineError]]:
         """Hold a request in the registry. The yielded future resolves when the request has to stop;

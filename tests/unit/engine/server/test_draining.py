@@ -70,13 +70,16 @@ def test_requests_may_finish_until_timeout_or_second_signal(
 def test_new_requests_are_rejected_and_health_is_503(
     client: AsgiClient, live: LiveRequests
 ) -> None:
-    assert client.get("/ready").status_code == client.get("/health").status_code == 200
+    for path in ("/ready", "/health", "/ping"):
+        assert client.get(path).status_code == 200
+    assert client.request("POST", "/ping").status_code == 200
     live.close()
     for answer in (
         client.post("/v1/completions", prompt="tea"),
         client.post("/v1/chat/completions", messages=[{"role": "user", "content": "x"}]),
         client.get("/health"),
         client.get("/ready"),
+        client.get("/ping"),
     ):
         assert answer.status_code == 503
         assert answer.headers["retry-after"] == "1"

@@ -31,11 +31,30 @@ def test_models_lists_the_served_model(client: AsgiClient) -> None:
     card = client.get("/v1/models").json()["data"][0]
     assert card["id"] == "fake"
     assert card["max_model_len"] == 256
+    assert (card["root"], card["parent"]) == ("models/fake", None)
 
 
 def test_model_is_found_by_name(client: AsgiClient) -> None:
     assert client.get("/v1/models/fake").json() == client.get("/v1/models").json()["data"][0]
     assert client.get("/v1/models/some/other").status_code == 404
+
+
+def test_load_is_the_number_of_waiting_clients(client: AsgiClient, engine: FakeEngine) -> None:
+    assert client.get("/load").json() == {"server_load": 0}
+
+    async def run() -> None:
+        engine.hold_at, engine.held, engine.release = 1, asyncio.Event(), asyncio.Event()
+        waiting = ManualClient(b'{"prompt":"tea"}')
+        serving = asyncio.ensure_future(client.app(waiting.scope, waiting.receive, waiting.send))
+        await engine.held.wait()
+        transport = httpx.ASGITransport(client.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as other:
+            assert (await other.get("/load")).json() == {"server_load": 1}
+            engine.release.set()
+            await serving
+            assert (await other.get("/load")).json() == {"server_load": 0}
+
+    asyncio.run(run())
 
 
 def test_version_is_that_of_the_package(client: AsgiClient) -> None:

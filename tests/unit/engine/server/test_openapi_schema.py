@@ -15,7 +15,7 @@ from mooncake_engine.server.app import create_app
 from mooncake_engine.text.tokenizer import Tokenizer
 
 Json = dict[str, Any]
-BODYLESS = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache"}
+BODYLESS = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/reset_prefix_cache", "/ping"}
 
 
 @pytest.fixture
