@@ -1,8 +1,8 @@
 """Tracks what each publisher of an instance holds, while the index knows only the whole instance.
 
-The data-parallel ranks of an instance publish separately, as does the node store that it saves to.
-The instance holds a chunk while any of them does. The rank that holds a prompt's prefix should also
-compute the prompt.
+The data-parallel ranks of an instance publish separately, as do the node stores that it uses. The
+instance holds a chunk while any of them does. The rank that holds a prompt's prefix should also
+compute the prompt. A store that several instances use publishes once for all of them.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from mooncake_conductor.index.holder_sets import Tier
 
 
 class PublisherHoldings:
-    """The publishers of one instance: its ranks, then its node store if that publishes.
+    """The publishers of one instance: its ranks, then the node stores that publish.
 
     Args:
         index: receives what the instance as a whole holds.
         num_ranks: number of its data-parallel ranks.
-        num_stores: number of publishing stores, 0 or 1.
+        num_stores: number of publishing stores.
     """
 
     def __init__(self, index: ChunkHoldings, num_ranks: int, num_stores: int = 0) -> None:
@@ -108,3 +108,60 @@ class OnePublisher(ChunkHoldings):
     def digest(self, slot: int, tier: Tier) -> tuple[int, int]:
         keys = self._holdings.held_by(self._number, tier)
         return len(keys), reduce(xor, keys, 0)
+
+
+class SharedHoldings(ChunkHoldings):
+    """The holdings of one publisher that several instances share, such as a host's node store: each
+    of them holds all that it holds. The slots that its event stream passes are ignored."""
+
+    def __init__(self) -> None:
+        self._users: dict[int, ChunkHoldings] = {}
+        self._held: tuple[set[int], ...] = tuple(set() for _ in Tier)
+        self._is_healthy = True
+
+    @property
+    def num_users(self) -> int:
+        """Number of instances that share it."""
+        return len(self._users)
+
+    def join(self, slot: int, holdings: ChunkHoldings) -> None:
+        """Add an instance, or replace its holdings, which get all that is known so far."""
+        self._users[slot] = holdings
+        for tier in Tier:
+            holdings.stored(slot, tier, self._held[tier])
+        if not self._is_healthy:
+            holdings.set_healthy(slot, False)
+
+    def leave(self, slot: int) -> None:
+        """Remove an instance. The caller clears its holdings."""
+        del self._users[slot]
+
+    def holds(self, key: int) -> bool:
+        """Whether the publisher holds a chunk in any tier."""
+        return any(key in held for held in self._held)
+
+    def stored(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
+        keys = tuple(keys)
+        self._held[tier].update(keys)
+        for user, holdings in self._users.items():
+            holdings.stored(user, tier, keys)
+
+    def removed(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
+        keys = tuple(keys)
+        self._held[tier].difference_update(keys)
+        for user, holdings in self._users.items():
+            holdings.removed(user, tier, keys)
+
+    def cleared(self, slot: int) -> None:
+        for held in self._held:
+            held.clear()
+        for user, holdings in self._users.items():
+            holdings.cleared(user)
+
+    def set_healthy(self, slot: int, is_healthy: bool) -> None:
+        self._is_healthy = is_healthy
+        for user, holdings in self._users.items():
+            holdings.set_healthy(user, is_healthy)
+
+    def digest(self, slot: int, tier: Tier) -> tuple[int, int]:
+        return len(self._held[tier]), reduce(xor, self._held[tier], 0)

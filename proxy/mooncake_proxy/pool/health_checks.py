@@ -26,7 +26,8 @@ from mooncake_proxy.errors import (
     is_draining,
 )
 from mooncake_proxy.pool.dp_ranks import RankQueue
-from mooncake_proxy.pool.instances import Compatibility, Instance, PoolReport
+from mooncake_proxy.pool.instance_reports import Compatibility, PoolReport
+from mooncake_proxy.pool.instances import Instance
 from mooncake_proxy.pool.model_pools import ModelPools
 from mooncake_proxy.pool.pair_topology import PairTopology
 

@@ -6,13 +6,10 @@ Health checks, watchers and the admin API change the pool; the router reads it f
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import product
-
-from msgspec import Struct
 
 from mooncake_proxy.errors import ConfigError, Conflict, NoInstance, NotFound
 from mooncake_proxy.http1.connection_pool import ConnectionPool
@@ -21,11 +18,15 @@ from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.bootstrap_server import BootstrapServer
 from mooncake_proxy.pool.device_classes import relative_speed
 from mooncake_proxy.pool.dp_ranks import DPRanks, RequestLoad
+from mooncake_proxy.pool.instance_reports import (
+    Compatibility,
+    KVEventEndpoints,
+    PoolReport,
+    PoolUse,
+)
 from mooncake_proxy.pool.pair_topology import PairTopology, incompatibility_reason
 
 logger = logging.getLogger(__name__)
-# The host of a ZMQ address that listens on all interfaces.
-_WILDCARD = re.compile(r"(?<=^tcp://)(\*|0\.0\.0\.0|\[::\]|::)(?=:\d+$)")
 
 
 class Role(Enum):
@@ -103,71 +104,6 @@ def duplicate_names(specs: Iterable[InstanceSpec]) -> str:
     """
     names = [spec.name for spec in specs]
     return ", ".join(sorted({name for name in names if names.count(name) > 1}))
-
-
-class KVEventEndpoints(Struct, frozen=True):
-    """ZMQ addresses at which an instance publishes which blocks it holds (`--kv-events-config`)."""
-
-    endpoint: str
-    replay_endpoint: str | None = None
-    # Endpoints of its data-parallel ranks from the second one on.
-    other_dp_ranks: tuple[KVEventEndpoints, ...] = ()
-    # For a node store: the namespace of the events that belong to the instance's model.
-    namespace: str | None = None
-
-    def with_host(self, host: str) -> KVEventEndpoints:
-        """These endpoints with `host` in place of wildcard addresses."""
-        replay = self.replay_endpoint
-        return KVEventEndpoints(
-            _WILDCARD.sub(host, self.endpoint),
-            None if replay is None else _WILDCARD.sub(host, replay),
-            tuple(rank.with_host(host) for rank in self.other_dp_ranks),
-            self.namespace,
-        )
-
-
-class StoreLocation(Struct, frozen=True):
-    """Address of the node store to which an instance saves KV, and the store's epoch.
-
-    After a restart, in a new epoch, the store holds nothing of what was published before.
-    """
-
-    host: str
-    port: int
-    epoch: str
-
-
-class PoolUse(Struct, frozen=True):
-    """An instance's use of the KVCache pool.
-
-    `store` is None if other instances can't read what it saves, `kv_events` if the store does not
-    publish what it holds.
-    """
-
-    store: StoreLocation | None = None
-    kv_events: KVEventEndpoints | None = None
-
-
-class Compatibility(Struct, frozen=True):
-    """What an instance's health endpoint reports: peers that it can't exchange KV with, where its
-    events are, and its use of the KVCache pool. All fields are empty by default."""
-
-    # Identifies this start of the instance (epoch).
-    engine_id: str = ""
-    # Engine ids of peers that it can't exchange KV with.
-    refused_peers: frozenset[str] = frozenset()
-    kv_events: KVEventEndpoints | None = None
-    kv_pool: PoolUse | None = None
-    # Number of its data-parallel ranks; 0 if not reported.
-    data_parallel_size: int = 0
-
-
-class PoolReport(Struct, frozen=True):
-    """An instance's KVCache pool counters from its health endpoint, in chunks since its start."""
-
-    saved: int = 0
-    # Lookup hits by tier.
-    found: dict[str, int] = {}
 
 
 class Instance(RequestLoad):
@@ -260,13 +196,24 @@ class Instance(RequestLoad):
         return None if published is None else published.with_host(host)
 
     @property
-    def store_kv_events(self) -> KVEventEndpoints | None:
-        """Endpoints of the KV events of the node store that it saves to; None if there are none."""
+    def stores(self) -> tuple[PoolUse, ...]:
+        """The node stores that it uses, first the one that it saves to, with hosts in place of
+        wildcards in the endpoints of their events. Stores without a location are on its host."""
         use = self.compatibility.kv_pool
-        if use is None or use.kv_events is None:
-            return None
-        host = self.spec.origin.host if use.store is None else use.store.host
-        return use.kv_events.with_host(_in_url(host))
+        if use is None:
+            return ()
+        found = []
+        for each in (use, *use.other_stores):
+            host = self.spec.origin.host if each.store is None else each.store.host
+            events = each.kv_events and each.kv_events.with_host(_in_url(host))
+            found.append(PoolUse(each.store, events))
+        return tuple(found)
+
+    @property
+    def store_kv_events(self) -> tuple[KVEventEndpoints, ...]:
+        """Endpoints of the KV events of the node stores that it uses and that publish any."""
+        found = (use.kv_events for use in self.stores)
+        return tuple(dict.fromkeys(events for events in found if events is not None))
 
     def is_compatible(self, peer: Instance) -> bool:
         """Whether the two instances can exchange KV, by their refusals and their topologies."""

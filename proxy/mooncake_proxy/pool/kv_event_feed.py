@@ -27,7 +27,7 @@ from mooncake_conductor.index.kv_event_messages import (
     decode_batch,
     decode_sequence,
 )
-from mooncake_proxy.pool.instances import KVEventEndpoints
+from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 
 logger = logging.getLogger(__name__)
 POLL_MS = 50

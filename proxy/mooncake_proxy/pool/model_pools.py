@@ -6,13 +6,8 @@ from collections.abc import Iterator
 
 from mooncake_proxy.errors import BadRequest, Conflict, ModelNotFound, NotFound
 from mooncake_proxy.http1.upstream_connection import ClientContext
-from mooncake_proxy.pool.instances import (
-    Compatibility,
-    Instance,
-    InstancePool,
-    InstanceSpec,
-    Role,
-)
+from mooncake_proxy.pool.instance_reports import Compatibility
+from mooncake_proxy.pool.instances import Instance, InstancePool, InstanceSpec, Role
 from mooncake_proxy.pool.pair_topology import PairTopology
 
 

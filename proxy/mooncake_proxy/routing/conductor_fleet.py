@@ -30,7 +30,8 @@ from mooncake_conductor.slo_admission import AdmissionMode, Objectives, Verdict,
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.pool.device_classes import costs_of
-from mooncake_proxy.pool.instances import Instance, InstancePool, Role, StoreLocation
+from mooncake_proxy.pool.instance_reports import PoolUse, StoreLocation
+from mooncake_proxy.pool.instances import Instance, InstancePool, Role
 from mooncake_proxy.routing.fleet_holdings import FleetHoldings
 
 if TYPE_CHECKING:
@@ -306,24 +307,32 @@ class ConductorFleet:
 
     def _route(self, request: RoutingRequest, now: float) -> RoutedRequest:
         decision = self.conductor.route(request, now)
-        sources = self._prefix_sources(decision.prefill.fetches)
+        sources = self._prefix_sources(decision.prefill.fetches, request.keys)
         decode_slot = decision.decode.slot
         return RoutedRequest(self, request, decision, self._names, decode_slot, {}, sources)
 
-    def _prefix_sources(self, fetches: Sequence[Fetch]) -> tuple[PrefixSource, ...]:
+    def _prefix_sources(self, fetches: Sequence[Fetch], keys: Keys) -> tuple[PrefixSource, ...]:
         """The node stores that a decision fetches from, and how many leading tokens each holds.
 
-        One store may hold several runs of chunks.
+        One store may hold several runs of chunks. A run may be in any store of its instance: the
+        first one is named that has published its last chunk, else the one that it saves to.
         """
         found: dict[StoreLocation, int] = {}
         for fetch in fetches:
-            use = self._entries[fetch.source].instance.compatibility.kv_pool
+            end = fetch.start + fetch.num_chunks
+            stores = self._entries[fetch.source].instance.stores
+            published = (use for use in stores if self._is_in(use, keys[end - 1]))
+            use = next(published, stores[0] if stores else None)
             if use is not None and use.store is not None:
-                found[use.store] = (fetch.start + fetch.num_chunks) * CHUNK_TOKENS
+                found[use.store] = end * CHUNK_TOKENS
         return tuple(
             PrefixSource(store.host, store.port, store.epoch, num_tokens)
             for store, num_tokens in found.items()
         )
+
+    def _is_in(self, use: PoolUse, key: int) -> bool:
+        """Whether a store has published that it holds a chunk."""
+        return use.kv_events is not None and self.holdings.is_in_store(use.kv_events, key)
 
     def _measure_step(self, routed: RoutedRequest, seconds: float) -> None:
         fleet = self.conductor.fleet

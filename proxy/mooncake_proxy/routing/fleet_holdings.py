@@ -1,13 +1,15 @@
-"""Keeps the conductor's chunk index up to date: which chunks each instance and its store hold.
+"""Keeps the conductor's chunk index up to date: which chunks each instance and its stores hold.
 
 Instances that publish KV events are tracked exactly; for the others the holdings are estimated from
-the requests that the proxy has sent them. Owned by `ConductorFleet`.
+the requests that the proxy has sent them. A store is subscribed to once, however many instances use
+it. Owned by `ConductorFleet`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import TYPE_CHECKING
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
@@ -20,9 +22,10 @@ from mooncake_conductor.index.event_stream import (
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, Keys
 from mooncake_conductor.index.published_blocks import BlockNames, PublishedBlocks
-from mooncake_conductor.index.publisher_holdings import PublisherHoldings
+from mooncake_conductor.index.publisher_holdings import PublisherHoldings, SharedHoldings
 from mooncake_conductor.simulator.engine_models import ChunkCache
-from mooncake_proxy.pool.instances import Instance, KVEventEndpoints
+from mooncake_proxy.pool.instance_reports import KVEventEndpoints
+from mooncake_proxy.pool.instances import Instance
 
 if TYPE_CHECKING:
     from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, KVEventFeed
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
 # After this many seconds a store is asked for another snapshot, once, if it still has orphans:
 # chunks whose predecessors are unknown. There may have been more of them than are kept.
 SNAPSHOT_RETRY_S = 30.0
+# For the publisher names of stores: all fleets of the process have one feed.
+_store_numbers = count()
 
 
 @dataclass(slots=True)
@@ -42,20 +47,24 @@ class _SlotHoldings:
     estimated: ChunkCache | None
     # Where the estimate is applied.
     on_devices: ChunkHoldings
-    # Event endpoints of its data-parallel ranks and of its store.
+    # Event endpoints of its data-parallel ranks and of the stores that it uses.
     ranks: tuple[KVEventEndpoints, ...] = ()
-    store: KVEventEndpoints | None = None
-    # By publisher name.
-    streams: dict[str, EventStream] = field(default_factory=dict)
+    stores: tuple[KVEventEndpoints, ...] = ()
+    # Publisher names of its ranks.
+    rank_names: list[str] = field(default_factory=list)
     # Holdings of each publisher, if there are several.
     by_publisher: PublisherHoldings | None = None
-    # Loop time at which its store is asked for another snapshot; None: not any more.
-    retry_snapshot_at: float | None = None
 
-    @property
-    def store_name(self) -> str:
-        """Publisher name of the store."""
-        return f"{self.instance.name}#store"
+
+@dataclass(slots=True)
+class _StoreSubscription:
+    """The subscription to one store's events."""
+
+    # Publisher name.
+    name: str
+    holdings: SharedHoldings
+    # Loop time at which the store is asked for another snapshot; None: not any more.
+    retry_snapshot_at: float | None
 
 
 class FleetHoldings:
@@ -72,8 +81,10 @@ class FleetHoldings:
         self._feed = feed
         self._num_chunks = num_chunks
         self._slots: dict[int, _SlotHoldings] = {}
-        # Slots whose events are received, by publisher name.
-        self._publishers: dict[str, int] = {}
+        # All subscriptions, by publisher name; the slots of instances, by those of their ranks.
+        self._streams: dict[str, EventStream] = {}
+        self._rank_slots: dict[str, int] = {}
+        self._stores: dict[KVEventEndpoints, _StoreSubscription] = {}
         # Shared by all stores: those of one model use the same chunk keys.
         self._store_blocks = BlockNames()
         # Names of all adapters for which a publisher holds KV.
@@ -85,7 +96,9 @@ class FleetHoldings:
 
     def leave(self, slot: int) -> None:
         """Remove the instance that has lost its slot."""
-        self._unsubscribe(self._slots.pop(slot))
+        held = self._slots.pop(slot)
+        self._unsubscribe(held.rank_names)
+        self._leave_stores(slot, held.stores)
 
     def discard_estimate(self, slot: int) -> None:
         """Discard the estimate of an instance that is down: it may restart with empty caches.
@@ -98,45 +111,42 @@ class FleetHoldings:
             held.on_devices.cleared(slot)
 
     def update_subscriptions(self, slot: int, now: float) -> None:
-        """Subscribe to the events of an instance and its store, if their endpoints have changed."""
+        """Subscribe to the events of an instance and its stores, if these endpoints changed."""
         held = self._slots[slot]
-        own, store = held.instance.kv_events, held.instance.store_kv_events
+        own, stores = held.instance.kv_events, held.instance.store_kv_events
         ranks = () if own is None else (own, *own.other_dp_ranks)
-        if (ranks, store) == (held.ranks, held.store):
+        if (ranks, stores) == (held.ranks, held.stores):
             return
-        self._unsubscribe(held)
+        self._unsubscribe(held.rank_names)
         self._index.cleared(slot)
-        held.ranks, held.store = ranks, store
+        former, held.ranks, held.stores = held.stores, ranks, stores
         held.estimated = ChunkCache(self._num_chunks)
         held.by_publisher = None
         publishers: Sequence[ChunkHoldings] = (self._index,)
         num_ranks = max(1, len(ranks))
-        if num_ranks > 1 or store is not None:
-            held.by_publisher = PublisherHoldings(self._index, num_ranks, int(store is not None))
+        if num_ranks > 1 or stores:
+            held.by_publisher = PublisherHoldings(self._index, num_ranks, len(stores))
             publishers = held.by_publisher.publishers
         held.on_devices = publishers[0]
         for number, endpoints in enumerate(ranks):
             name = f"{held.instance.name}#{number}" if number else held.instance.name
             self._subscribe(slot, name, endpoints, publishers[number], self._new_blocks())
-        if store is not None:
-            blocks = self._new_blocks(self._store_blocks)
-            self._subscribe(slot, held.store_name, store, publishers[-1], blocks)
-            held.retry_snapshot_at = now + SNAPSHOT_RETRY_S
+            held.rank_names.append(name)
+            self._rank_slots[name] = slot
+        for endpoints, holdings in zip(stores, publishers[num_ranks:], strict=True):
+            self._join_store(slot, endpoints, holdings, now)
+        self._leave_stores(slot, (each for each in former if each not in stores))
 
     def apply(self, delivery: KVEventDelivery) -> Iterator[None]:
         """Apply a delivery of events.
 
         Yields between portions, so that the event loop can run other work, but no other delivery.
         """
-        slot = self._publishers.get(delivery.name)
-        if slot is None:
+        stream = self._streams.get(delivery.name)
+        if stream is None:
             return  # the publisher has left in the meantime
-        held = self._slots[slot]
-        stream = held.streams[delivery.name]
-        has_batches = delivery.batches or any(each.batches for each in delivery.snapshots)
-        if has_batches and held.estimated is not None and delivery.name != held.store_name:
-            held.estimated = None  # holdings are known from now on
-            held.on_devices.cleared(slot)
+        if delivery.batches or any(each.batches for each in delivery.snapshots):
+            self._discard_estimate_of(delivery.name)
         for sequence, batch in delivery.batches:
             self._send_request(delivery.name, stream.receive(sequence, batch, delivery.is_replayed))
         for _ in range(delivery.num_replays_ended):
@@ -171,14 +181,48 @@ class FleetHoldings:
                 num_chunks, _ = self._index.digest(slot, tier)
                 yield held.instance, tier.name.lower(), num_chunks * CHUNK_TOKENS
 
+    def is_in_store(self, endpoints: KVEventEndpoints, key: int) -> bool:
+        """Whether the store with these events holds a chunk, as far as known."""
+        store = self._stores.get(endpoints)
+        return store is not None and store.holdings.holds(key)
+
     def sweep(self, now: float) -> None:
         """Ask stores that still have orphans for another snapshot, once."""
-        for held in self._slots.values():
-            if held.retry_snapshot_at is not None and held.retry_snapshot_at <= now:
-                held.retry_snapshot_at = None
-                stream = held.streams[held.store_name]
+        for store in self._stores.values():
+            if store.retry_snapshot_at is not None and store.retry_snapshot_at <= now:
+                store.retry_snapshot_at = None
+                stream = self._streams[store.name]
                 if stream.num_orphans:
-                    self._send_request(held.store_name, stream.request_snapshot())
+                    self._send_request(store.name, stream.request_snapshot())
+
+    def _discard_estimate_of(self, name: str) -> None:
+        """Discard the estimate of an instance whose rank publishes: its holdings are known."""
+        slot = self._rank_slots.get(name)
+        if slot is not None and (held := self._slots[slot]).estimated is not None:
+            held.estimated = None
+            held.on_devices.cleared(slot)
+
+    def _join_store(
+        self, slot: int, endpoints: KVEventEndpoints, holdings: ChunkHoldings, now: float
+    ) -> None:
+        """Add an instance to the users of a store, which is subscribed to for the first one."""
+        store = self._stores.get(endpoints)
+        if store is None:
+            name = f"store {next(_store_numbers)} at {endpoints.endpoint}"
+            store = _StoreSubscription(name, SharedHoldings(), now + SNAPSHOT_RETRY_S)
+            self._stores[endpoints] = store
+            blocks = self._new_blocks(self._store_blocks)
+            self._subscribe(slot, name, endpoints, store.holdings, blocks)
+        store.holdings.join(slot, holdings)
+
+    def _leave_stores(self, slot: int, stores: Iterable[KVEventEndpoints]) -> None:
+        """Remove an instance from the users of stores, whose last one ends the subscription."""
+        for endpoints in stores:
+            store = self._stores[endpoints]
+            store.holdings.leave(slot)
+            if not store.holdings.num_users:
+                del self._stores[endpoints]
+                self._unsubscribe([store.name])
 
     def _new_blocks(self, names: BlockNames | None = None) -> PublishedBlocks:
         return PublishedBlocks(names, self.adapters)
@@ -191,23 +235,22 @@ class FleetHoldings:
         holdings: ChunkHoldings,
         blocks: PublishedBlocks,
     ) -> None:
-        self._slots[slot].streams[name] = EventStream(
+        self._streams[name] = EventStream(
             holdings,
             slot,
             blocks,
             supports_snapshots=endpoints.replay_endpoint is not None,
             namespace=endpoints.namespace or "",
         )
-        self._publishers[name] = slot
         self._feed().subscribe(name, endpoints)
 
-    def _unsubscribe(self, held: _SlotHoldings) -> None:
-        for name, stream in held.streams.items():
+    def _unsubscribe(self, names: list[str]) -> None:
+        """End subscriptions, and empty the list of their names."""
+        for name in names:
             self._feed().unsubscribe(name)
-            stream.end()
-            del self._publishers[name]
-        held.streams.clear()
-        held.retry_snapshot_at = None
+            self._streams.pop(name).end()
+            self._rank_slots.pop(name, None)
+        names.clear()
 
     def _send_request(self, name: str, request: PublisherRequest | None) -> None:
         if isinstance(request, ReplayRequest):

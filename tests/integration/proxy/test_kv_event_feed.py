@@ -24,7 +24,7 @@ from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.store.chunk_store import Chunk, ChunkContent, WriteHandle
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_proxy.pool import kv_event_feed
-from mooncake_proxy.pool.instances import Compatibility, KVEventEndpoints, PoolUse
+from mooncake_proxy.pool.instance_reports import Compatibility, KVEventEndpoints, PoolUse
 from mooncake_proxy.routing.conductor_fleet import ConductorFleet
 
 

@@ -4,6 +4,7 @@ instance."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from support.proxy_fakes_client import BODY, post
 
 from mooncake_kv.params import PrefixSource, parse_kv_transfer_params
 from mooncake_proxy.routing.conductor_fleet import ConductorFleet
+from mooncake_proxy.routing.fleet_holdings import FleetHoldings
 
 NUM_TOKENS = 64 * 256
 IDS = list(range(100, 100 + NUM_TOKENS))
@@ -100,6 +102,31 @@ def test_restarted_store_is_named_with_new_epoch() -> None:
 
             _, params = await _second_turn(s, restart)
             assert [source["epoch"] for source in params["prefix_sources"]] == ["another"]
+
+    uvloop.run(main())
+
+
+def test_store_that_has_published_the_prefix_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The holder loads from it, but saves to another one."""
+    publishing = f"ipc://{tmp_path}/events"
+    monkeypatch.setattr(
+        FleetHoldings, "is_in_store", lambda self, events, key: events.endpoint == publishing
+    )
+
+    async def main() -> None:
+        async with fake_deployment(2, 1, **settings()) as s:
+            for number, fake in enumerate(s.prefills):
+                _use_pool(fake, 7701 + number)
+                other = {"host": "10.0.0.9", "port": 7709, "epoch": "e"}
+                fake.behaviour.kv_pool["other_stores"] = [
+                    {"store": other, "kv_events": {"endpoint": publishing}}
+                ]
+            await s.app.checker.check_all()
+            conductor_of(s).pairs.sync_with_pool(s.app.router.now())  # subscribes
+            _, params = await _second_turn(s)
+            assert [source["port"] for source in params["prefix_sources"]] == [7709]
 
     uvloop.run(main())
 

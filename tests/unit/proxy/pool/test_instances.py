@@ -12,6 +12,12 @@ from mooncake_proxy.errors import (
 )
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
+from mooncake_proxy.pool.instance_reports import (
+    Compatibility,
+    KVEventEndpoints,
+    PoolUse,
+    StoreLocation,
+)
 from mooncake_proxy.pool.instances import InstancePool, InstanceSpec, Role
 
 
@@ -30,5 +36,24 @@ def test_pool_reports_missing_instances() -> None:
             pool.require(Role.DECODE)
         with pytest.raises(NotFound, match="known: http://h:1"):
             pool.get("http://h:2")
+
+    asyncio.run(main())
+
+
+def test_events_of_stores_are_at_the_hosts_of_the_stores() -> None:
+    """A wildcard is the host under which the instance reaches a store, on loopback its own."""
+    events = KVEventEndpoints("tcp://*:5557", "tcp://*:5558", (), "6d")
+    remote = StoreLocation("store-2", 7701, "epoch")
+
+    async def main() -> None:
+        instance = InstancePool(ClientContext()).add(spec(1, "flags"))
+        assert instance.store_kv_events == ()
+        others = (PoolUse(remote, events), PoolUse(), PoolUse(remote, events))
+        instance.compatibility = Compatibility(kv_pool=PoolUse(None, events, others))
+        assert [use.store for use in instance.stores] == [None, remote, None, remote]
+        assert instance.store_kv_events == (
+            KVEventEndpoints("tcp://h:5557", "tcp://h:5558", (), "6d"),
+            KVEventEndpoints("tcp://store-2:5557", "tcp://store-2:5558", (), "6d"),
+        )
 
     asyncio.run(main())

@@ -12,7 +12,8 @@ import pytest
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
-from mooncake_proxy.pool.instances import Compatibility, Instance, InstancePool, InstanceSpec, Role
+from mooncake_proxy.pool.instance_reports import Compatibility
+from mooncake_proxy.pool.instances import Instance, InstancePool, InstanceSpec, Role
 from mooncake_proxy.pool.kv_event_feed import KVEventFeed
 from mooncake_proxy.routing.conductor_fleet import ConductorFleet, RoutedRequest
 

@@ -10,38 +10,72 @@ from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.kv_event_messages import BlocksStored, EventBatch
 from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS
 from mooncake_conductor.index.published_blocks import PORTION_BLOCKS
-from mooncake_proxy.pool.instances import KVEventEndpoints
+from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, Snapshot
 from mooncake_proxy.routing.fleet_holdings import FleetHoldings
 
 
 class Feed:
-    """Records the requests to publishers."""
+    """Records the subscriptions and the requests to publishers, by the number in their address. The
+    tests deliver events themselves."""
 
     def __init__(self) -> None:
-        self.asked: list[str] = []
+        self.names: dict[int, str] = {}
+        self.asked: list[int] = []
 
     def subscribe(self, name: str, endpoints: KVEventEndpoints) -> None:
-        """Do nothing: the tests deliver events themselves."""
+        number = int(endpoints.endpoint.removeprefix("tcp://s"))
+        assert number not in self.names, "it is subscribed to already"
+        self.names[number] = name
 
     def unsubscribe(self, name: str) -> None:
-        """The same."""
+        del self.names[self.number(name)]
 
     def snapshot(self, name: str) -> None:
-        self.asked.append(name)
+        self.asked.append(self.number(name))
+
+    def replay(self, name: str, start: int) -> None:
+        self.asked.append(self.number(name))
+
+    def number(self, name: str) -> int:
+        """The number of a publisher."""
+        [found] = [number for number, known in self.names.items() if known == name]
+        return found
+
+    def delivery(self, number: int, *chunks: int, at: int = 0) -> KVEventDelivery:
+        """A delivery of a store's batch with this sequence number."""
+        return KVEventDelivery(self.names[number], [(at, batch(*chunks))])
+
+    def snapshot_of(self, number: int, num_chunks: int) -> KVEventDelivery:
+        """A snapshot of a store, which holds this many chunks of one prompt."""
+        held = Snapshot(0, (batch(*range(num_chunks)),))
+        return KVEventDelivery(self.names[number], [], snapshots=(held,))
 
 
-def fleet(num_instances: int) -> tuple[FleetHoldings, ChunkIndex, Feed]:
-    """Instances that publish nothing, with stores that publish events."""
+def use_stores(holdings: FleetHoldings, slot: int, *stores: int) -> None:
+    """Report the stores that an instance uses."""
+    instance: Any = holdings._slots[slot].instance
+    instance.store_kv_events = tuple(KVEventEndpoints(f"tcp://s{number}") for number in stores)
+    holdings.update_subscriptions(slot, now=0.0)
+
+
+def fleet(
+    num_instances: int, stores: tuple[int, ...] | None = None
+) -> tuple[FleetHoldings, ChunkIndex, Feed]:
+    """Instances that publish nothing, with stores that publish events: these, or one each."""
     index, feed = ChunkIndex(num_instances), Feed()
-    holdings = FleetHoldings(index, lambda: feed, num_chunks=8)
+    fleet_feed: Any = feed
+    holdings = FleetHoldings(index, lambda: fleet_feed, num_chunks=8)
     for slot in range(num_instances):
-        instance: Any = SimpleNamespace(
-            name=f"i{slot}", kv_events=None, store_kv_events=KVEventEndpoints(f"tcp://s{slot}")
-        )
+        instance: Any = SimpleNamespace(name=f"i{slot}", kv_events=None, store_kv_events=())
         holdings.join(slot, instance)
-        holdings.update_subscriptions(slot, now=0.0)
+        use_stores(holdings, slot, *((slot,) if stores is None else stores))
     return holdings, index, feed
+
+
+def held(index: ChunkIndex, num_instances: int) -> list[int]:
+    """Number of chunks in the stores of each instance."""
+    return [index.digest(slot, Tier.HOST)[0] for slot in range(num_instances)]
 
 
 def batch(*numbers: int) -> EventBatch:
@@ -54,26 +88,15 @@ def batch(*numbers: int) -> EventBatch:
     return EventBatch(1.0, tuple(events))
 
 
-def delivery(slot: int, *numbers: int) -> KVEventDelivery:
-    """A delivery of a store's batches."""
-    return KVEventDelivery(f"i{slot}#store", [(0, batch(*numbers))])
-
-
-def snapshot(num_chunks: int) -> KVEventDelivery:
-    """A snapshot of the first store, which holds this many chunks of one prompt."""
-    held = Snapshot(0, (batch(*range(num_chunks)),))
-    return KVEventDelivery("i0#store", [], snapshots=(held,))
-
-
 def take(holdings: FleetHoldings, what: KVEventDelivery) -> int:
     """Apply a delivery; returns the number of portions."""
     return 1 + sum(1 for _ in holdings.apply(what))
 
 
 def test_snapshot_is_applied_in_portions() -> None:
-    holdings, index, _ = fleet(1)
-    assert take(holdings, snapshot(3)) == 1
-    portions = holdings.apply(snapshot(2 * PORTION_BLOCKS + 1))
+    holdings, index, feed = fleet(1)
+    assert take(holdings, feed.snapshot_of(0, 3)) == 1
+    portions = holdings.apply(feed.snapshot_of(0, 2 * PORTION_BLOCKS + 1))
     for number in (1, 2):
         next(portions)
         assert index.digest(0, Tier.HOST)[0] == number * PORTION_BLOCKS
@@ -84,7 +107,7 @@ def test_snapshot_is_applied_in_portions() -> None:
 def test_rest_of_snapshot_is_dropped_if_publisher_was_removed() -> None:
     """Another instance may have the slot by then."""
     holdings, index, feed = fleet(1)
-    portions = holdings.apply(snapshot(3 * PORTION_BLOCKS))
+    portions = holdings.apply(feed.snapshot_of(0, 3 * PORTION_BLOCKS))
     next(portions)
     instance = holdings._slots[0].instance
     holdings.leave(0)
@@ -93,25 +116,25 @@ def test_rest_of_snapshot_is_dropped_if_publisher_was_removed() -> None:
     holdings.update_subscriptions(0, now=0.0)
     assert next(portions, "taken") == "taken"
     assert index.digest(0, Tier.HOST)[0] == 0
-    assert take(holdings, delivery(0, 0)) == 1
+    assert take(holdings, feed.delivery(0, 0)) == 1
     assert index.digest(0, Tier.HOST)[0] == 1
     assert not feed.asked
 
 
 def test_blocks_after_other_publishers_block_are_applied_in_portions() -> None:
-    holdings, index, _ = fleet(2)
+    holdings, index, feed = fleet(2)
     num_chunks = 2 * PORTION_BLOCKS + 1
-    take(holdings, delivery(0, *range(num_chunks, 0, -1)))
+    take(holdings, feed.delivery(0, *range(num_chunks, 0, -1)))
     assert index.digest(0, Tier.HOST)[0] == 0
-    assert take(holdings, delivery(1, 0)) == 3
+    assert take(holdings, feed.delivery(1, 0)) == 3
     assert index.digest(0, Tier.HOST)[0] == num_chunks
 
 
 def test_orphan_blocks_are_applied_when_parent_is_published() -> None:
     holdings, index, feed = fleet(2)
-    take(holdings, delivery(0, 1))
+    take(holdings, feed.delivery(0, 1))
     assert index.digest(0, Tier.HOST)[0] == 0
-    take(holdings, delivery(1, 0))
+    take(holdings, feed.delivery(1, 0))
     assert [index.digest(slot, Tier.HOST)[0] for slot in range(2)] == [1, 1]
     holdings.sweep(now=60.0)
     assert feed.asked == [], "nothing is missing"
@@ -119,15 +142,64 @@ def test_orphan_blocks_are_applied_when_parent_is_published() -> None:
 
 def test_store_with_unknown_parent_is_asked_for_one_more_snapshot() -> None:
     holdings, _, feed = fleet(1)
-    take(holdings, delivery(0, 1))
+    take(holdings, feed.delivery(0, 1))
     for now in (20.0, 40.0, 80.0):
         holdings.sweep(now)
-    assert feed.asked == ["i0#store"]
+    assert feed.asked == [0]
 
 
 def test_removed_store_gets_no_entries() -> None:
-    holdings, index, _ = fleet(2)
-    take(holdings, delivery(0, 1))
+    holdings, index, feed = fleet(2)
+    take(holdings, feed.delivery(0, 1))
     holdings.leave(0)
-    take(holdings, delivery(1, 0))
+    take(holdings, feed.delivery(1, 0))
     assert index.digest(0, Tier.HOST)[0] == 0
+
+
+def test_store_of_several_instances_is_subscribed_to_once() -> None:
+    holdings, index, feed = fleet(3, stores=(0,))
+    take(holdings, feed.delivery(0, 0, 1))
+    assert held(index, 3) == [2, 2, 2]
+    holdings.leave(0)
+    take(holdings, feed.delivery(0, 2, at=1))
+    assert held(index, 3)[1:] == [3, 3]
+    holdings.leave(1)
+    assert [*feed.names] == [0]
+    holdings.leave(2)
+    assert not feed.names
+
+
+def test_instance_that_joins_later_has_what_its_store_holds() -> None:
+    holdings, index, feed = fleet(2)
+    take(holdings, feed.delivery(0, 0, 1))
+    use_stores(holdings, 1, 0)
+    assert held(index, 2) == [2, 2]
+    assert [*feed.names] == [0]
+
+
+def test_instance_holds_what_any_of_its_stores_does() -> None:
+    holdings, index, feed = fleet(1, stores=(0, 1))
+    take(holdings, feed.delivery(0, 0))
+    take(holdings, feed.delivery(1, 0, 1))
+    assert held(index, 1) == [2]
+    first, second = holdings._slots[0].stores
+    [key] = {*holdings._stores[second].holdings._held[Tier.HOST]} - {
+        *holdings._stores[first].holdings._held[Tier.HOST]
+    }
+    assert not holdings.is_in_store(first, key)
+    assert holdings.is_in_store(second, key)
+    use_stores(holdings, 0, 0)
+    assert held(index, 1) == [1], "what only the other one holds is gone"
+    assert not holdings.is_in_store(second, key)
+
+
+def test_gap_of_a_store_concerns_all_its_instances() -> None:
+    """The chunks of a publisher with missing events don't count, even for one that joins now."""
+    holdings, index, feed = fleet(3, stores=(0,))
+    take(holdings, feed.delivery(0, 0))
+    [key] = holdings._stores[KVEventEndpoints("tcp://s0")].holdings._held[Tier.HOST]
+    assert [*index.match([key], 0.0).local] == [1, 1, 1]
+    use_stores(holdings, 2)
+    list(holdings.apply(feed.delivery(0, 2, at=2)))
+    use_stores(holdings, 2, 0)
+    assert [*index.match([key], 0.0).local] == [0, 0, 0]

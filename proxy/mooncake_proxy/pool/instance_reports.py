@@ -1,0 +1,76 @@
+"""What an instance's health endpoint reports about itself, its peers and its stores."""
+
+from __future__ import annotations
+
+import re
+
+from msgspec import Struct
+
+# The host of a ZMQ address that listens on all interfaces.
+_WILDCARD = re.compile(r"(?<=^tcp://)(\*|0\.0\.0\.0|\[::\]|::)(?=:\d+$)")
+
+
+class KVEventEndpoints(Struct, frozen=True):
+    """ZMQ addresses at which an instance publishes which blocks it holds (`--kv-events-config`)."""
+
+    endpoint: str
+    replay_endpoint: str | None = None
+    # Endpoints of its data-parallel ranks from the second one on.
+    other_dp_ranks: tuple[KVEventEndpoints, ...] = ()
+    # For a node store: the namespace of the events that belong to the instance's model.
+    namespace: str | None = None
+
+    def with_host(self, host: str) -> KVEventEndpoints:
+        """These endpoints with `host` in place of wildcard addresses."""
+        replay = self.replay_endpoint
+        return KVEventEndpoints(
+            _WILDCARD.sub(host, self.endpoint),
+            None if replay is None else _WILDCARD.sub(host, replay),
+            tuple(rank.with_host(host) for rank in self.other_dp_ranks),
+            self.namespace,
+        )
+
+
+class StoreLocation(Struct, frozen=True):
+    """Address of the node store to which an instance saves KV, and the store's epoch.
+
+    After a restart, in a new epoch, the store holds nothing of what was published before.
+    """
+
+    host: str
+    port: int
+    epoch: str
+
+
+class PoolUse(Struct, frozen=True):
+    """An instance's use of the KVCache pool.
+
+    `store` is None if other instances can't read what it saves, `kv_events` if the store does not
+    publish what it holds. `other_stores` are those that it loads from without saving to them.
+    """
+
+    store: StoreLocation | None = None
+    kv_events: KVEventEndpoints | None = None
+    other_stores: tuple[PoolUse, ...] = ()
+
+
+class Compatibility(Struct, frozen=True):
+    """What an instance's health endpoint reports: peers that it can't exchange KV with, where its
+    events are, and its use of the KVCache pool. All fields are empty by default."""
+
+    # Identifies this start of the instance (epoch).
+    engine_id: str = ""
+    # Engine ids of peers that it can't exchange KV with.
+    refused_peers: frozenset[str] = frozenset()
+    kv_events: KVEventEndpoints | None = None
+    kv_pool: PoolUse | None = None
+    # Number of its data-parallel ranks; 0 if not reported.
+    data_parallel_size: int = 0
+
+
+class PoolReport(Struct, frozen=True):
+    """An instance's KVCache pool counters from its health endpoint, in chunks since its start."""
+
+    saved: int = 0
+    # Lookup hits by tier.
+    found: dict[str, int] = {}
