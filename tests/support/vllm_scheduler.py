@@ -331,8 +331,10 @@ class VllmInstance:
         params: dict[str, Any] | None = None,
         *,
         is_refused: bool = False,
+        is_session: bool = False,
     ) -> None:
-        """Add a request; one that the front end has rejected is aborted at once, as in vLLM."""
+        """Add a request; one that the front end has rejected is aborted at once, as in vLLM. A
+        session continues with the next prompt of the same name, until its client ends it."""
         sampling = SamplingParams(
             max_tokens=num_tokens,
             temperature=0,
@@ -342,13 +344,14 @@ class VllmInstance:
         sampling.all_stop_token_ids.clear()
         request = Request(
             name,
-            [0] if is_refused else prompt,
+            [0] if is_refused else list(prompt),  # vLLM appends a session's next turns
             sampling,
             None,
             block_hasher=self._hasher,
             abort_immediately=is_refused,
+            resumable=is_session,
         )
-        self.answers[name] = Answer()
+        self.answers.setdefault(name, Answer()).finish = ""
         self.scheduler.add_request(request)
         if is_refused:
             self.abort(name)

@@ -10,9 +10,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from support.vllm_caches import make_caches
 from support.vllm_scheduler import (
     BLOCK_SIZE,
     KV,
+    PAUSE_S,
     VllmInstance,
     answer_to,
     children,
@@ -152,6 +154,24 @@ def wait_for_saved(instance: VllmInstance, wanted: int) -> None:
         time.sleep(0.01)
 
 
+def has_answered(instance: VllmInstance, name: str, num_tokens: int) -> bool:
+    """Whether a request has so many tokens of its answer."""
+    return len(instance.answers[name].tokens) >= num_tokens
+
+
+def step_until(instance: VllmInstance, is_over: Callable[[], bool]) -> None:
+    """Step an instance until something has happened.
+
+    Raises:
+        AssertionError: it has not after ``SAVED_S``.
+    """
+    deadline = time.monotonic() + SAVED_S
+    while not is_over():
+        assert time.monotonic() < deadline
+        instance.step()
+        time.sleep(PAUSE_S)
+
+
 @pytest.mark.parametrize("store", [MANY], indirect=True)
 @pytest.mark.parametrize("windows", [(0, 0), *((each, 0) for each in WINDOWS), (CHUNK, CHUNK)])
 @pytest.mark.parametrize("are_hybrid", [(True, True), (True, False), (False, True)])
@@ -274,6 +294,46 @@ def test_prompt_is_found_while_its_answer_is_saved(store: StoreService, is_async
         pair.do("ask", 4, 1)
         pair.check()
         assert second.figures()["pool_num_loaded_chunks"] == (len(PROMPTS[4]) - 1) // CHUNK
+
+
+@pytest.mark.parametrize("store", [MANY], indirect=True)
+@pytest.mark.parametrize("windows", [(0, 0), *((each, 0) for each in WINDOWS), (CHUNK, CHUNK)])
+@pytest.mark.parametrize("is_behind", [False, True], ids=["runs at once", "runs later"])
+@pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
+def test_all_turns_of_a_session_are_saved(
+    store: StoreService, is_async: bool, is_behind: bool, windows: tuple[int, int]
+) -> None:
+    """The client's next text, which replaces the last token of the answer so far, comes after the
+    answer, or while it is computed."""
+    # All blocks of the windows may be held, however late the copies are.
+    options: dict[str, Any] = {"windows": windows, "num_blocks": 3 * NUM_ROOMY_BLOCKS}
+    turns, num_tokens = [PROMPTS[3], PROMPTS[5], STEM[:3], PROMPTS[4]], 6
+    with (
+        pooled(store, is_async=is_async, is_behind=is_behind, **options) as first,
+        pooled(store, is_async=is_async, **options) as second,
+    ):
+        told: list[int] = []
+        wanted: list[int] = []
+        for number, turn in enumerate(turns):
+            first.submit("r", turn, num_tokens, is_session=True)
+            told = [*told[:-1], *turn]
+            wanted += answer_to(told, num_tokens)
+            told += wanted[-num_tokens:]
+            if number != 1:
+                step_until(first, partial(has_answered, first, "r", len(wanted)))
+                assert first.answers["r"].tokens == wanted
+        first.abort("r")
+        settle([first], 30)
+        wait_for_saved(first, (len(told) - 1) // CHUNK)
+        assert first.figures()["pool_num_unheld_chunks"] == 0
+        second.submit("r", told, 4)
+        settle([second], 30)
+        assert second.answers["r"].tokens == answer_to(told, 4)
+        assert second.figures()["pool_num_loaded_chunks"] == (len(told) - 1) // CHUNK
+        for each in (first, second):
+            assert each.num_free == each.num_blocks - 1
+            assert each.figures()["hook_errors"] == 0
+            assert each.leftovers() == []
 
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)

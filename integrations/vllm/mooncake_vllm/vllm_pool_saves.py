@@ -69,7 +69,8 @@ class SavedRequest:
         num_known: leading chunks that stores had at the look-up.
         num_saved: these, plus the chunks that were saved since, up to the first refused one.
         was_refused: whether the store had no memory for a chunk since the latest first step.
-        first_step: its latest first step; None if it never ran.
+        first_step: its latest first step, which was in its first turn if it is a session; None if
+            it never ran.
         tables: its vLLM block tables, while it has chunks to save before it ends.
         held: the held blocks of sliding windows, by the chunk that waits to be saved.
         num_held: leading chunks that stores have, are saved, or whose blocks are held.
@@ -293,20 +294,30 @@ class PoolSaves:
             self._report(name)
 
     def _begin(self, name: str, tables: Sequence[Sequence[int]], num_initial_tokens: int) -> None:
-        """Record that a request runs for the first time, or restarts."""
+        """Record that a request runs for the first time, restarts, or, if it is a session,
+        continues with its client's next turn, whose blocks follow those of the turns before."""
         saved = self._current.get(name)
         if saved is None:
             return
+        request, began = saved.request, saved.first_step
+        has_no_blocks = began is None or began.has_been_preempted(request)
         with self._lock:
-            saved.first_step = FirstStep(saved.request.num_preemptions, num_initial_tokens)
-            saved.num_saved = saved.num_known  # copies from blocks that it has lost are discarded
+            is_unsaved = has_no_blocks or saved.was_refused
+            if has_no_blocks:
+                saved.first_step = FirstStep(request.num_preemptions, num_initial_tokens)
+                saved.num_saved = saved.num_known  # copies from blocks that it lost are discarded
             saved.was_refused = False
-        self._windows.release(saved.drop_held())
+        if is_unsaved or not is_plain(request):
+            self._windows.release(saved.drop_held())
         saved.can_hold = True
         has_chunks = self._windows.exist or saved.num_saved < saved.num_prompt_chunks
-        if is_plain(saved.request) and has_chunks:
+        if is_plain(request) and has_chunks:
             saved.tables = [list(table) for table in tables]
+            for chunk, blocks in saved.held.items():
+                self._windows.restore(saved.tables, chunk, blocks)
             self._filling[name] = saved
+        else:  # the new turn of a session may bring pictures
+            self._filling.pop(name, None)
 
     def _hold(self, saved: SavedRequest, num_scheduled: int) -> None:
         """Hold the blocks of sliding windows of the chunks that a request's scheduled steps fill.

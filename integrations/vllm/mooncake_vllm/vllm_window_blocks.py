@@ -71,9 +71,8 @@ class WindowBlocks:
             The held blocks, for ``release``. None, counted: some of them are freed already, as
             those of a prefix that was in vLLM's cache, or too many blocks are held.
         """
-        first = chunk * self._chunk_tokens // self._block_tokens
-        stop = -(-(chunk + 1) * self._chunk_tokens // self._block_tokens)
-        blocks = [block for group in self._groups for block in tables[group][first:stop]]
+        places = self._places(chunk)
+        blocks = [block for group in self._groups for block in tables[group][places]]
         pool = self._pool
         if (
             pool is None
@@ -85,6 +84,24 @@ class WindowBlocks:
         pool.touch([pool.blocks[block] for block in blocks])
         self._num_held += len(blocks)
         return blocks
+
+    def restore(self, tables: Sequence[list[int]], chunk: int, blocks: Sequence[int]) -> None:
+        """Put a chunk's held blocks into block tables that vLLM has removed them from.
+
+        Args:
+            tables: the request's block tables.
+            chunk: position of the chunk.
+            blocks: its held blocks, as returned by ``hold``.
+        """
+        places = self._places(chunk)
+        count = places.stop - places.start
+        for number, group in enumerate(self._groups):
+            tables[group][places] = blocks[number * count : (number + 1) * count]
+
+    def _places(self, chunk: int) -> slice:
+        """The places of a chunk's blocks in a block table."""
+        first = chunk * self._chunk_tokens // self._block_tokens
+        return slice(first, -(-(chunk + 1) * self._chunk_tokens // self._block_tokens))
 
     def release(self, blocks: Sequence[int]) -> None:
         """Release held blocks; vLLM gets them back with ``free_released``. Any thread."""

@@ -173,9 +173,9 @@ def test_prompt_is_saved_while_computed_and_answer_at_the_end() -> None:
     assert not it.saves.is_holding
 
 
-def test_next_turn_of_session_is_saved_under_its_own_keys() -> None:
-    """The client's new text replaces the previous turn's last token."""
-    it = Saves()
+def next_turn(it: Saves) -> None:
+    """A session continues after 40 tokens of prompt and 8 of answer: the client's new text replaces
+    the last one."""
     it.begin()
     it.request.output_token_ids = [7] * 8
     it.compute(40)
@@ -183,10 +183,43 @@ def test_next_turn_of_session_is_saved_under_its_own_keys() -> None:
     it.request.prompt_token_ids = [*PROMPT, *[7] * 7, *range(50, 59)]
     it.request.output_token_ids = []
     it.request.num_computed_tokens = 47
+
+
+def test_next_turn_of_session_is_saved_under_its_own_keys() -> None:
+    """Without the chunks of the turns before, which the store has."""
+    it = Saves()
+    next_turn(it)
     it.begin(num_initial_tokens=47)
     it.compute(56)
     [save] = it.client.saves.values()
+    assert save.first_chunk == 5
     assert save.keys == chunk_keys(IDENTITY, it.request.prompt_token_ids[:48])
+
+
+def test_turn_of_session_with_pictures_is_not_saved() -> None:
+    """Its token ids don't say which pictures. Chunks of the turn before are still to be saved."""
+    it = Saves()
+    it.begin()
+    it.compute(16)
+    it.copy_all()
+    it.request.mm_features = ["a picture"]
+    it.begin(num_initial_tokens=16)
+    it.compute(40)
+    assert not it.client.saves
+
+
+def test_next_turn_of_session_offers_refused_chunks_again() -> None:
+    it = Saves()
+    it.begin()
+    it.compute(16)
+    [first] = it.client.saves
+    it.saves.copied(ChunksCopied(first, refused_chunk=1))
+    it.compute(32)
+    assert not it.client.saves
+    it.begin(num_initial_tokens=32)
+    it.compute(40)
+    it.copy_all()
+    assert it.client.judged == [(0, 2, True), (1, 4, True)]
 
 
 def test_stored_chunks_are_not_saved_again() -> None:

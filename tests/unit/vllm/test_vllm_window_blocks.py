@@ -192,6 +192,35 @@ def test_chunks_without_a_saved_prefix_are_not_saved() -> None:
     assert not it.end()
 
 
+def test_next_turn_of_session_is_saved_with_the_turn_before() -> None:
+    """The first turn's step ends in the moment in which the client continues. vLLM's table has lost
+    the first of its blocks by then, which is still held."""
+    it = Instance()
+    it.request.prompt_token_ids = PROMPT[:STEP]
+    it.begin()
+    it.request.prompt_token_ids = PROMPT
+    it.begin(num_initial_tokens=STEP)
+    [save] = it.offered.values()
+    assert save.block_ids[:8] == [1, 51, 2, 52, 3, 53, 4, 54]
+    it.step(num_tokens=8)
+    it.step(num_tokens=0)
+    assert it.copy() == [(0, 2), (2, 4)]
+    assert not it.windows.num_dropped
+
+
+def test_refused_chunk_leaves_no_gap_for_the_next_turn_of_a_session() -> None:
+    """Its blocks are lost, so nothing is saved after it."""
+    it = Instance()
+    it.begin()
+    it.step()
+    assert it.copy(refused_chunk=0) == [(0, 2)]
+    it.begin(num_initial_tokens=2 * STEP, num_tokens=8)
+    it.step(num_tokens=0)
+    assert not it.offered
+    it.windows.free_released()
+    assert it.pool.held == []
+
+
 def test_at_most_a_share_of_all_blocks_is_held() -> None:
     it = Instance(num_blocks=6 * HELD_SHARE)
     it.pool.blocks = range(100)
