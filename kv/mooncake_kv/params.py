@@ -238,8 +238,6 @@ def parse_kv_transfer_params(
     num_prompt_tokens = len(prompt_token_ids)
     if wire.do_remote_decode:
         target = _parse_target(wire, num_prompt_tokens)
-        if target is not None:
-            target = replace(target, prompt_digest=prompt_digest(prompt_token_ids, cache_salt))
         is_pulled = target is not None and wire.do_pull
         found = KVTransferParams(
             keeps_kv=True,
@@ -253,8 +251,12 @@ def parse_kv_transfer_params(
         found = _parse_remote(wire, num_prompt_tokens)
     else:
         return KVTransferParams(prefix_sources=wire.prefix_sources)
-    _check_digest(wire.prompt_digest, prompt_token_ids, cache_salt)
-    return found
+    if wire.prompt_digest is None and found.target is None:
+        return found  # a peer that sends no digest is trusted
+    digest = prompt_digest(prompt_token_ids, cache_salt)
+    _check_digest(wire.prompt_digest or digest, digest, num_prompt_tokens)
+    target = found.target and replace(found.target, prompt_digest=digest)
+    return replace(found, target=target)
 
 
 def parse_remote_address(params: KVTransferDict) -> RemoteKV | None:
@@ -397,13 +399,13 @@ def prompt_digest(token_ids: Sequence[int], cache_salt: str = "") -> str:
     return blake2b(ids, digest_size=16, key=key).hexdigest()
 
 
-def _check_digest(claimed: str | None, token_ids: Sequence[int], cache_salt: str) -> None:
+def _check_digest(claimed: str, found: str, num_prompt_tokens: int) -> None:
     """Refuse a request whose peer was given another prompt of the same length: its KV must not be
-    used. A peer that sends no digest is trusted."""
-    if claimed is not None and claimed != (found := prompt_digest(token_ids, cache_salt)):
+    used."""
+    if claimed != found:
         raise _invalid(
-            f"the peer was given another prompt of {len(token_ids)} tokens (digest {claimed}, here "
-            f"{found}) or cache_salt; send both instances the same request"
+            f"the peer was given another prompt of {num_prompt_tokens} tokens (digest {claimed}, "
+            f"here {found}) or cache_salt; send both instances the same request"
         )
 
 
@@ -434,6 +436,7 @@ def build_params(
     block_ids: Sequence[int],
     prompt: Sequence[int],
     first: FirstToken,
+    cache_salt: str = "",
 ) -> KVTransferDict:
     """Build the parameters with which a decode instance fetches a prompt's KV; the proxy passes
     them on.
@@ -444,6 +447,7 @@ def build_params(
         block_ids: the prompt's block table.
         prompt: token ids of the prompt.
         first: the token that was sampled here.
+        cache_salt: the request's cache salt; a part of the prompt's digest.
     """
     params: KVTransferDict = {
         "do_remote_prefill": True,
@@ -460,7 +464,7 @@ def build_params(
         "remote_multi_nodes_meta_mapping": {},
         "num_prompt_blocks": len(block_ids) // holder.num_groups,
         "num_prompt_tokens": len(prompt),
-        "prompt_digest": prompt_digest(prompt),
+        "prompt_digest": prompt_digest(prompt, cache_salt),
         "lease_seconds": holder.lease_s,
         "last_token_id": first.token_id,
         "remote_cached_tokens": first.num_cached_tokens,

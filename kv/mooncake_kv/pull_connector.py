@@ -31,7 +31,6 @@ from mooncake_kv.params import (
     TransferMode,
     build_params,
     build_reservation_params,
-    prompt_digest,
 )
 from mooncake_kv.protocol import AnyMessage, LeaseReply, PrefillProgress
 from mooncake_kv.pull_receiver import PullReceiver
@@ -170,9 +169,9 @@ class MooncakeConnector(ConnectorScheduler):
             self._loop.call(request_id, self._early_sender.complete, request_id, progress)
             return None
         self._loop.call(request_id, self._sender.grant, request_id)
-        params = build_params(self._address, request_id, block_ids, prompt_token_ids, first_token)
-        params["prompt_digest"] = prompt_digest(prompt_token_ids, cache_salt)
-        return params
+        return build_params(
+            self._address, request_id, block_ids, prompt_token_ids, first_token, cache_salt
+        )
 
     def cancel_load(self, request_id: str) -> None:
         self._metaservers.pop(request_id, None)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from mooncake_kv import params as params_module
 from mooncake_kv.errors import InvalidKVParams
 from mooncake_kv.params import (
     FirstToken,
@@ -223,6 +224,35 @@ def test_cache_salt_must_match_the_peers() -> None:
     for other in ("", "another"):
         with pytest.raises(InvalidKVParams, match="or cache_salt"):
             parse_kv_transfer_params(params, PROMPT, other)
+
+
+@pytest.fixture
+def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The digests of prompts that were computed."""
+    digests: list[str] = []
+
+    def digest(*args: Any) -> str:
+        digests.append(prompt_digest(*args))
+        return digests[-1]
+
+    monkeypatch.setattr(params_module, "prompt_digest", digest)
+    return digests
+
+
+def test_prompt_is_hashed_once_per_instance_and_with_its_cache_salt(hashed: list[str]) -> None:
+    salted = prompt_digest(PROMPT, "tenant")
+    built = build_params(HOLDER, "cmpl-1-0", [4, 7, 2], PROMPT, FIRST, "tenant")
+    assert built["prompt_digest"] == salted
+    assert hashed == [salted]
+    parse_kv_transfer_params(built, PROMPT, "tenant")
+    assert hashed == 2 * [salted]
+    reserved = build_reservation_params(HOLDER, "r", [4], PROMPT, 16, cache_salt="tenant")
+    target = parse_kv_transfer_params(reserved, PROMPT, "tenant").target
+    assert target is not None
+    assert target.prompt_digest == salted
+    assert hashed == 4 * [salted]
+    parse_kv_transfer_params(golden(prompt_digest=None), PROMPT)
+    assert hashed == 4 * [salted], "there is nothing to compare"
 
 
 def test_peer_without_prompt_digest_is_not_verified() -> None:
