@@ -31,6 +31,7 @@ from support.vllm_scheduler import (
     vllm_instance,
 )
 from vllm.distributed.kv_events import AllBlocksCleared, BlockStored
+from vllm.v1.core.sched.interface import PauseState
 
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
@@ -322,6 +323,7 @@ def test_all_turns_of_a_session_are_saved(
             if number != 1:
                 step_until(first, partial(has_answered, first, "r", len(wanted)))
                 assert first.answers["r"].tokens == wanted
+                settle([first], 30)  # a session that waits for its client needs no steps
         first.abort("r")
         settle([first], 30)
         wait_for_saved(first, (len(told) - 1) // CHUNK)
@@ -346,6 +348,45 @@ def test_preempted_request_loads_its_saved_kv(store: StoreService) -> None:
         assert instance.scheduler.reset_prefix_cache(reset_running_requests=True)
         pair.check()
         assert instance.figures()["pool_num_loaded_chunks"] == len(PROMPTS[4]) // CHUNK
+
+
+@pytest.mark.parametrize("store", [MANY], indirect=True)
+def test_chunks_evicted_before_preemption_are_saved_again(store: StoreService) -> None:
+    with pooled(store, is_async=False) as first, pooled(store, is_async=False) as second:
+        pair = Pair((first, second))
+        pair.do("ask", 4, 0)
+        pair.do("settle", 0, 0)
+        wait_for_saved(first, (len(PROMPTS[4]) + 8) // CHUNK)
+        pair.do("forget", 0, 0)
+        pair.do("ask", 4, 0)
+        step_until(first, partial(has_answered, first, "r1", 1))
+        side = first.scheduler.connector._scheduler
+        assert side.stats()["pool_num_loaded_chunks"] == len(PROMPTS[4]) // CHUNK
+        [user] = side._client._stores.all
+        user.drop(side._saves.first_keys("r1", len(PROMPTS[4]) // CHUNK)).result(SAVED_S)
+        assert first.scheduler.reset_prefix_cache(reset_running_requests=True)
+        pair.do("settle", 0, 0)
+        pair.do("ask", 4, 1)
+        pair.check()
+        assert second.figures()["pool_num_loaded_chunks"] == len(PROMPTS[4]) // CHUNK
+
+
+@pytest.mark.parametrize("store", [MANY], indirect=True)
+@pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
+def test_pause_is_complete_once_no_blocks_are_held(store: StoreService, is_async: bool) -> None:
+    """When no request has work left, vLLM completes the pause, and clears its caches."""
+    options: dict[str, Any] = {"windows": (CHUNK + 2, 0), "num_blocks": NUM_ROOMY_BLOCKS}
+    with pooled(store, is_async=is_async, **options) as instance:
+        pair = Pair((instance, instance))
+        pair.do("ask", 4, 0)
+        side = instance.scheduler.connector._scheduler
+        step_until(instance, lambda: side._windows.num_held > 0)
+        instance.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        instance.drain()
+        settle([instance], 30)
+        assert instance.scheduler.reset_prefix_cache(reset_running_requests=True)
+        instance.scheduler.set_pause_state(PauseState.UNPAUSED)
+        pair.check()
 
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)

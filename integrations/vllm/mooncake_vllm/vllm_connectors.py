@@ -266,6 +266,11 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         """Invalidate what was stored: vLLM's weights have changed, or its cache was reset."""
         return self._scheduler_side.reset_cache()
 
+    @guarded(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        """Keep vLLM stepping, even without requests or when it is paused."""
+        return self._scheduler_side.needs_steps
+
     @guarded(_return_none)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
         self._scheduler_side.bind_block_pool(gpu_block_pool)

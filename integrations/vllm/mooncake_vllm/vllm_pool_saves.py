@@ -116,6 +116,14 @@ class SavedRequest:
         chunks = [chunk for chunk in self.held if chunk < stop]
         return [block for chunk in chunks for block in self.held.pop(chunk)]
 
+    def drop_uncomputed(self) -> list[int]:
+        """Remove and return the held blocks of chunks that no step computes: drafts were rejected,
+        or a session's turn has ended. vLLM still has them."""
+        num_computed = self.request.num_computed_tokens // self.identity.chunk_tokens
+        late = [chunk for chunk in self.held if chunk >= num_computed]
+        self.num_held -= len(late)
+        return [block for chunk in late for block in self.held.pop(chunk)]
+
     def drop_held(self) -> list[int]:
         """Remove and return all held blocks, whose chunks are not saved."""
         blocks = self.take_held(self.num_held)
@@ -203,6 +211,9 @@ class PoolSaves:
                 self._hold(saved, new.num_computed_tokens + num_scheduled)
         if step.scheduled_cached_reqs.resumed_req_ids or self._filling:
             self._process_known(step)
+        if not step.num_scheduled_tokens:  # vLLM is paused, or waits
+            for saved in self._filling.values():
+                self._windows.release(saved.drop_uncomputed())
         for name, saved in list(self._filling.items()):
             if not self._save_computed(saved):
                 del self._filling[name]  # rejected chunks are offered again when the request ends

@@ -174,8 +174,7 @@ class PoolSchedulerSide:
         if self.is_waiting:
             self._ranks.wake_up()
         self._saves.add(request, self._identity)
-        if is_plain(request):
-            self._look_up(request)
+        self._look_up(request)
 
     def num_to_load(self, request: Request, num_computed: int) -> int | None:
         """Number of tokens that a request can load beyond its computed ones; None: ask again.
@@ -235,6 +234,12 @@ class PoolSchedulerSide:
         with self._lock:
             is_loading = any(each.state is PoolState.LOADING for each in self._prompts.values())
         return is_loading or self._saves.is_holding
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether blocks of sliding windows are held, which the next steps save or release. Until
+        then vLLM can't reset its prefix cache."""
+        return self._windows.num_held > 0
 
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]:
         """Save the chunks that earlier steps have computed; nothing is pushed to a peer."""
@@ -332,6 +337,9 @@ class PoolSchedulerSide:
     def _look_up(self, request: Request) -> PooledPrompt | None:
         """Look up a request's chunks in the stores; returns None if none of them could be
         loaded."""
+        self._saves.note_known(request.request_id, 0)  # an earlier look-up's may be evicted
+        if not is_plain(request):
+            return None
         num_keys = num_loadable_chunks(count_tokens(request), self._chunk_tokens)
         keys = self._saves.first_keys(request.request_id, num_keys)
         if not keys:

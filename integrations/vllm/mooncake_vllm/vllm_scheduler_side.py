@@ -155,6 +155,8 @@ class SchedulerHooks(Protocol):
     def take_started(self) -> tuple[str, ...]: ...
     @property
     def is_waiting(self) -> bool: ...
+    @property
+    def needs_steps(self) -> bool: ...
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]: ...
     def request_finished(
         self, request: Request, tables: Sequence[Sequence[int]]
@@ -286,6 +288,11 @@ class SchedulerSide:
     def is_waiting(self) -> bool:
         """Whether the end of a load, or the release of blocks, is still to be reported."""
         return bool(self._held) or self._prompts.is_loading
+
+    @property
+    def needs_steps(self) -> bool:
+        """No: while blocks of requests are held, vLLM has steps for them."""
+        return False
 
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]:
         """The parts of pushed prompts that a step computes. Also records how much of each sent

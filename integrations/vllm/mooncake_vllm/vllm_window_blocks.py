@@ -55,6 +55,11 @@ class WindowBlocks:
         """Whether any group has a window. If not, there is nothing to hold."""
         return bool(self._groups)
 
+    @property
+    def num_held(self) -> int:
+        """References on blocks, those that are released but not yet vLLM's again included."""
+        return self._num_held
+
     def bind(self, pool: BlockPool) -> None:
         """Use vLLM's block pool; nothing is held before."""
         self._pool = pool

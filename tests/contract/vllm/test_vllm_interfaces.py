@@ -51,7 +51,6 @@ NOT_OVERRIDDEN = {
     "restore_kv_caches": "as above",
     "bind_kv_cache_manager": "blocks are held by reports only",
     "get_finished_count": "every worker reports",
-    "has_pending_push_work": "blocks that are kept keep vLLM stepping",
     "has_pending_block_frees": "leases end by themselves, soon",
     "requires_kv_delivery": "the role decides, as the base has it",
     "requires_piecewise_for_cudagraph": "what no layer's hook names is sent after the step",

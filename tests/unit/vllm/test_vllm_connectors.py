@@ -172,6 +172,14 @@ def step_maker(**others: Any) -> SimpleNamespace:
     return SimpleNamespace(**nothing | others)
 
 
+@pytest.mark.parametrize("needs_steps", [False, True])
+def test_vllm_steps_on_while_a_scheduler_side_needs_it(
+    connectors: ModuleType, needs_steps: bool
+) -> None:
+    side = SimpleNamespace(needs_steps=needs_steps)
+    assert connector(connectors, scheduler=side).has_pending_push_work() is needs_steps
+
+
 @pytest.mark.parametrize(
     ("scheduled", "is_waiting", "may_wait", "waits"),
     [

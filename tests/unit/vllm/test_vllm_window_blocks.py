@@ -221,6 +221,31 @@ def test_refused_chunk_leaves_no_gap_for_the_next_turn_of_a_session() -> None:
     assert it.pool.held == []
 
 
+def test_rejected_drafts_hold_no_blocks_while_vllm_has_no_step_for_the_request() -> None:
+    """vLLM may be paused, and reset its prefix cache, which it can't while blocks are held."""
+    it = Instance()
+    it.begin()
+    it.request.num_computed_tokens = STEP - 1
+    it.saves.process_step(idle_step())
+    it.copy()
+    it.saves.process_step(idle_step())
+    assert it.windows.num_held == 0
+    it.step(num_tokens=1)
+    assert it.pool.held == [53, 54]
+    it.step(num_tokens=0)
+    assert it.copy() == [(1, 2)]
+
+
+def idle_step() -> Any:
+    """A step of no requests."""
+    known = SimpleNamespace(
+        req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[]
+    )
+    return SimpleNamespace(
+        scheduled_new_reqs=[], scheduled_cached_reqs=known, num_scheduled_tokens={}
+    )
+
+
 def test_at_most_a_share_of_all_blocks_is_held() -> None:
     it = Instance(num_blocks=6 * HELD_SHARE)
     it.pool.blocks = range(100)
