@@ -18,6 +18,8 @@ import msgspec
 from mooncake_kv.store.chunk_store import Chunk, CopyTerms
 
 MAX_HANDLES_PER_USER = 65_536
+SSD_USER = 0
+"""User id of the SSD tier's own handles; users of a store are numbered from 1."""
 
 
 class ChunkState(Enum):

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from mooncake_kv.store.arena_allocator import ArenaAllocator, rounded_up
-from mooncake_kv.store.chunk_handles import ChunkHandles, ChunkState, Entry, Lease
+from mooncake_kv.store.chunk_handles import SSD_USER, ChunkHandles, ChunkState, Entry, Lease
 from mooncake_kv.store.chunk_store import (
     MAX_LEASE_S,
     Chunk,
@@ -195,7 +195,7 @@ class ChunkTable:
             nbytes = entry.chunk.nbytes
             pinned_bytes += nbytes
             handles.append(ReadHandle(number, key, entry.offset, nbytes, entry.generation, lease_s))
-        self.stats.pinned_bytes += pinned_bytes if user else 0
+        self.stats.pinned_bytes += pinned_bytes if user != SSD_USER else 0
         return handles
 
     def release(self, handle_ids: Sequence[int], user: int, now: float) -> list[bool]:

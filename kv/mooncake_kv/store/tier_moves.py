@@ -19,14 +19,12 @@ from functools import partial
 
 from msgspec import structs
 
+from mooncake_kv.store.chunk_handles import SSD_USER
 from mooncake_kv.store.chunk_store import MAX_LEASE_S, Chunk, ReadHandle, Tier, WriteHandle
 from mooncake_kv.store.chunk_table import ChunkTable
 from mooncake_kv.store.ssd_drive import ChunkWrite
 from mooncake_kv.store.ssd_reads import ChunkRead
 from mooncake_kv.store.ssd_tier import SsdTier
-
-SSD_USER = 0
-"""User id of the SSD tier's own handles; users of a store are numbered from 1."""
 
 
 @dataclass(slots=True, eq=False)
