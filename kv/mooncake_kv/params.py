@@ -367,10 +367,16 @@ def _parse_remote(wire: _Wire, num_prompt_tokens: int) -> KVTransferParams:
 
 
 def _remote(wire: _Wire, num_tokens: int) -> RemoteKV:
-    values: dict[str, Any] = {name: getattr(wire, f"remote_{name}") for name in _REMOTE_FIELDS}
+    assert wire.remote_engine_id is not None
+    assert wire.remote_request_id is not None
+    assert wire.remote_host is not None
+    assert wire.remote_port is not None
     assert wire.remote_block_ids is not None
     return RemoteKV(
-        **values,
+        engine_id=wire.remote_engine_id,
+        request_id=wire.remote_request_id,
+        host=wire.remote_host,
+        port=wire.remote_port,
         block_ids=tuple(chain.from_iterable(zip(*wire.remote_block_ids, strict=True))),
         num_tokens=num_tokens,
         claimed_tp_size=wire.remote_ptp_size or wire.remote_tp_size,
@@ -386,9 +392,6 @@ def _only_block_size(claimed: int | list[int] | None) -> int | None:
     if len({*claimed}) != 1:
         raise _invalid(f"remote_block_size must be one for all KV-cache groups, got {claimed}")
     return claimed[0]
-
-
-_REMOTE_FIELDS = ("engine_id", "request_id", "host", "port")
 
 
 def prompt_digest(token_ids: Sequence[int], cache_salt: str = "") -> str:
