@@ -36,7 +36,7 @@ class RankMetadata(msgspec.Struct, frozen=True):
     endpoints: dict[str, bytes]
 
     @property
-    def placement(self) -> KVShardSpec:
+    def shard_spec(self) -> KVShardSpec:
         """The shard and its layout, in the form that the transfer planner takes."""
         return KVShardSpec(self.shard, self.layout)
 

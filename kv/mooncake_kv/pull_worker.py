@@ -41,7 +41,7 @@ class PullWorker(ConnectorWorker):
         self._cleanup_name = f"kv-end-{context.rank}"
         self._cleanup_thread = single_thread(self._cleanup_name)  # never behind a load
         super().__init__(context)
-        self._placement = KVShardSpec(context.memory.shard, context.memory.layout)
+        self._shard_spec = KVShardSpec(context.memory.shard, context.memory.layout)
         self._connections = PeerConnections(self._transports.forget)
         self._sources: dict[str, _Source] = {}
         self._retired: list[_Source] = []  # forgotten; their last loads may still be draining
@@ -134,8 +134,8 @@ class PullWorker(ConnectorWorker):
         )
         plans = plan_transfer(
             self.context.memory.geometry,
-            self._placement,
-            [rank.placement for rank in ranks],
+            self._shard_spec,
+            [rank.shard_spec for rank in ranks],
             block_transfer,
         )
         transfers: list[Transfer] = []

@@ -185,15 +185,15 @@ def plan_push(pair: InstancePair, writer: int, movement: BlockTransfer) -> list[
     Raises:
         PlanError: the block tables are too short, or the writers don't hold what a reader needs.
     """
-    shards = [placement.shard for placement in pair.writers]
+    shards = [spec.shard for spec in pair.writers]
     swapped = replace(
         movement, local_blocks=movement.remote_blocks, remote_blocks=movement.local_blocks
     )
     plans = []
-    for reader, placement in enumerate(pair.readers):
-        if writer not in elect_sources(placement.shard, shards, movement.spread):
+    for reader, spec in enumerate(pair.readers):
+        if writer not in elect_sources(spec.shard, shards, movement.spread):
             continue
-        for plan in plan_transfer(pair.geometry, placement, pair.writers, swapped):
+        for plan in plan_transfer(pair.geometry, spec, pair.writers, swapped):
             if plan.peer == writer:
                 spans = Spans(plan.spans.remote, plan.spans.local, plan.spans.nbytes)
                 plans.append(PeerSpans(reader, spans))

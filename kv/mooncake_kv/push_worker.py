@@ -466,8 +466,8 @@ class PushWorker(ConnectorWorker):
     ) -> list[PeerSpans]:
         pair = InstancePair(
             self.context.memory.geometry,
-            tuple(rank.placement for rank in self._siblings),
-            tuple(rank.placement for rank in readers),
+            tuple(rank.shard_spec for rank in self._siblings),
+            tuple(rank.shard_spec for rank in readers),
         )
         return plan_push(pair, self.context.rank, block_transfer)
 

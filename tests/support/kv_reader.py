@@ -42,7 +42,7 @@ class Side:
         shard = shard_of(GEOMETRY, self.tp_size, rank)
         return layout_bytes(GEOMETRY, shard, self.num_blocks, self.block_size)
 
-    def placement(self, rank: int, base: int) -> KVShardSpec:
+    def shard_spec(self, rank: int, base: int) -> KVShardSpec:
         """The KV shard of a rank whose pool begins at ``base``."""
         shard = shard_of(GEOMETRY, self.tp_size, rank)
         layout = make_layout(self.layout, GEOMETRY, shard, self.num_blocks, self.block_size)
@@ -89,9 +89,9 @@ def pull(case: KVTransferCase, rank: int) -> np.ndarray[Any, np.dtype[np.uint8]]
         endpoint = load_transport(case.transport).open(EndpointOptions(secret=b"secret"))
         stack.callback(endpoint.close)
         endpoint.register(pool.region)
-        remotes = [case.prefill.placement(at, base) for at, base in enumerate(case.bases)]
+        remotes = [case.prefill.shard_spec(at, base) for at, base in enumerate(case.bases)]
         movement = BlockTransfer(case.decode_blocks, case.prefill_blocks, case.tokens)
-        local = case.decode.placement(rank, pool.region.address)
+        local = case.decode.shard_spec(rank, pool.region.address)
         transfers = []
         for plan in plan_transfer(GEOMETRY, local, remotes, movement):
             address = bytes.fromhex(case.addresses[plan.peer])

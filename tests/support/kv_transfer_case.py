@@ -55,10 +55,10 @@ class KVTransferCase:
         wanted = self.reader.shard
         return [rank for rank in everyone if intersect(wanted, rank.shard).heads]
 
-    def pool_bytes(self, placement: KVShardSpec) -> int:
+    def pool_bytes(self, shard_spec: KVShardSpec) -> int:
         """Bytes of a rank's pool that holds exactly the prompt."""
         blocks = self.tokens // self.block_size
-        return layout_bytes(self.geometry, placement.shard, blocks, self.block_size)
+        return layout_bytes(self.geometry, shard_spec.shard, blocks, self.block_size)
 
     def plan(self, local: MemoryRegion, remotes: Sequence[MemoryRegion]) -> list[PeerSpans]:
         """The planner's transfer plan; block tables are shuffled on both sides.
@@ -122,5 +122,5 @@ def reading(
         yield Reader(pool, remotes, peers, case.plan(pool.region, remotes))
 
 
-def _at(placement: KVShardSpec, pool: MemoryRegion) -> KVShardSpec:
-    return replace(placement, layout=placement.layout.shifted(pool.address))
+def _at(shard_spec: KVShardSpec, pool: MemoryRegion) -> KVShardSpec:
+    return replace(shard_spec, layout=shard_spec.layout.shifted(pool.address))

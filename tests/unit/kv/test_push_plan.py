@@ -48,7 +48,7 @@ def grouped_geometries(draw: st.DrawFn) -> KVGeometry:
 geometries = uniform_geometries | grouped_geometries()
 
 
-def placements(
+def shard_specs(
     geometry: KVGeometry, ranks: tuple[int, int], layout: str, block_size: int
 ) -> tuple[KVShardSpec, ...]:
     shards = shards_of(geometry, *ranks)
@@ -71,7 +71,7 @@ def cases(draw: st.DrawFn) -> tuple[InstancePair, BlockTransfer]:
     for block_size in block_sizes:
         ranks = draw(st.integers(1, 8)), draw(st.integers(1, geometry.layers))
         layout = draw(st.sampled_from(sorted(KV_LAYOUTS)))
-        sides.append(placements(geometry, ranks, layout, block_size))
+        sides.append(shard_specs(geometry, ranks, layout, block_size))
         of_groups = [draw(st.permutations(range(NUM_BLOCKS))) for _ in geometry.tables]
         tables.append([block for row in zip(*of_groups, strict=True) for block in row])
     start = draw(st.integers(0, 60))
