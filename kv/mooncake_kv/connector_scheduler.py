@@ -207,7 +207,7 @@ class ConnectorScheduler(ABC):
             ),
             lambda dead: post(ConnectorFailed(dead)),
         )
-        stops_writes_on_failure = all(rank.ends_writes for rank in ready)
+        stops_writes_on_failure = all(rank.stops_writes_on_failure for rank in ready)
         context = ConnectorContext(
             self._instance,
             self._config.lease_s,

@@ -42,12 +42,13 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
 
     Args:
         metadata: the rank's shard, layout and endpoints.
-        ends_writes: whether a write ends with its writer on every transport that peers may use.
+        stops_writes_on_failure: whether a write ends with its writer on every transport that peers
+            may use.
         transports: constraints of each open transport, by name.
     """
 
     metadata: RankMetadata
-    ends_writes: bool
+    stops_writes_on_failure: bool
     transports: dict[str, TransportConstraints]
 
 
