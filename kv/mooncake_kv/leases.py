@@ -113,7 +113,7 @@ class Reservation:
             reservation without a writer ends.
         last_contact: when the writer last sent a message.
         last_reachable: when the writer, or at least the kernel at its address, last answered.
-        stage: the state.
+        state: the state.
         writer: the writer that it was granted to, if any.
         prompt_digest: digest of the prompt whose KV is to be written.
     """
@@ -123,7 +123,7 @@ class Reservation:
     deadline: float
     last_contact: float
     last_reachable: float
-    stage: ReservationState = ReservationState.OFFERED
+    state: ReservationState = ReservationState.OFFERED
     writer: Writer | None = None
     prompt_digest: str = ""
 
@@ -163,9 +163,9 @@ class ReservationTable:
         held = self._held.get(request_id)
         if held is None:
             return self._endings.get(request_id, (LeaseStatus.UNKNOWN, None))[0]
-        if held.stage is ReservationState.OFFERED:
-            held.stage, held.writer = ReservationState.GRANTED, writer
-        if held.stage is not ReservationState.GRANTED or held.writer != writer:
+        if held.state is ReservationState.OFFERED:
+            held.state, held.writer = ReservationState.GRANTED, writer
+        if held.state is not ReservationState.GRANTED or held.writer != writer:
             return LeaseStatus.EXPIRED
         self._heard(held, now)
         return LeaseStatus.HELD
@@ -175,9 +175,9 @@ class ReservationTable:
         lost = []
         for request_id in request_ids:
             held = self._held.get(request_id)
-            if held is not None and held.stage is not ReservationState.OFFERED:
+            if held is not None and held.state is not ReservationState.OFFERED:
                 self._heard(held, now)
-            if held is None or held.stage is not ReservationState.GRANTED:
+            if held is None or held.state is not ReservationState.GRANTED:
                 lost.append(request_id)
         return tuple(lost)
 
@@ -203,9 +203,9 @@ class ReservationTable:
         held = self._held.get(request_id)
         if held is None:
             return False
-        if held.stage is ReservationState.OFFERED:
+        if held.state is ReservationState.OFFERED:
             return self.end(request_id, None, LeaseStatus.EXPIRED)
-        held.stage = ReservationState.REVOKED
+        held.state = ReservationState.REVOKED
         return False
 
     def overdue(self, now: float) -> list[Reservation]:

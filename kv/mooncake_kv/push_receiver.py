@@ -164,7 +164,7 @@ class PushReceiver:
         except KVTransferError as exc:
             held = self._table.get(request_id)
             if (
-                held is not None and held.stage is ReservationState.OFFERED
+                held is not None and held.state is ReservationState.OFFERED
             ):  # otherwise a writer came nevertheless
                 self._table.end(request_id, None, LeaseStatus.EXPIRED)
                 self._finish(request_id, str(exc))
@@ -221,7 +221,7 @@ class PushReceiver:
         if held is None or held.writer != message.writer:
             return self._table.ending(name, message.writer)
         mismatch = self._find_mismatch(held, message)
-        is_complete = mismatch is None and held.stage is ReservationState.GRANTED
+        is_complete = mismatch is None and held.state is ReservationState.GRANTED
         ending = LeaseStatus.RELEASED if is_complete else LeaseStatus.EXPIRED
         self._table.end(name, message.writer, ending)
         if is_complete:
@@ -404,7 +404,7 @@ class PushReceiver:
         now = self._context.clock()
         if (
             self._table.get(held.request_id) is not held
-            or held.stage is not ReservationState.GRANTED
+            or held.state is not ReservationState.GRANTED
         ):
             return
         if now - held.last_contact > self._context.lease_s:

@@ -131,7 +131,7 @@ class ReservationMachine(RuleBasedStateMachine):
         for name in ("r1", "r2"):
             held = self.table.get(name)
             if held is not None:
-                assert (held.stage is ReservationState.OFFERED) == (held.writer is None)
+                assert (held.state is ReservationState.OFFERED) == (held.writer is None)
 
 
 ReservationMachine.TestCase.settings = settings(max_examples=150)
