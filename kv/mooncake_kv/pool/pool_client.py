@@ -267,7 +267,7 @@ class PoolClient:
         is_busy = len(self._saving) >= MAX_SAVES
         if is_busy or self._stores.home.arena is None:
             num_new = len(save.keys) - save.first_chunk - save.num_refused
-            self._refuse("busy" if is_busy else "unreachable", num_new)
+            self._count_refusals("busy" if is_busy else "unreachable", num_new)
             return False
         self._saving.add(save.save_id)
         self._count_in_flight()
@@ -450,15 +450,15 @@ class PoolClient:
                 is_copying = False
             if failure is not None:
                 logger.info("%s was not saved: %s", save.save_id, failure)
-                self._refuse("failed", len(grants.handles))
+                self._count_refusals("failed", len(grants.handles))
             elif grants.runs:
                 was_copied = True
                 is_unchanged = await self._ask_core(save.save_id, grants.refused_chunk)
                 self.stats.num_layerwise_saves += is_unchanged and save.step is not None
-                self._refuse("reused", 0 if is_unchanged else len(grants.handles))
+                self._count_refusals("reused", 0 if is_unchanged else len(grants.handles))
         except KVTransferError as exc:
             logger.warning("%s was not saved: %s", save.save_id, exc)
-            self._refuse("failed", len(grants.handles))
+            self._count_refusals("failed", len(grants.handles))
         finally:
             if not was_copied:
                 refused = grants.refused_chunk
@@ -499,7 +499,7 @@ class PoolClient:
             self.stats.num_saved_chunks += num_stored
             self.stats.num_copied_chunks += num_stored if is_copy else 0
             self.stats.saved_bytes += num_stored * self.chunk_bytes
-            self._refuse("late", len(handles) - num_stored)
+            self._count_refusals("late", len(handles) - num_stored)
 
     async def _reserve(self, save: SaveRequest) -> _Grants:
         """Reserve memory for the chunks to save. Chunks that another store has are left out, unless
@@ -509,7 +509,7 @@ class PoolClient:
         copy, missing = save.copy, list(positions)
         if copy is None:
             missing = [p for p in positions if keys[p] not in elsewhere]
-            self._refuse("elsewhere", len(positions) - len(missing))
+            self._count_refusals("elsewhere", len(positions) - len(missing))
         else:
             num_copies = max(1, *(elsewhere.get(keys[p], 0) for p in positions))
             copy = replace(copy, num_copies=num_copies)
@@ -535,7 +535,7 @@ class PoolClient:
             if grant in _RETRIED:
                 retried.append(position)
             if grant not in _RETRIED or position >= num_counted:
-                self._refuse(grant.value, 1)
+                self._count_refusals(grant.value, 1)
         return _Grants(handles, tuple(consecutive_runs(placed)), next(iter(retried), None))
 
     async def _held_elsewhere(self, keys: Sequence[bytes]) -> Counter[bytes]:
@@ -591,7 +591,7 @@ class PoolClient:
         hints = self.stats.num_prefix_hints
         hints[outcome] = hints.get(outcome, 0) + 1
 
-    def _refuse(self, reason: str, count: int) -> None:
+    def _count_refusals(self, reason: str, count: int) -> None:
         if count:
             refusals = self.stats.num_save_refusals
             refusals[reason] = refusals.get(reason, 0) + count

@@ -167,7 +167,7 @@ class SsdTier:
             if len(self._put_before) > MAX_REMEMBERED_PUTS:
                 self._put_before.popitem(last=False)
             if not is_known:
-                self._skip("first_touch")
+                self._count_skip("first_touch")
         return is_known
 
     def admit(self, chunk: Chunk) -> bool:
@@ -180,19 +180,19 @@ class SsdTier:
                 return False
             drive = self._drive_for(chunk)
             if drive is None:
-                self._skip("too_large")
+                self._count_skip("too_large")
                 return False
             if drive.is_hung():
-                self._skip("hung")
+                self._count_skip("hung")
                 return False
             if not drive.is_scanned:
-                self._skip("unscanned")
+                self._count_skip("unscanned")
                 return False
             if drive.num_queued_writes >= self._config.max_queued_writes:
-                self._skip("busy")
+                self._count_skip("busy")
                 return False
             if not self._budget.take(record_bytes(chunk.nbytes), self._clock()):
-                self._skip("budget")
+                self._count_skip("budget")
                 return False
             self._writing[chunk.key] = chunk
             drive.num_queued_writes += 1
@@ -361,7 +361,7 @@ class SsdTier:
     def _skip_hung_write(self, write: ChunkWrite) -> None:
         """Skip an admitted write because its drive is hung."""
         with self._lock:
-            self._skip("hung")
+            self._count_skip("hung")
         self.withdraw(write.chunk)
         write.on_done(False)
 
@@ -379,7 +379,7 @@ class SsdTier:
             return False
         if location is None:
             with self._lock:
-                self._skip("hung" if drive.is_hung() else "full")
+                self._count_skip("hung" if drive.is_hung() else "full")
             return False
         with self._writing_at(drive.directory, location):
             payload = self._view(write.offset, rounded_up(chunk.nbytes))
@@ -527,7 +527,7 @@ class SsdTier:
         left = int(drive.directory.config.segment_bytes * MAX_REWRITTEN_FRACTION)
         for record in hot:
             left -= record_bytes(record.chunk.nbytes)
-            if left < 0 or drive.is_stopping or not self._budget_for(record.chunk):
+            if left < 0 or drive.is_stopping or not self._take_budget(record.chunk):
                 return
             payload = aligned_buffer(rounded_up(record.chunk.nbytes))
             if not self._hold(record) or not self._read_whole(record, payload):
@@ -579,11 +579,11 @@ class SsdTier:
     def _is_indexed(self, record: _Record) -> bool:
         return self._records.get(record.chunk.key) is record
 
-    def _budget_for(self, chunk: Chunk) -> bool:
+    def _take_budget(self, chunk: Chunk) -> bool:
         with self._lock:
             return self._budget.take(record_bytes(chunk.nbytes), self._clock())
 
-    def _skip(self, reason: str) -> None:
+    def _count_skip(self, reason: str) -> None:
         skipped = self._stats.num_ssd_skipped
         skipped[reason] = skipped.get(reason, 0) + 1
 
