@@ -348,10 +348,19 @@ class NodeLauncher:
         return connections
 
     def _accept_ranks(self, count: int) -> dict[int, tuple[Connection, Connection]]:
+        """Accept the connections of this many ranks: for each rank, its orders and its messages.
+
+        Raises:
+            EngineDead: for ``_START_TIMEOUT_S`` no connection of a rank came, whatever else did.
+        """
         ends: dict[tuple[int, bool], Connection] = {}
-        self._listener.settimeout(_START_TIMEOUT_S)
+        deadline = time.monotonic() + _START_TIMEOUT_S
         while len(ends) < 2 * count:
+            left = deadline - time.monotonic()
             try:
+                if left <= 0:
+                    raise TimeoutError("only others connected")
+                self._listener.settimeout(left)
                 connection = accept_authenticated(self._listener, self._key)
             except TimeoutError as exc:
                 raise EngineDead(
@@ -359,14 +368,17 @@ class NodeLauncher:
                     "the nodes' logs say why"
                 ) from exc
             try:
-                hello = receive_message(connection, _HELLO_TIMEOUT_S)
+                hello = receive_message(connection, min(left, _HELLO_TIMEOUT_S))
             except (EOFError, OSError):
                 connection.close()
                 continue
-            if isinstance(hello, RankHello) and hello.token == self._token:
-                ends[hello.rank, hello.is_orders] = connection
-            else:  # from a node that was rejected, or from an earlier start of the instance
-                connection.close()
+            if not isinstance(hello, RankHello) or hello.token != self._token:
+                connection.close()  # from a rejected node, or from an earlier start of the instance
+                continue
+            end = hello.rank, hello.is_orders
+            if end not in ends:
+                deadline = time.monotonic() + _START_TIMEOUT_S
+            ends[end] = connection
         return {rank: (ends[rank, True], ends[rank, False]) for rank, _ in ends}
 
     def _leading_nodes(self) -> dict[str, int]:

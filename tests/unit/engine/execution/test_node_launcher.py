@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection
@@ -22,6 +24,7 @@ from mooncake_engine.execution.node_connections import (
     NodeHello,
     NodeRefused,
     NodeWelcome,
+    RankHello,
     connect_authenticated,
     receive_message,
     send_message,
@@ -128,6 +131,23 @@ def test_node_that_disconnects_during_startup_ends_the_instance(
 ) -> None:
     with join(starting, hello) as connection:
         assert isinstance(receive_message(connection, TIMEOUT_S), NodeWelcome)
+    with pytest.raises(EngineDead, match="ranks of the other nodes did not connect within"):
+        starting.ranks.result(TIMEOUT_S)
+
+
+def test_connections_of_no_rank_do_not_prolong_the_wait_for_ranks(
+    starting: Starting, hello: NodeHello
+) -> None:
+    """As of a node that was started for an earlier instance with the same secret."""
+    with join(starting, hello) as connection:
+        assert isinstance(receive_message(connection, TIMEOUT_S), NodeWelcome)
+        deadline = time.monotonic() + TIMEOUT_S / 10
+        while not starting.ranks.done() and time.monotonic() < deadline:
+            with suppress(OSError, EOFError):
+                stranger = connect_authenticated(starting.address, SECRET.encode())
+                with stranger:
+                    send_message(stranger, RankHello("of another instance", 1, True))
+        assert starting.ranks.done()
     with pytest.raises(EngineDead, match="ranks of the other nodes did not connect within"):
         starting.ranks.result(TIMEOUT_S)
 
