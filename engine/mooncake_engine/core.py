@@ -230,8 +230,7 @@ class EngineCore:
             experts=self._executor.expert_load,
             waited_s=tuple(self._executor.waited_s),
             pool_store=None if pool is None else pool.store_stats,
-            pool_home=None if pool is None else pool.home_location,
-            pool_kv_events=None if pool is None else pool.kv_event_endpoints,
+            pool_stores=() if pool is None else pool.store_reports,
         )
 
     def compatibility(self) -> CompatibilityReport | None:

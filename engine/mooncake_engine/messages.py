@@ -9,9 +9,8 @@ from enum import Enum
 import msgspec
 
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.params import NO_KV_TRANSFER, KVTransferDict, KVTransferParams
-from mooncake_kv.pool.pool_events import PoolStats, StoreLocation
+from mooncake_kv.pool.pool_events import PoolStats, StoreReport
 from mooncake_kv.store.chunk_store import StoreStats
 
 
@@ -271,8 +270,8 @@ class EngineStats:
         experts: load of experts that are divided over ranks; None without such experts.
         waited_s: for each rank, time that its host has waited in collectives; empty if there is
             only one rank, and in the sum over data-parallel ranks.
-        pool_home: where other instances find the chunks that this one saves; None if they can't.
-        pool_kv_events: endpoints at which saved chunks are published; None if they are not.
+        pool_stores: what routers should know of the stores that it uses, first of the one that it
+            saves to.
         by_dp_rank: snapshots of the data-parallel ranks; empty if there is only one.
     """
 
@@ -296,8 +295,7 @@ class EngineStats:
     pool_store: StoreStats | None = None
     experts: ExpertLoad | None = None
     waited_s: tuple[WaitedSeconds, ...] = ()
-    pool_home: StoreLocation | None = None
-    pool_kv_events: KVEventEndpoints | None = None
+    pool_stores: tuple[StoreReport, ...] = ()
     by_dp_rank: tuple[EngineStats, ...] = ()
 
 
@@ -323,8 +321,7 @@ def total_stats(parts: Sequence[EngineStats]) -> EngineStats:
         kv_pool=_total_pool([part.kv_pool for part in parts if part.kv_pool]),
         experts=_total_experts([part.experts for part in parts if part.experts]),
         pool_store=parts[0].pool_store,
-        pool_home=parts[0].pool_home,
-        pool_kv_events=parts[0].pool_kv_events,
+        pool_stores=parts[0].pool_stores,
         by_dp_rank=tuple(parts),
     )
 

@@ -7,6 +7,7 @@ KV memory.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 
@@ -18,11 +19,10 @@ from mooncake_engine.scheduling.step_plan import StepPlan
 from mooncake_hal.kv.geometry import KVGeometry
 from mooncake_hal.registry import Registry
 from mooncake_kv.connector import ConnectorFailed, HasStalled, never_stalls
-from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.pool.pool_client import PoolClient
 from mooncake_kv.pool.pool_config import KVPoolConfig
-from mooncake_kv.pool.pool_events import PoolEvent, PoolStats, StoreLocation
+from mooncake_kv.pool.pool_events import PoolEvent, PoolStats, StoreReport
 from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.pool.pool_worker import PoolWorker
 from mooncake_kv.store.chunk_keys import KVIdentity, completes_chunks, extend_keys
@@ -106,10 +106,6 @@ class SchedulerPool:
         self.close = client.close
 
     @property
-    def home_location(self) -> StoreLocation | None:
-        return self._stores.home_location
-
-    @property
     def store_stats(self) -> StoreStats | None:
         return self._stores.own_stats()
 
@@ -123,9 +119,16 @@ class SchedulerPool:
         return self._stores.publishes_saves
 
     @property
-    def kv_event_endpoints(self) -> KVEventEndpoints | None:
-        found = self._stores.home_kv_events
-        return found and msgspec.structs.replace(found, namespace=self._identity.root().hex())
+    def store_reports(self) -> tuple[StoreReport, ...]:
+        namespace = self._identity.root().hex()
+        return tuple(
+            replace(
+                each,
+                kv_events=each.kv_events
+                and msgspec.structs.replace(each.kv_events, namespace=namespace),
+            )
+            for each in self._stores.reports
+        )
 
     def start(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import errno
+import ipaddress
 import json
 import logging
 import os
@@ -287,13 +288,13 @@ def run_store(args: argparse.Namespace) -> int:
         transports = _open_transports(network, secret)
         try:
             address = StoreAddress(network.host, options.port, secret)
-            with _listening(network.host, options.port, "--port"):
-                service = StoreService.start(store, transports, address)
-            try:
-                with _Metrics(store, network.host, options.metrics_port):
+            with _Metrics(store, network.host, options.metrics_port):
+                with _listening(network.host, options.port, "--port"):
+                    service = StoreService.start(store, transports, address)
+                try:
                     _serve(service, store, network.host)
-            finally:
-                service.close()
+                finally:
+                    service.close()
         finally:
             transports.close()
     finally:
@@ -416,7 +417,8 @@ def _listening(host: str, port: int, flag: str) -> Iterator[None]:
 
 
 class _Metrics:
-    """The metrics server of a store, if a port is configured."""
+    """The metrics server of a store, if a port is configured; clients of the store that connect
+    afterwards learn its address."""
 
     def __init__(self, store: NodeStore, host: str, port: int | None) -> None:
         self._server = None
@@ -425,6 +427,8 @@ class _Metrics:
                 self._server = MetricsServer.start(store.stats, host, port)
             found = host_and_port(host, self._server.port)
             logger.info("metrics are at http://%s/metrics", found)
+            is_wildcard = ipaddress.ip_address(host).is_unspecified
+            store.metrics_address = f"*:{self._server.port}" if is_wildcard else found
 
     def __enter__(self) -> None:
         """Nothing to do: the server is already running."""

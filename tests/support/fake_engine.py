@@ -27,7 +27,7 @@ from mooncake_engine.messages import (
 )
 from mooncake_engine.text.completion_output import OnUpdate
 from mooncake_kv.connector import CompatibilityReport
-from mooncake_kv.pool.pool_events import PoolStats
+from mooncake_kv.pool.pool_events import PoolStats, StoreReport
 from mooncake_kv.store.chunk_store import StoreStats
 
 EOS = 256
@@ -80,6 +80,7 @@ class FakeEngine:
     known_compatibility: CompatibilityReport | None = None
     kv_transfer: dict[str, float] = field(default_factory=lambda: {"bytes-received": 9.0})
     kv_pool: PoolStats | None = None
+    pool_stores: tuple[StoreReport, ...] = ()
     pool_store: StoreStats | None = None
     experts: ExpertLoad | None = None
     release: asyncio.Event = field(default_factory=asyncio.Event)
@@ -146,6 +147,7 @@ class FakeEngine:
             kv_transfer={"leases_held": self.num_leases, **self.kv_transfer},
             kv_pool=self.kv_pool,
             pool_store=self.pool_store,
+            pool_stores=self.pool_stores,
             experts=self.experts,
         )
 

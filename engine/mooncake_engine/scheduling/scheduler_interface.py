@@ -8,7 +8,6 @@ from typing import Protocol
 
 from mooncake_engine.scheduling.request import Request
 from mooncake_kv.config import LoadFailurePolicy
-from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.params import KVTransferDict, PrefixSource
 from mooncake_kv.pool.pool_costs import LoadCosts
 from mooncake_kv.pool.pool_events import (
@@ -16,7 +15,7 @@ from mooncake_kv.pool.pool_events import (
     LoadRequest,
     PoolStats,
     SaveRequest,
-    StoreLocation,
+    StoreReport,
 )
 from mooncake_kv.store.chunk_store import StoreStats
 
@@ -136,11 +135,6 @@ class ChunkPool(Protocol):
     """Estimates of load durations, from completed loads."""
 
     @property
-    def home_location(self) -> StoreLocation | None:
-        """Where other instances find the chunks that this one saves; None if they can't."""
-        ...
-
-    @property
     def store_stats(self) -> StoreStats | None:
         """Counters of the node store in this instance; None if it has none."""
         ...
@@ -155,8 +149,8 @@ class ChunkPool(Protocol):
         ...
 
     @property
-    def kv_event_endpoints(self) -> KVEventEndpoints | None:
-        """Endpoints of the published KV events; None if none are published."""
+    def store_reports(self) -> tuple[StoreReport, ...]:
+        """What routers should know of the stores, first of the one that saves go to."""
         ...
 
     def keys(self, request: Request, num_chunks: int) -> list[bytes]:

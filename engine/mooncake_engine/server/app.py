@@ -9,7 +9,7 @@ import importlib.metadata
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from http import HTTPStatus
 from typing import Any
@@ -67,6 +67,7 @@ from mooncake_engine.text.background_work import CHARACTERS_PER_TOKEN
 from mooncake_engine.text.completion_output import EngineClient
 from mooncake_engine.text.limits import check_text_size, longest_body
 from mooncake_engine.text.tokenizer import Tokenizer
+from mooncake_kv.pool.pool_events import StoreReport
 
 _DEFAULTS = ServerOptions()
 _MODEL_PATH = "/v1/models/"
@@ -310,11 +311,13 @@ class PlainEndpoints:
             peers["kv_events"] = msgspec.to_builtins(events)
         stats = engine.stats()
         if (pool := stats.kv_pool) is not None:
-            peers["kv_pool"] = {"saved": pool.num_saved_chunks, "found": pool.num_found_chunks}
-            if stats.pool_home is not None:
-                peers["kv_pool"]["store"] = asdict(stats.pool_home)
-            if stats.pool_kv_events is not None:
-                peers["kv_pool"]["kv_events"] = msgspec.to_builtins(stats.pool_kv_events)
+            home, *others = [_described(store) for store in stats.pool_stores] or [{}]
+            peers["kv_pool"] = {
+                "saved": pool.num_saved_chunks,
+                "found": pool.num_found_chunks,
+                **home,
+                **({"other_stores": others} if others else {}),
+            }
         peers["data_parallel_size"] = engine.info.dp_size
         if stats.by_dp_rank:
             peers["data_parallel_ranks"] = [
@@ -428,6 +431,12 @@ class PlainEndpoints:
         tools = shown_tools(wanted.tools or ())
         num_characters = check_chat_size(wanted, info)
         return num_characters, lambda: tokenize_chat(wanted, tokenizer, info, tools).token_ids
+
+
+def _described(store: StoreReport) -> dict[str, Any]:
+    """A store in the form of ``/health``, without what does not apply."""
+    found = {"store": store.location, "kv_events": store.kv_events, "metrics": store.metrics}
+    return {name: msgspec.to_builtins(each) for name, each in found.items() if each is not None}
 
 
 def _json(body: dict[str, Any]) -> Response:

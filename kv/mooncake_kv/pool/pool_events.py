@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
+from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.store.chunk_store import (
     MAX_TENANT_BYTES,
     Chunk,
@@ -59,7 +60,7 @@ def nearest_sources(places: Mapping[int, Sequence[Residence]]) -> list[ChunkSour
 
 @dataclass(frozen=True, slots=True)
 class StoreLocation:
-    """The address of the store to which an instance saves, for other instances.
+    """The address of a store that an instance uses, for other instances.
 
     Args:
         host, port: where the store listens.
@@ -69,6 +70,22 @@ class StoreLocation:
     host: str
     port: int
     epoch: str
+
+
+@dataclass(frozen=True, slots=True)
+class StoreReport:
+    """What an instance reports to routers of a store that it uses. In addresses a wildcard means
+    the host of ``location``, else the instance's.
+
+    Args:
+        location: where other instances reach the store; None if they can't.
+        kv_events: where the store publishes KV events; None if it does not.
+        metrics: HOST:PORT of the metrics of a store in another process; None if it serves none.
+    """
+
+    location: StoreLocation | None = None
+    kv_events: KVEventEndpoints | None = None
+    metrics: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

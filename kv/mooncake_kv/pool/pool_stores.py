@@ -19,12 +19,11 @@ from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.allowed_hosts import plain_address
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
-from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.pool.device_staging import host_transports
 from mooncake_kv.pool.hinted_stores import HintRule
 from mooncake_kv.pool.pool_config import KVPoolConfig
-from mooncake_kv.pool.pool_events import StoreLocation
+from mooncake_kv.pool.pool_events import StoreLocation, StoreReport
 from mooncake_kv.store.chunk_store import ChunkStore, StoreObserver, StoreStats
 from mooncake_kv.store.chunk_table import QUARANTINE_MARGIN_S
 from mooncake_kv.store.mooncake_store import MooncakeChunkStore, MooncakeStoreConfig
@@ -103,14 +102,14 @@ class PoolStores:
         """The rule for additional stores that requests may name."""
         self._name = name
         self._transfer_timeout_s = config.network.transfer_timeout_s
-        self._listens: tuple[str, int] | None = None
-        if config.connect and not config.dram_bytes and not _is_loopback(config.connect[0][0]):
-            self._listens = config.connect[0]
+        self._reachable_at: list[tuple[str, int] | None] = []
+        """By store: the address at which instances on other hosts reach it; None if they can't."""
         self.all: list[ChunkStore] = []
         """The stores to load from, in the order of the configuration; the first one is ``home``."""
         with ExitStack() as undo:
             if config.mooncake_store:
                 self.all.append(_open_mooncake_store(config, registry, undo))
+                self._reachable_at.append(None)
             elif config.dram_bytes:
                 self.all.append(
                     self._open_own(config, own_store(config, kv_events), registry, undo)
@@ -119,6 +118,7 @@ class PoolStores:
             for client, (host, port) in zip(clients, config.connect, strict=True):
                 undo.callback(client.close)
                 self.all.append(client)
+                self._reachable_at.append(None if _is_loopback(host) else (host, port))
                 if not client.await_store(CONNECT_TIMEOUT_S):
                     logger.warning(
                         "no store replies at %s port %d, its chunks are misses until it is "
@@ -140,24 +140,24 @@ class PoolStores:
         return sum(store.arena is not None for store in self.all)
 
     @property
-    def home_location(self) -> StoreLocation | None:
-        """The address at which instances on other hosts reach ``home``; None if they can't."""
-        arena = self.home.arena
-        if self._listens is None or arena is None:
-            return None
-        return StoreLocation(*self._listens, arena.epoch)
-
-    @property
-    def home_kv_events(self) -> KVEventEndpoints | None:
-        """Where ``home`` publishes KV events; None if it does not, or can't be reached now."""
-        arena = self.home.arena
-        return None if arena is None else arena.kv_events
+    def reports(self) -> tuple[StoreReport, ...]:
+        """What routers should know of the stores: of ``home`` first, with nothing in it while it
+        can't be used, then of the others that can be used now."""
+        found = []
+        for store, address in zip(self.all, self._reachable_at, strict=True):
+            if (arena := store.arena) is not None:
+                location = None if address is None else StoreLocation(*address, arena.epoch)
+                found.append(StoreReport(location, arena.kv_events, arena.metrics))
+            elif store is self.home:
+                found.append(StoreReport())
+        return tuple(found)
 
     @property
     def publishes_saves(self) -> bool:
         """Whether ``home`` has an observer or publishes events, so that saves must include their
         tokens."""
-        return self._observer is not None or self.home_kv_events is not None
+        arena = self.home.arena
+        return self._observer is not None or (arena is not None and arena.kv_events is not None)
 
     def own_stats(self) -> StoreStats | None:
         """Counters of the store in this instance, at most STATS_AGE_S old; None if there is no such
@@ -197,6 +197,7 @@ class PoolStores:
             undo.callback(transports.close)
             if config.port is None:
                 store.offer(transports)
+                self._reachable_at.append(None)
             else:
                 address = StoreAddress(network.host, config.port, self._secret)
                 try:
@@ -207,7 +208,7 @@ class PoolStores:
                         "process that uses it, or choose another port=..."
                     ) from exc
                 undo.callback(service.close)
-                self._listens = (network.advertise_host or network.host, service.port)
+                self._reachable_at.append((network.advertise_host or network.host, service.port))
                 logger.info("the store of this instance listens on port %d", service.port)
         user = store.open_user()
         undo.callback(user.close)

@@ -237,6 +237,8 @@ class ArenaInfo:
         index: the shared index, which processes of the same host may probe without a message.
         kv_events: where the store publishes KV events, a wildcard address meaning the store's
             host. Clients of such a store set ``Chunk.content``.
+        metrics: HOST:PORT of its own metrics, with ``*`` for all addresses of its host; None if it
+            serves none.
     """
 
     epoch: str
@@ -245,6 +247,7 @@ class ArenaInfo:
     endpoints: Mapping[str, bytes] = field(default_factory=dict)
     index: IndexInfo | None = None
     kv_events: KVEventEndpoints | None = None
+    metrics: str | None = None
 
     def layout(self, geometry: KVGeometry, chunk_tokens: int) -> KVShardSpec:
         """The arena's layout as if it was a rank, to plan transfers; see

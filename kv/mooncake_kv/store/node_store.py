@@ -137,6 +137,8 @@ class NodeStore:
                 self._open_ssds(config.ssd)
             self._undo = undo.pop_all()
         self._endpoints: dict[str, bytes] = {}
+        self.metrics_address: str | None = None
+        """See ``ArenaInfo.metrics``; for clients that connect from now on."""
         self._last_user = 0
         self._is_draining = False
         self._is_closed = False
@@ -161,6 +163,7 @@ class NodeStore:
             self._endpoints,
             self._index_info,
             None if self._publisher is None else self._publisher.endpoints,
+            self.metrics_address,
         )
 
     def open_user(self) -> StoreUser:

@@ -204,13 +204,15 @@ class AdminHandlers:
         request.respond(200, body, "text/plain; version=0.0.4; charset=utf-8")
 
     async def targets(self, request: HttpRequest) -> None:
-        """GET /metrics/targets: all instances, and the stores of ``--store-metrics``, in the format
-        of Prometheus' HTTP discovery."""
-        specs = [instance.spec for instance in self._process.pools]
-        origins = [(spec.origin, spec.role.value) for spec in specs]
-        origins += [(origin, "store") for origin in self._process.config.store_metrics]
+        """GET /metrics/targets: all instances, and the stores that they use or that
+        ``--store-metrics`` names, in the format of Prometheus' HTTP discovery."""
+        instances = list(self._process.pools)
+        stores = dict.fromkeys(self._process.config.store_metrics)
+        for instance in instances:
+            stores |= dict.fromkeys(instance.store_metrics)
+        origins = [(each.spec.origin, each.spec.role.value) for each in instances]
         found = []
-        for origin, role in origins:
+        for origin, role in (*origins, *((origin, "store") for origin in stores)):
             labels = {
                 "role": role,
                 "__scheme__": origin.scheme,

@@ -46,11 +46,13 @@ class PoolUse(Struct, frozen=True):
     """An instance's use of the KVCache pool.
 
     `store` is None if other instances can't read what it saves, `kv_events` if the store does not
-    publish what it holds. `other_stores` are those that it loads from without saving to them.
+    publish what it holds. `metrics` is HOST:PORT of a store's own metrics. `other_stores` are those
+    that it loads from without saving to them.
     """
 
     store: StoreLocation | None = None
     kv_events: KVEventEndpoints | None = None
+    metrics: str | None = None
     other_stores: tuple[PoolUse, ...] = ()
 
 

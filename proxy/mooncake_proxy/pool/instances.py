@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
+from ipaddress import ip_address
 from itertools import product
 
 from mooncake_proxy.errors import ConfigError, Conflict, NoInstance, NotFound
@@ -198,7 +200,7 @@ class Instance(RequestLoad):
     @property
     def stores(self) -> tuple[PoolUse, ...]:
         """The node stores that it uses, first the one that it saves to, with hosts in place of
-        wildcards in the endpoints of their events. Stores without a location are on its host."""
+        wildcards in their addresses. Stores without a location are on its host."""
         use = self.compatibility.kv_pool
         if use is None:
             return ()
@@ -206,7 +208,8 @@ class Instance(RequestLoad):
         for each in (use, *use.other_stores):
             host = self.spec.origin.host if each.store is None else each.store.host
             events = each.kv_events and each.kv_events.with_host(_in_url(host))
-            found.append(PoolUse(each.store, events))
+            metrics = each.metrics and each.metrics.replace("*", _in_url(host))
+            found.append(PoolUse(each.store, events, metrics))
         return tuple(found)
 
     @property
@@ -214,6 +217,18 @@ class Instance(RequestLoad):
         """Endpoints of the KV events of the node stores that it uses and that publish any."""
         found = (use.kv_events for use in self.stores)
         return tuple(dict.fromkeys(events for events in found if events is not None))
+
+    @property
+    def store_metrics(self) -> tuple[Origin, ...]:
+        """Where the node stores that it uses serve metrics of their own, without those that only
+        processes of its own host can read, where that is not this one."""
+        found = []
+        for metrics in (use.metrics for use in self.stores if use.metrics is not None):
+            with suppress(ConfigError):  # no address, whatever sent it
+                origin = Origin.parse(f"http://{metrics}")
+                if not _is_loopback(origin.host) or _is_loopback(self.spec.origin.host):
+                    found.append(origin)
+        return tuple(found)
 
     def is_compatible(self, peer: Instance) -> bool:
         """Whether the two instances can exchange KV, by their refusals and their topologies."""
@@ -535,6 +550,13 @@ class InstancePool:
             return f"no {role.value} instance is configured, and none has registered ({how})"
         facts = "; ".join(f"{i.name} {i.state.value} {i.error}".rstrip() for i in wanted)
         return f"no live {role.value} instance: {facts}"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:  # a name
+        return host == "localhost"
 
 
 def _in_url(host: str) -> str:

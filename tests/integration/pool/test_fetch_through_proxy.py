@@ -6,17 +6,21 @@ estimates costs.
 
 from __future__ import annotations
 
+import json
 import random
+import signal
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support.pd_processes import serving
 from support.programs import TINY_LLAMA, running
+from support.store_process import StoreProcess
 
 PREFIX, TAIL, LONG_TAIL = 512, 40, 1100
 """Tokens of a conversation, of its continuation, and of a prompt that keeps an instance busy."""
@@ -154,3 +158,40 @@ def test_conversation_returns_to_its_store_after_device_eviction() -> None:
             assert placed is not None
             assert placed["instance"] == home, placed
             assert counted(home, "mooncake:kv_pool_num_loaded_chunks") == loaded + PREFIX // 64
+
+
+@pytest.mark.timeout(300)
+def test_stores_that_instances_connect_to_are_followed(tmp_path: Path) -> None:
+    """Each instance saves to another store, and loads from both: so either holds all that both
+    stores do. Their metrics are found as well."""
+    address = "tcp://127.0.0.1:*"
+    events = {"enable_kv_cache_events": True, "endpoint": address, "replay_endpoint": address}
+    options = ("--dram=64M", "--kv-events-config", json.dumps(events), "--metrics-port=0")
+    with ExitStack() as stack:
+        start = stack.enter_context
+        stores = []
+        for name in ("first", "second"):
+            (tmp_path / name).mkdir()
+            stores.append(StoreProcess(tmp_path / name, *options))
+            stack.callback(stores[-1].end, signal.SIGKILL)
+        secret = ("--kv-secret-file", str(stores[0].secret_file))
+        urls = []
+        for used in (stores, stores[::-1]):
+            connect = ",".join(f"connect=127.0.0.1:{store.port}" for store in used)
+            pool = ("--kv-pool", f"{connect},chunk=64", *secret)
+            urls.append(start(serving(TINY_LLAMA, "prefill", *pool)).url)
+        for seed, url in enumerate(urls):
+            complete(url, prompt_of(seed, PREFIX))
+        wait_until_saved(*urls)
+        decode = start(serving(TINY_LLAMA, "decode", *secret)).url
+        argv = ["--port", "0", "--policy", "cost", "--costs", SLOW, "--decode", decode]
+        argv += [part for url in urls for part in ("--prefill", url)]
+        proxy = start(running("mooncake_proxy", *argv)).wait_for("listens on").split()[-1]
+        complete(proxy, prompt_of(2, TAIL))  # the conductor looks at its instances
+        while counted(proxy, "mooncake_proxy_instance_held_tokens", "host") < 4 * PREFIX:
+            time.sleep(0.05)
+        targets = httpx.get(f"{proxy}/metrics/targets").json()
+        found = [each["targets"][0] for each in targets if each["labels"]["role"] == "store"]
+        assert len(set(found)) == 2, targets
+        for at in found:
+            assert counted(f"http://{at}", "mooncake_store_puts_total") == PREFIX // 64

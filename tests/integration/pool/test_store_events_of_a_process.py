@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import signal
 import time
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -49,7 +50,8 @@ def test_saved_prompts_and_answers_are_published(tmp_path: Path) -> None:
         "endpoint": f"ipc://{tmp_path}/events",
         "replay_endpoint": replay,
     }
-    store = StoreProcess(tmp_path, "--dram", "32M", "--kv-events-config", json.dumps(events))
+    config = ("--kv-events-config", json.dumps(events), "--metrics-port", "0")
+    store = StoreProcess(tmp_path, "--dram", "32M", *config)
     try:
         pool = f"connect=127.0.0.1:{store.port},chunk={CHUNK_TOKENS},load=always"
         with engine(model, pool, network=KVTransferConfig(secret=SECRET)) as core:
@@ -57,7 +59,11 @@ def test_saved_prompts_and_answers_are_published(tmp_path: Path) -> None:
             request = EngineRequest("r", prompt, GREEDY, cache_salt="team-a")
             answer = serve_all(core, [request]).answers["r"]
             settle(core)
-            endpoints = core.stats().pool_kv_events
+            [report] = core.stats().pool_stores
+            assert report.metrics is not None
+            with urllib.request.urlopen(f"http://{report.metrics}/metrics", timeout=60) as page:
+                assert b"mooncake_store_puts_total" in page.read()
+            endpoints = report.kv_events
             assert endpoints is not None
             assert endpoints.replay_endpoint == replay
             keys = token_keys((*prompt, *answer), chain_root("", "team-a"))[:4]

@@ -14,6 +14,7 @@ from support.proxy_fakes_client import BODY, post
 
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.pool.health_checks import HealthConfig
+from mooncake_proxy.pool.instance_reports import Compatibility, PoolUse, StoreLocation
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 
@@ -119,11 +120,17 @@ def test_prometheus_targets_list_all_instances_and_stores() -> None:
             fake_deployment(num_decodes=2, store_metrics=(store,)) as s,
             httpx.AsyncClient(base_url=s.url) as client,
         ):
+            found = StoreLocation("10.0.0.2", 7701, "epoch"), None, "*:7703"
+            for instance in s.app.router.pool:  # the same stores; fakes are on loopback
+                others = PoolUse(*found), PoolUse(None, None, "127.0.0.1:7704"), PoolUse(*found)
+                use = PoolUse(None, None, "no address", others)
+                s.app.router.pool.note_compatibility(instance, Compatibility(kv_pool=use))
             answer = await client.get("/metrics/targets")
             assert answer.headers["content-type"] == "application/json"
             roles = {fake.url: "prefill" for fake in s.prefills}
             roles |= {fake.url: "decode" for fake in s.decodes}
-            roles |= {str(store): "store"}
+            stores = (str(store), "http://10.0.0.2:7703", "http://127.0.0.1:7704")
+            roles |= dict.fromkeys(stores, "store")
             assert answer.json() == [
                 {
                     "targets": [url.removeprefix("http://")],

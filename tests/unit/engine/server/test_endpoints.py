@@ -22,7 +22,14 @@ from mooncake_engine.server.server_options import ServerOptions
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector import TRANSFER_STATS_HELP, CompatibilityReport, find_connector
-from mooncake_kv.pool.pool_events import KNOWN_KINDS, POOL_STATS_HELP, PoolStats
+from mooncake_kv.kv_events import KVEventEndpoints
+from mooncake_kv.pool.pool_events import (
+    KNOWN_KINDS,
+    POOL_STATS_HELP,
+    PoolStats,
+    StoreLocation,
+    StoreReport,
+)
 from mooncake_kv.store.chunk_store import StoreStats
 from mooncake_kv.store.store_metrics import prometheus_text
 
@@ -80,6 +87,25 @@ def test_health_reports_pool_hits(client: AsgiClient, engine: FakeEngine) -> Non
     engine.kv_pool = PoolStats(num_saved_chunks=7, num_found_chunks={"dram": 3, "remote_ssd": 1})
     found = client.get("/health").json()["kv_pool"]
     assert found == {"saved": 7, "found": {"dram": 3, "remote_ssd": 1}}
+
+
+def test_health_reports_stores_that_the_pool_uses(client: AsgiClient, engine: FakeEngine) -> None:
+    """First the one that it saves to, without what does not apply."""
+    engine.kv_pool = PoolStats()
+    events = KVEventEndpoints("tcp://*:5557", namespace="6d")
+    home = StoreReport(StoreLocation("10.0.0.1", 7701, "epoch"), events, "*:7702")
+    engine.pool_stores = (home, StoreReport(None, None, "10.0.0.2:7702"))
+    found = client.get("/health").json()["kv_pool"]
+    assert found == {
+        "saved": 0,
+        "found": {},
+        "store": {"host": "10.0.0.1", "port": 7701, "epoch": "epoch"},
+        "kv_events": {"endpoint": "tcp://*:5557", "namespace": "6d"},
+        "metrics": "*:7702",
+        "other_stores": [{"metrics": "10.0.0.2:7702"}],
+    }
+    engine.pool_stores = (StoreReport(),)
+    assert client.get("/health").json()["kv_pool"] == {"saved": 0, "found": {}}
 
 
 def test_pool_metrics_begin_at_zero_for_every_kind(client: AsgiClient, engine: FakeEngine) -> None:

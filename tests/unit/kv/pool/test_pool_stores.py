@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from msgspec import structs
@@ -14,8 +15,9 @@ from mooncake_hal.registry import Registry
 from mooncake_hal.session.processes import ProcessName, this_process
 from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.errors import KVConfigError
+from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.pool.pool_config import KVPoolConfig
-from mooncake_kv.pool.pool_events import PoolStats
+from mooncake_kv.pool.pool_events import PoolStats, StoreReport
 from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.store_service import StoreAddress, StoreService
@@ -78,11 +80,31 @@ def test_store_is_connected_by_address_and_by_name(
         socket, "getaddrinfo", lambda name, *rest, **kw: resolve(names.get(name, name), *rest, **kw)
     )
     stores = PoolStores(KVPoolConfig(connect=((host, service.port),)), Registry.discover(), "here")
-    location = stores.home_location
+    [report] = stores.reports
+    location = report.location
     assert stores.num_connected == 1
     stores.close()
     assert (location is not None) == is_reachable
     assert location is None or (location.host, location.port) == (host, service.port)
+
+
+def test_stores_that_can_be_used_are_reported(service: StoreService) -> None:
+    """The home store first, even while it can't be used: that it is lost is known, too."""
+    store = service._store
+    events = KVEventEndpoints("tcp://*:5557")
+    store.metrics_address, store._publisher = "*:7702", SimpleNamespace(endpoints=events)
+    address = ("127.0.0.1", service.port)
+    away = ("127.0.0.1", 1)
+    for connect, dram_bytes, wanted in (
+        ((address,), 0, [StoreReport(None, events, "*:7702")]),
+        ((away, address), 0, [StoreReport(), StoreReport(None, events, "*:7702")]),
+        ((address, away), 1 << 20, [StoreReport(), StoreReport(None, events, "*:7702")]),
+    ):
+        config = KVPoolConfig(dram_bytes=dram_bytes, connect=connect)
+        stores = PoolStores(config, Registry.discover(), "here")
+        assert [*stores.reports] == wanted
+        stores.close()
+    store._publisher = None
 
 
 def test_stores_that_ranks_share_are_counted_once() -> None:

@@ -40,6 +40,22 @@ def test_pool_reports_missing_instances() -> None:
     asyncio.run(main())
 
 
+def test_metrics_of_stores_on_other_hosts_loopback_are_left_out() -> None:
+    remote = StoreLocation("store-2", 7701, "epoch")
+
+    async def main() -> None:
+        instance = InstancePool(ClientContext()).add(spec(1, "flags"))
+        others = (PoolUse(remote, None, "*:7702"), PoolUse(remote, None, "[fd00::1]:7703"))
+        use = PoolUse(None, None, "127.0.0.1:7702", others)
+        instance.compatibility = Compatibility(kv_pool=use)
+        assert [str(each) for each in instance.store_metrics] == [
+            "http://store-2:7702",
+            "http://[fd00::1]:7703",
+        ]
+
+    asyncio.run(main())
+
+
 def test_events_of_stores_are_at_the_hosts_of_the_stores() -> None:
     """A wildcard is the host under which the instance reaches a store, on loopback its own."""
     events = KVEventEndpoints("tcp://*:5557", "tcp://*:5558", (), "6d")
@@ -49,7 +65,7 @@ def test_events_of_stores_are_at_the_hosts_of_the_stores() -> None:
         instance = InstancePool(ClientContext()).add(spec(1, "flags"))
         assert instance.store_kv_events == ()
         others = (PoolUse(remote, events), PoolUse(), PoolUse(remote, events))
-        instance.compatibility = Compatibility(kv_pool=PoolUse(None, events, others))
+        instance.compatibility = Compatibility(kv_pool=PoolUse(None, events, None, others))
         assert [use.store for use in instance.stores] == [None, remote, None, remote]
         assert instance.store_kv_events == (
             KVEventEndpoints("tcp://h:5557", "tcp://h:5558", (), "6d"),
