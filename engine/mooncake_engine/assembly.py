@@ -534,7 +534,8 @@ def _check_ports(config: EngineConfig, backend: Backend, registry: Registry) -> 
     if kv.port_range is not None:
         # where Ray places the ranks is not known yet; assume that one of them runs here
         num_ranks = 1 if config.executor is ExecutorKind.RAY else config.num_ranks_per_node
-        per_rank = count_ports(registry, **choose_transports(kv, backend.capabilities.transports))
+        choice = choose_transports(kv, backend.capabilities.transports)
+        per_rank = count_ports(registry, wanted=choice.wanted, allowed=choice.allowed)
         num_channels = 0 if kv.port else config.dp_size
         _check_port_range(kv, kv.port_range, num_ranks, per_rank, num_channels)
 
@@ -551,10 +552,9 @@ def _check_reserved_ports(
         wanted["the KV side channel (--kv-port)"] = PortRange(side_channels[0], side_channels[-1])
     if kv.port_range is not None:
         wanted["--kv-port-range"] = kv.port_range
+    choice = choose_transports(kv, backend.capabilities.transports)
     try:
-        reserved = reserved_ports(
-            registry, **choose_transports(kv, backend.capabilities.transports)
-        )
+        reserved = reserved_ports(registry, wanted=choice.wanted, allowed=choice.allowed)
     except HalError as exc:
         raise ConfigError(str(exc)) from exc
     found = [reservation_conflict(what, ports, reserved) for what, ports in wanted.items()]

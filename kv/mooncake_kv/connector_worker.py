@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TypedDict
 
 import msgspec
 
@@ -34,7 +33,8 @@ logger = logging.getLogger(__name__)
 CONNECT_TIMEOUT_S = 5.0
 
 
-class TransportChoice(TypedDict):
+@dataclass(frozen=True, slots=True)
+class TransportChoice:
     """The arguments of ``Transports.open`` that select transports."""
 
     wanted: str
@@ -163,8 +163,9 @@ def _open_transports(
     )
     try:
         with ExitStack() as undo:
+            choice = choose_transports(config, memory.transports)
             transports = Transports.open(
-                registry, options, **choose_transports(config, memory.transports)
+                registry, options, wanted=choice.wanted, allowed=choice.allowed
             )
             undo.callback(transports.close)
             for region in memory.regions:
