@@ -163,9 +163,8 @@ class PushReceiver:
             await self._post(metaserver, params)
         except KVTransferError as exc:
             held = self._table.get(request_id)
-            if (
-                held is not None and held.state is ReservationState.OFFERED
-            ):  # otherwise a writer came nevertheless
+            # if it was granted, a writer came nevertheless
+            if held is not None and held.state is ReservationState.OFFERED:
                 self._table.end(request_id, None, LeaseStatus.EXPIRED)
                 self._finish(request_id, str(exc))
 

@@ -176,9 +176,8 @@ class PushSender:
             await peer.handshake()
             self._peers.forget_predecessors(push.remote)
             peer.check_claims(push.remote)
-            push.last_contact = (
-                self._context.clock()
-            )  # taken before the request, as in _renew; a failure to answer fails the push
+            # taken before the request, as in _renew; a failure to answer fails the push
+            push.last_contact = self._context.clock()
             status = await self._request_grant(peer, push)
             if status is not LeaseStatus.HELD:
                 raise LeaseLost(
@@ -267,9 +266,8 @@ class PushSender:
 
     async def _renew(self, group: dict[str, _Push], within_s: float) -> None:
         names = {push.remote.request_id: name for name, push in group.items()}
-        sent_at = (
-            self._context.clock()
-        )  # the peer counts from our last message, which it may receive as early as this
+        # the peer counts from our last message, which it may receive as early as this
+        sent_at = self._context.clock()
         try:
             peer = self._peers.get(next(iter(group.values())).remote)
             lost = await peer.renew(tuple(names), within_s)

@@ -175,9 +175,8 @@ class PeerMappings:
         self.forget(set())
 
     def _map(self, key: int, start: int, name: IpcRegionInfo) -> int:
-        if (
-            self._is_own
-        ):  # in our own process the addresses are valid here, if the device has access
+        # in our own process the addresses are valid here, if the device has access
+        if self._is_own:
             if not name.ipc:
                 self._sharing.virtual.grant(start - name.offset, name.nbytes, self._index)
             return start
