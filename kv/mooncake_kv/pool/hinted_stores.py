@@ -224,7 +224,9 @@ class HintedStores:
             logger.info(
                 "a request names a store at %s port %d, which is not allowed; to allow it: "
                 "--kv-pool source-allow=%s",
-                *(host, port, host),
+                host,
+                port,
+                host,
             )
         elif self._by_address.get(address) is hinted:  # not swept in the meantime
             hinted.client = self._connect(permitted, port)
