@@ -104,7 +104,7 @@ class RankEndpointInfo(msgspec.Struct, frozen=True):
     endpoints: dict[str, bytes]
 
 
-class Topology(msgspec.Struct, frozen=True):
+class Topology(msgspec.Struct, frozen=True, kw_only=True):
     """What an instance publishes to proxies and peers that want to reach it.
 
     Args:

@@ -242,19 +242,19 @@ class ConnectorScheduler(ABC):
     def topology(self) -> Topology:
         instance, address = self._instance, self._address
         return Topology(
-            instance.engine_id,
-            address.host,
-            address.port,
-            instance.tp_size,
-            instance.pp_size,
-            instance.block_size,
-            instance.hardware.backend,
-            instance.hardware.generation,
-            tuple(RankEndpointInfo(rank.endpoints) for rank in instance.ranks),
-            instance.transports,
-            instance.must_match,
-            self.pulls_early,
-            instance.numerics.rounding,
+            engine_id=instance.engine_id,
+            host=address.host,
+            port=address.port,
+            tp_size=instance.tp_size,
+            pp_size=instance.pp_size,
+            block_size=instance.block_size,
+            backend=instance.hardware.backend,
+            generation=instance.hardware.generation,
+            ranks=tuple(RankEndpointInfo(rank.endpoints) for rank in instance.ranks),
+            transports=instance.transports,
+            must_match=instance.must_match,
+            pulls_early=self.pulls_early,
+            rounding=instance.numerics.rounding,
         )
 
     async def _open(self, context: ConnectorContext) -> None:

@@ -68,7 +68,15 @@ def test_published_topology_is_parsed() -> None:
     rule = TransportConstraints(same_backend=True, same_generation=True, any_tp_ratio=False)
     ranks = (RankEndpointInfo({"hccs": b"here"}),)
     published = Topology(
-        *("e", "host", 8200, 2, 1, 16, "npu", "A2", ranks),
+        engine_id="e",
+        host="host",
+        port=8200,
+        tp_size=2,
+        pp_size=1,
+        block_size=16,
+        backend="npu",
+        generation="A2",
+        ranks=ranks,
         transports={"hccs": rule},
         must_match={"model": "m"},
     )
