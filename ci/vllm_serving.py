@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -29,6 +30,8 @@ OF_EXAMPLE = (
 """Options of ``vllm serve`` for the example model when its tokens are compared."""
 CONNECTORS = {"pull": "HalPullConnector", "push": "HalPushConnector"}
 Json = dict[str, Any]
+_random = random.SystemRandom()  # not seeded, so that processes choose different ports
+_given_ports: set[int] = set()
 
 # The smallest head size of vLLM's CPU attention is 32, the example's is 16. Heads are padded with
 # zeros: each rotary pair j moves to index 2j, which has the same frequency there, and the queries
@@ -320,10 +323,15 @@ def title(pid: int) -> str:
 
 
 def free_port() -> int:
-    """A TCP port that is currently free."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free TCP port on which a child can listen a little later. It is below the kernel's
+    ephemeral ports, so that no connection gets it meanwhile, and no other call returns it."""
+    while True:
+        port = _random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.socket() as probe:
+            probe.bind(("127.0.0.1", port))
+            if port not in _given_ports:
+                _given_ports.add(port)
+                return port
 
 
 def wait_until_healthy(
