@@ -137,6 +137,7 @@ class TransportsHandle:
     Args:
         transports: the shared transports, valid until ``close``.
         release: gives up this user's share.
+        has_ended: whether the handle was closed.
     """
 
     transports: Transports

@@ -68,6 +68,9 @@ class PushSession:
         send_thread: the thread of the peer; None until the grant arrives.
         parked: tasks that wait for the grant.
         written: bytes written by the peer's rank, in the current pass over the prompt.
+        written_pass: number of that pass.
+        seconds: seconds spent in transfers.
+        error: reason of the first failure, or why it was stopped; None otherwise.
         may_land: whether a write failed in flight, whose data may still arrive at the peer.
         has_ended: whether the scheduler side has sent ``EndPush``.
         is_reported: whether the ``PushReport`` has been sent.

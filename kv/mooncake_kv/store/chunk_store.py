@@ -269,7 +269,7 @@ class StoreStats:
             quota (gauges).
         num_chunks, num_staging, num_pins: chunks in memory, chunks being written, read handles
             (gauges).
-        num_probes: keys that were probed; ``num_found``: those that were found.
+        num_probes, num_found: keys that were probed, and those of them that were found.
         num_dram_hits, num_ssd_hits, num_misses: keys of pins, by outcome.
         pinned_bytes: bytes of all chunks that were pinned.
         num_puts, put_bytes: chunks that were committed, and their bytes.
