@@ -88,19 +88,22 @@ class InstanceMetadata(msgspec.Struct, frozen=True):
     def must_match(self) -> dict[str, str]:
         """The properties that ``check_compatible`` requires to be equal, for proxies that choose
         pairs of instances in advance."""
-        facts = {f"the model's {name}": value for name, value in self.model_settings.items()}
+        properties = {f"the model's {name}": value for name, value in self.model_settings.items()}
         meaning = self.numerics.meaning.items()
-        facts |= {f"KV's {name}": value for name, value in meaning if not self.can_convert(name)}
-        facts |= {"model": self.model_fingerprint, "KV geometry": str(self.geometry)}
+        properties |= {
+            f"KV's {name}": value for name, value in meaning if not self.can_convert(name)
+        }
+        properties |= {"model": self.model_fingerprint, "KV geometry": str(self.geometry)}
         if self.geometry.groups:
-            facts["KV-cache groups"] = str(self.geometry.groups)
+            properties["KV-cache groups"] = str(self.geometry.groups)
         if self.tokenizer_fingerprint:
-            facts["tokenizer"] = self.tokenizer_fingerprint
-        return facts
+            properties["tokenizer"] = self.tokenizer_fingerprint
+        return properties
 
-    def can_convert(self, fact: str) -> bool:
-        """Whether this instance can decode from KV that differs in that fact of ``numerics``."""
-        return fact == ROPE_ORDER and self.converts_rope_order
+    def can_convert(self, name: str) -> bool:
+        """Whether this instance can decode from KV that differs in that property of
+        ``numerics``."""
+        return name == ROPE_ORDER and self.converts_rope_order
 
     @property
     def compatibility_info(self) -> InstanceInfo:

@@ -84,12 +84,12 @@ class RoundingDifferences:
         if len(self._recorded) > MAX_RECORDED:
             self._recorded.popitem(last=False)
         self.num_peers += 1
-        facts = "; ".join(
+        described = "; ".join(
             f"{name}: {ours} here, {theirs} there" for name, (ours, theirs) in found.items()
         )
         logger.info(
             "KV of instance %s is rounded differently from ours (%s): answers may differ where two "
             "tokens are almost equally likely, see docs/mixed.md",
             peer.engine_id,
-            facts,
+            described,
         )

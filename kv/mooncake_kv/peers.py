@@ -104,7 +104,7 @@ class PeerInstance:
         Raises:
             HandshakeRefused: they differ; both values are in the message.
         """
-        assert self.metadata is not None, "hands are shaken before a request is looked at"
+        assert self.metadata is not None, "the handshake precedes all requests"
         for name, claimed, found in (
             ("tensor-parallel size", remote.claimed_tp_size, self.metadata.tp_size),
             ("block size", remote.claimed_block_size, self.metadata.block_size),

@@ -162,14 +162,14 @@ class PushFailed(Message, frozen=True):
     """Prefill to decode: the push has failed; nothing more will be sent.
 
     Args:
-        may_land: whether a write failed in flight. The writer's side is drained; if the transport
-            can't revoke access, data already sent may still change the peer's memory.
+        may_still_arrive: whether a write failed in flight. The writer's side is drained; if the
+            transport can't revoke access, data already sent may still change the peer's memory.
     """
 
     request_id: str
     writer: Writer
     reason: str
-    may_land: bool = False
+    may_still_arrive: bool = msgspec.field(default=False, name="may_land")  # its wire name
 
 
 class StatusRequest(Message, frozen=True):

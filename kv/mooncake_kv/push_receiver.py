@@ -257,7 +257,7 @@ class PushReceiver:
         name = message.request_id
         if self._table.end(name, message.writer, LeaseStatus.EXPIRED):
             reason = f"the prefill instance gave up: {message.reason}"
-            drain_s = self._drain_s if message.may_land else 0.0
+            drain_s = self._drain_s if message.may_still_arrive else 0.0
             peer = message.writer.engine_id
             self.counts.refused += peer in self._context.incompatible
             self._release_when_drained(

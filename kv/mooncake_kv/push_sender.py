@@ -324,8 +324,8 @@ def _ending(push: _Push) -> Callable[[int], Pushed | PushFailed]:
     name = push.remote.request_id
     if push.error is not None:
         reason = push.error
-        may_land = any(report.may_land for report in push.reports.values())
-        return lambda ticket: PushFailed(ticket, name, push.writer, reason, may_land)
+        may_still_arrive = any(report.may_still_arrive for report in push.reports.values())
+        return lambda ticket: PushFailed(ticket, name, push.writer, reason, may_still_arrive)
     assert push.first_token is not None, "ranks are done only after the prefill"
     token = push.first_token
     written = tuple(

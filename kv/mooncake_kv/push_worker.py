@@ -71,7 +71,7 @@ class PushSession:
         written_pass: number of that pass.
         seconds: seconds spent in transfers.
         error: reason of the first failure, or why it was stopped; None otherwise.
-        may_land: whether a write failed in flight, whose data may still arrive at the peer.
+        may_still_arrive: whether a write failed in flight, whose data may still arrive at the peer.
         has_ended: whether the scheduler side has sent ``EndPush``.
         is_reported: whether the ``PushReport`` has been sent.
     """
@@ -85,7 +85,7 @@ class PushSession:
     written_pass: int = 0
     seconds: float = 0.0
     error: str | None = None
-    may_land: bool = False
+    may_still_arrive: bool = False
     has_ended: bool = False
     is_reported: bool = False
 
@@ -257,7 +257,7 @@ class SendThread:
             write.transfer.wait()
         except Exception as exc:  # noqa: BLE001  # any error fails this session only
             _drain(write.transfer)
-            write.session.may_land = True
+            write.session.may_still_arrive = True
             self._fail(write.session, exc)
         else:
             write.session.count(write.pass_number, write.reader, write.nbytes)
@@ -306,7 +306,7 @@ class PushWorker(ConnectorWorker):
     """
 
     def __init__(self, context: RankContext) -> None:
-        self._conversions = single_thread(f"kv-turn-{context.rank}", context.bind_thread)
+        self._conversions = single_thread(f"kv-rope-{context.rank}", context.bind_thread)
         super().__init__(context)
         shard = context.memory.shard
         self._layers = (shard.layer_start, shard.layer_stop)
@@ -493,7 +493,7 @@ class PushWorker(ConnectorWorker):
                 session.error,
                 dict(session.written),
                 session.seconds,
-                session.may_land,
+                session.may_still_arrive,
             )
             self.context.emit(encode(report))
         if session.has_ended:

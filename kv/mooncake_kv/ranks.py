@@ -157,14 +157,14 @@ class PushReport(msgspec.Struct, frozen=True, tag=True):
         error: reason of the failure; None if every byte of this rank's share was written.
         written: bytes written, by the peer's rank.
         seconds: time spent in transfers.
-        may_land: whether a write failed in flight, whose data may still arrive.
+        may_still_arrive: whether a write failed in flight, whose data may still arrive.
     """
 
     request_id: str
     error: str | None
     written: dict[int, int]
     seconds: float
-    may_land: bool = False
+    may_still_arrive: bool = False
 
 
 ToRank = (

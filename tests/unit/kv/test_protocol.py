@@ -121,6 +121,13 @@ def _is_huge(value: object) -> bool:
     return isinstance(value, int) and not -(2**63) <= value < 2**64
 
 
+def test_failed_push_warns_peers_of_earlier_releases_by_their_name_for_late_data() -> None:
+    """A peer that did not know the name would free blocks that may still change."""
+    failed = PushFailed(1, "a", WRITER, "broken", may_still_arrive=True)
+    assert msgspec.msgpack.decode(encode(failed))["may_land"] is True
+    assert decode(encode(failed)) == failed
+
+
 def test_other_version_is_rejected_naming_both() -> None:
     check_version(PROTOCOL_VERSION)
     with pytest.raises(HandshakeRefused, match="protocol 2, this instance 5"):

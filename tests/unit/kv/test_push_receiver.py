@@ -140,8 +140,8 @@ class ReceiverHarness:
     def pushed(self, *written: tuple[int, int, int], writer: Writer = ONE) -> LeaseStatus:
         return self.receive(Pushed(3, "r", writer, written, TOKEN))
 
-    def failed(self, writer: Writer = ONE, *, may_land: bool = False) -> LeaseStatus:
-        return self.receive(PushFailed(4, "r", writer, "broken", may_land))
+    def failed(self, writer: Writer = ONE, *, may_still_arrive: bool = False) -> LeaseStatus:
+        return self.receive(PushFailed(4, "r", writer, "broken", may_still_arrive))
 
     def reap(self, now: float) -> list[str | None]:
         """Reap, and run the tasks that this starts; returns the errors of ended loads."""
@@ -394,8 +394,8 @@ def test_in_flight_data_of_failed_writer_is_drained_unless_writes_end_with_it() 
     receiver = ReceiverHarness(stops_writes_on_failure=False)
     receiver.load()
     receiver.open()
-    assert receiver.failed(may_land=True) is LeaseStatus.EXPIRED
-    assert receiver.failed(may_land=True) is LeaseStatus.EXPIRED
+    assert receiver.failed(may_still_arrive=True) is LeaseStatus.EXPIRED
+    assert receiver.failed(may_still_arrive=True) is LeaseStatus.EXPIRED
     assert drains(receiver) == [False]
     assert receiver.reap(DRAIN_S - 0.1) == []
     assert receiver.side.num_reserved == 1
@@ -405,14 +405,16 @@ def test_in_flight_data_of_failed_writer_is_drained_unless_writes_end_with_it() 
     assert receiver.side.counts.failures == 1
 
 
-@pytest.mark.parametrize(("stops_writes_on_failure", "may_land"), [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("stops_writes_on_failure", "may_still_arrive"), [(True, True), (False, False)]
+)
 def test_blocks_are_free_immediately_if_nothing_can_arrive(
-    stops_writes_on_failure: bool, may_land: bool
+    stops_writes_on_failure: bool, may_still_arrive: bool
 ) -> None:
     receiver = ReceiverHarness(stops_writes_on_failure=stops_writes_on_failure)
     receiver.load()
     receiver.open()
-    receiver.failed(may_land=may_land)
+    receiver.failed(may_still_arrive=may_still_arrive)
     assert drains(receiver) == [True]
 
 
@@ -421,7 +423,7 @@ def test_cancelled_load_keeps_its_blocks_while_something_may_arrive() -> None:
     receiver.load()
     receiver.open()
     receiver.side.cancel("r")
-    receiver.failed(may_land=True)
+    receiver.failed(may_still_arrive=True)
     assert drains(receiver) == [False]
     receiver.reap(DRAIN_S)
     assert drains(receiver) == [False, True]
