@@ -57,7 +57,7 @@ from mooncake_kv.pool.pool_messages import (
     consecutive_runs,
     decode_from_rank,
 )
-from mooncake_kv.pool.pool_stores import PoolStores
+from mooncake_kv.pool.pool_stores import PoolStores, store_to_save_to
 from mooncake_kv.pool.rank_orders import RankOrders
 from mooncake_kv.ranks import SendToRank
 from mooncake_kv.store.chunk_keys import KVIdentity
@@ -90,9 +90,10 @@ _RETRIED = PutRefusal.NO_SPACE, PutRefusal.UNREACHABLE
 
 @dataclass(frozen=True, slots=True)
 class _Grants:
-    """What a store granted of a save: handles, the runs to write, and the chunk of
+    """What a store, by its number, granted of a save: handles, the runs to write, and the chunk of
     ``ChunksCopied.refused_chunk``."""
 
+    store: int = 0
     handles: Sequence[WriteHandle] = ()
     runs: tuple[ChunkRun, ...] = ()
     refused_chunk: int | None = None
@@ -261,11 +262,11 @@ class PoolClient:
         """Start a save; a ``ChunksCopied`` event follows.
 
         Returns:
-            False, and no event follows, if too many saves are in flight or the store can't be
+            False, and no event follows, if too many saves are in flight or no store can be
             reached. The refusal is counted.
         """
         is_busy = len(self._saving) >= MAX_SAVES
-        if is_busy or self._stores.home.arena is None:
+        if is_busy or store_to_save_to(self._stores.all) is None:
             num_new = len(save.keys) - save.first_chunk - save.num_refused
             self._count_refusals("busy" if is_busy else "unreachable", num_new)
             return False
@@ -461,15 +462,13 @@ class PoolClient:
             self._count_refusals("failed", len(grants.handles))
         finally:
             if not was_copied:
-                refused = grants.refused_chunk
-                self._post(ChunksCopied(save.save_id, False, refused))
+                self._post(ChunksCopied(save.save_id, False, grants.refused_chunk))
             try:
                 # Ranks that have not reported may still write. The store gets their memory back
                 # when the instance disconnects from it, after its ranks are closed.
                 if grants.handles and not is_copying:
-                    await self._end_writes(
-                        grants.handles, is_complete=is_unchanged, is_copy=save.copy is not None
-                    )
+                    is_copy = save.copy is not None
+                    await self._end_writes(grants, is_complete=is_unchanged, is_copy=is_copy)
             finally:
                 self._saving.discard(save.save_id)
                 self._count_in_flight()
@@ -488,11 +487,9 @@ class PoolClient:
         self.stats.loads_in_flight = len(self._loading)
         self.stats.saves_in_flight = len(self._saving)
 
-    async def _end_writes(
-        self, handles: Sequence[WriteHandle], *, is_complete: bool, is_copy: bool
-    ) -> None:
-        home = self._stores.home
-        ended = await asyncio.wrap_future((home.commit if is_complete else home.abort)(handles))
+    async def _end_writes(self, grants: _Grants, *, is_complete: bool, is_copy: bool) -> None:
+        store, handles = self._stores.all[grants.store], grants.handles
+        ended = await asyncio.wrap_future((store.commit if is_complete else store.abort)(handles))
         if is_complete:
             num_stored = ended.count(True)
             self.stats.num_saves += num_stored > 0
@@ -505,7 +502,11 @@ class PoolClient:
         """Reserve memory for the chunks to save. Chunks that another store has are left out, unless
         the save is a copy; those that are refused are counted, once for lack of memory."""
         keys, positions = save.keys, range(save.first_chunk, len(save.keys))
-        elsewhere = await self._held_elsewhere([keys[position] for position in positions])
+        number = store_to_save_to(self._stores.all) or 0
+        if number and save.copy is not None:  # it would have been one for the home store
+            self._count_refusals("unreachable", len(positions))
+            return _Grants()
+        elsewhere = await self._held_elsewhere([keys[each] for each in positions], number)
         copy, missing = save.copy, list(positions)
         if copy is None:
             missing = [p for p in positions if keys[p] not in elsewhere]
@@ -518,10 +519,11 @@ class PoolClient:
         size = self._chunk_tokens, self.chunk_bytes
         chunks = [save.chunk(position, *size, self.namespace) for position in missing]
         lease_s = self._timeout_s + LEASE_MARGIN_S
-        arena = self._stores.home.arena
-        future = self._stores.home.reserve(chunks, lease_s=lease_s, copy=copy, is_use=save.is_use)
-        grants = await asyncio.wrap_future(future)
-        epoch = self._introduce(0)
+        arena = (store := self._stores.all[number]).arena
+        grants = await asyncio.wrap_future(
+            store.reserve(chunks, lease_s=lease_s, copy=copy, is_use=save.is_use)
+        )
+        epoch = self._introduce(number)
         if arena is None or epoch != arena.epoch:
             epoch = None  # the store has restarted: the handles' epoch is unknown, so write nothing
         handles, placed, retried = [], [], []
@@ -536,11 +538,12 @@ class PoolClient:
                 retried.append(position)
             if grant not in _RETRIED or position >= num_counted:
                 self._count_refusals(grant.value, 1)
-        return _Grants(handles, tuple(consecutive_runs(placed)), next(iter(retried), None))
+        runs = tuple(consecutive_runs(placed))
+        return _Grants(number, handles, runs, next(iter(retried), None))
 
-    async def _held_elsewhere(self, keys: Sequence[bytes]) -> Counter[bytes]:
-        """How many other stores have each chunk, or are receiving it."""
-        probes = [store.probe(keys) for store in self._stores.all[1:]]
+    async def _held_elsewhere(self, keys: Sequence[bytes], number: int) -> Counter[bytes]:
+        """How many stores other than this one have each chunk, or are receiving it."""
+        probes = [store.probe(keys) for n, store in enumerate(self._stores.all) if n != number]
         found: Counter[bytes] = Counter()
         for probe in probes:
             places = await asyncio.wrap_future(probe)

@@ -23,7 +23,8 @@ DEFAULT_SSD_MIN_FREE_BYTES = 2 << 30
 class KVPoolConfig:
     """How one instance uses the pool.
 
-    The instance saves to the first store: its own if it has one, else the first of ``connect``.
+    The instance saves to the first store: its own if it has one, else the first of ``connect``, or
+    while that can't be reached the next one that can.
 
     Args:
         dram_bytes: memory of a store in this instance; 0 for no such store. With ``mooncake_store``

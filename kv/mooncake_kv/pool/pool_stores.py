@@ -68,6 +68,12 @@ def _quarantine_s(network: KVTransferConfig) -> float:
     return max(MIN_QUARANTINE_S, network.transfer_timeout_s + QUARANTINE_MARGIN_S)
 
 
+def store_to_save_to(stores: Sequence[ChunkStore]) -> int | None:
+    """Number of the store to save to: the first, or while it can't be reached the next one that
+    can; None if none can."""
+    return next((n for n, store in enumerate(stores) if store.arena is not None), None)
+
+
 class PoolStores:
     """All stores of one instance, shared by its data-parallel ranks.
 
@@ -131,7 +137,8 @@ class PoolStores:
 
     @property
     def home(self) -> ChunkStore:
-        """The store to which KV is saved."""
+        """The store to which KV is saved while it can be used; see
+        ``store_to_save_to``."""
         return self.all[0]
 
     @property
@@ -154,9 +161,9 @@ class PoolStores:
 
     @property
     def publishes_saves(self) -> bool:
-        """Whether ``home`` has an observer or publishes events, so that saves must include their
-        tokens."""
-        arena = self.home.arena
+        """Whether the store to save to has an observer or publishes events, so that saves must
+        include their tokens."""
+        arena = self.all[store_to_save_to(self.all) or 0].arena
         return self._observer is not None or (arena is not None and arena.kv_events is not None)
 
     def own_stats(self) -> StoreStats | None:

@@ -30,7 +30,7 @@ from mooncake_kv.pool.pool_messages import (
     encode,
 )
 from mooncake_kv.store.chunk_keys import KVIdentity
-from mooncake_kv.store.chunk_store import PutRefusal, Tier, WriteHandle
+from mooncake_kv.store.chunk_store import CopyTerms, PutRefusal, Residence, Tier, WriteHandle
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 
 WAIT_S = 60
@@ -253,6 +253,42 @@ def test_nothing_is_written_to_a_store_that_restarted_after_its_grant(instance):
     assert instance.client.save(SaveRequest("save", (b"k" * 16,), 0, (0,)))
     assert instance.has_failed.wait(WAIT_S)
     assert not instance.is_writing.is_set()
+
+
+def test_saves_go_to_the_next_store_while_the_first_is_away(instance):
+    client, first, key = instance.client, instance.user, b"%16d"
+    other = NodeStore(NodeStoreConfig(1 << 20))
+    user = RestartedAtWill(other.open_user())
+    client._stores.all.append(user)
+
+    def save(number, **options):
+        name = f"save{number}"
+        assert client.save(SaveRequest(name, (key % number,), 0, (0,), **options))
+        return name
+
+    def complete(name):
+        assert instance.ordered.get(timeout=WAIT_S) == name
+        client.on_rank_message(0, encode(RunsEnded(name, None, 0, 0.0)))
+        assert instance.copied.get(timeout=WAIT_S) == name
+        client.end_save(name, is_unchanged=True)
+        instance.await_saves()
+
+    first.is_away = True
+    complete(save(1))
+    refused = save(2, copy=CopyTerms(1, 1.0, 1.0))
+    assert instance.copied.get(timeout=WAIT_S) == refused
+    instance.await_saves()
+    assert client.stats.num_save_refusals == {"unreachable": 1}
+    first.is_away, user.is_away = False, True
+    complete(save(3))
+    user.is_away = False
+    assert [store.stats().num_chunks for store in (instance.store, other)] == [1, 1]
+    assert other.probe([key % 1]) == [Residence.DRAM]
+    first.is_away = user.is_away = True
+    assert not client.save(SaveRequest("save4", (key % 4,), 0, (0,)))
+    assert client.stats.num_save_refusals == {"unreachable": 2}
+    user.close()
+    other.close()
 
 
 def test_stores_learn_which_processes_write_to_them(instance):

@@ -95,14 +95,16 @@ def test_stores_that_can_be_used_are_reported(service: StoreService) -> None:
     store.metrics_address, store._publisher = "*:7702", SimpleNamespace(endpoints=events)
     address = ("127.0.0.1", service.port)
     away = ("127.0.0.1", 1)
+    known = StoreReport(None, events, "*:7702")
     for connect, dram_bytes, wanted in (
-        ((address,), 0, [StoreReport(None, events, "*:7702")]),
-        ((away, address), 0, [StoreReport(), StoreReport(None, events, "*:7702")]),
-        ((address, away), 1 << 20, [StoreReport(), StoreReport(None, events, "*:7702")]),
+        ((address,), 0, [known]),
+        ((away, address), 0, [StoreReport(), known]),
+        ((address, away), 1 << 20, [StoreReport(), known]),
     ):
         config = KVPoolConfig(dram_bytes=dram_bytes, connect=connect)
         stores = PoolStores(config, Registry.discover(), "here")
         assert [*stores.reports] == wanted
+        assert stores.publishes_saves == (not dram_bytes), "those that go to the other store, too"
         stores.close()
     store._publisher = None
 
