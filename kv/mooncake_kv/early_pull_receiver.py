@@ -197,11 +197,11 @@ class EarlyPullReceiver:
             self._reader.counts.failures += 1
             raise  # the loop logs it
         finally:
-            name = reserved.request_id
-            del self._reserved[name]
-            self._reader.leases.drop(name)
+            request_id = reserved.request_id
+            del self._reserved[request_id]
+            self._reader.leases.drop(request_id)
             is_drained = not reserved.may_be_written
-            self._context.post(LoadEnded(name, error, first_token, is_drained=is_drained))
+            self._context.post(LoadEnded(request_id, error, first_token, is_drained=is_drained))
 
     def _abandon(self, reserved: _Reservation, error: str) -> None:
         newest = reserved.newest

@@ -50,21 +50,21 @@ class PullWorker(ConnectorWorker):
         self._announce()
 
     def _execute(self, message: bytes) -> None:
-        command = decode_to_rank(message)
-        if isinstance(command, Load):
-            self._begin(command)
-        elif isinstance(command, CancelLoad):
-            running = self._loads.get(command.request_id)
+        order = decode_to_rank(message)
+        if isinstance(order, Load):
+            self._begin(order)
+        elif isinstance(order, CancelLoad):
+            running = self._loads.get(order.request_id)
             if running is not None:
-                self._clean_up(running.command.engine_id, running.cancel)
-        elif isinstance(command, ConnectPeer):
-            self._retire(command.engine_id)
+                self._clean_up(running.order.engine_id, running.cancel)
+        elif isinstance(order, ConnectPeer):
+            self._retire(order.engine_id)
             threads, cleanup = self._make_threads(), ThreadPoolExecutor(1, self._cleanup_name)
-            self._sources[command.engine_id] = _Source(
-                command.engine_id, command.ranks, threads, cleanup, command.rope_order
+            self._sources[order.engine_id] = _Source(
+                order.engine_id, order.ranks, threads, cleanup, order.rope_order
             )
-        elif isinstance(command, ForgetPeer):
-            self._forget(command.engine_id)
+        elif isinstance(order, ForgetPeer):
+            self._forget(order.engine_id)
 
     def _drain(self) -> None:
         for load in list(self._loads.values()):
@@ -75,11 +75,11 @@ class PullWorker(ConnectorWorker):
         self._cleanup_thread.shutdown(wait=True)
         wait(list(self._cleanups))  # including those of instances that were forgotten long ago
 
-    def _begin(self, command: Load) -> None:
-        self._loads[command.request_id] = load = _RunningLoad(
-            command, time.monotonic() + self._timeout_s
+    def _begin(self, order: Load) -> None:
+        self._loads[order.request_id] = load = _RunningLoad(
+            order, time.monotonic() + self._timeout_s
         )
-        source = self._sources.get(command.engine_id)
+        source = self._sources.get(order.engine_id)
         try:
             (source.threads if source else self._cleanup_thread).submit(self._run, load)
         except RuntimeError as exc:  # the host has no thread left
@@ -99,19 +99,20 @@ class PullWorker(ConnectorWorker):
             self.context.fail(exc)
             return
         except Exception as exc:
-            logger.exception("loading the KV of %s failed", load.command.request_id)
+            logger.exception("loading the KV of %s failed", load.order.request_id)
             error = f"the load failed: {exc!r}"
         self._report(load, error)
 
     def _report(self, load: _RunningLoad, error: str | None) -> None:
-        name = load.command.request_id
+        request_id = load.order.request_id
         seconds = time.monotonic() - load.deadline + self._timeout_s
-        del self._loads[name]  # first: the next part of this request may be ordered immediately
-        self.context.emit(encode(LoadReport(name, error, load.nbytes, seconds)))
+        # first: the next part of this request may be ordered immediately
+        del self._loads[request_id]
+        self.context.emit(encode(LoadReport(request_id, error, load.nbytes, seconds)))
 
     def _read(self, load: _RunningLoad) -> None:
         load.time_left()
-        engine_id = load.command.engine_id
+        engine_id = load.order.engine_id
         with self._connections.used([engine_id], LOADING) as connections:
             try:
                 self._move(load, connections[engine_id])
@@ -120,17 +121,17 @@ class PullWorker(ConnectorWorker):
                 raise
 
     def _move(self, load: _RunningLoad, connection: int) -> None:
-        command = load.command
-        source = self._sources.get(command.engine_id)
+        order = load.order
+        source = self._sources.get(order.engine_id)
         if source is None:
-            raise PeerLost(f"instance {command.engine_id} was dropped before the read began")
+            raise PeerLost(f"instance {order.engine_id} was dropped before the read began")
         ranks = source.ranks
         block_transfer = BlockTransfer(
-            command.local_blocks,
-            command.remote_blocks,
-            (command.start, command.stop),
-            spread=command.spread,
-            prompt_stop=command.prompt_stop,
+            order.local_blocks,
+            order.remote_blocks,
+            (order.start, order.stop),
+            spread=order.spread,
+            prompt_stop=order.prompt_stop,
         )
         plans = plan_transfer(
             self.context.memory.geometry,
@@ -141,7 +142,7 @@ class PullWorker(ConnectorWorker):
         transfers: list[Transfer] = []
         for plan in plans:
             peer = self._transports.peer(
-                command.engine_id,
+                order.engine_id,
                 plan.peer,
                 ranks[plan.peer].endpoints,
                 connection=connection,
@@ -151,8 +152,8 @@ class PullWorker(ConnectorWorker):
             load.add(transfers[-1], plan.spans.total_bytes)
         load.wait(transfers)
         if source.rope_order:
-            tokens = command.start, command.stop
-            self.convert_rope_order(command.local_blocks, tokens, source.rope_order)
+            tokens = order.start, order.stop
+            self.convert_rope_order(order.local_blocks, tokens, source.rope_order)
 
     def _forget(self, engine_id: str) -> None:
         if self._retire(engine_id):
@@ -177,7 +178,7 @@ class PullWorker(ConnectorWorker):
         if source is None:
             return False
         source.threads.shutdown(wait=False)
-        busy = {load.command.engine_id for load in list(self._loads.values())}
+        busy = {load.order.engine_id for load in list(self._loads.values())}
         for retired in self._retired:
             if retired.engine_id not in busy:
                 retired.cleanup.shutdown(wait=False)  # queued work still completes
@@ -206,10 +207,10 @@ class _RunningLoad(OrderTransfers):
     """The transfers of one load.
 
     Args:
-        command: the scheduler side's order.
+        order: the scheduler side's message.
         deadline: see ``OrderTransfers``.
     """
 
-    def __init__(self, command: Load, deadline: float) -> None:
+    def __init__(self, order: Load, deadline: float) -> None:
         super().__init__(deadline)
-        self.command = command
+        self.order = order

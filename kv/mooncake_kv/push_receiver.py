@@ -215,33 +215,35 @@ class PushReceiver:
         return self._table.open(message.request_id, message.writer, self._context.clock())
 
     def _pushed(self, message: Pushed) -> LeaseStatus:
-        name = message.request_id
-        held = self._table.get(name)
+        request_id = message.request_id
+        held = self._table.get(request_id)
         if held is None or held.writer != message.writer:
-            return self._table.ending(name, message.writer)
+            return self._table.ending(request_id, message.writer)
         mismatch = self._find_mismatch(held, message)
         is_complete = mismatch is None and held.state is ReservationState.GRANTED
         ending = LeaseStatus.RELEASED if is_complete else LeaseStatus.EXPIRED
-        self._table.end(name, message.writer, ending)
+        self._table.end(request_id, message.writer, ending)
         if is_complete:
             nbytes = sum(nbytes for _, _, nbytes in message.written)
             self.counts.nbytes += nbytes
             self._context.received.add(message.writer.engine_id, nbytes)
             self._complete(held, message)
         else:
-            self._finish(name, mismatch or "the request ended before its KV was complete")
+            self._finish(request_id, mismatch or "the request ended before its KV was complete")
         return ending
 
     def _complete(self, held: Reservation, message: Pushed) -> None:
         """Complete a load all of whose KV has arrived; rope rows in another order than ours are
         converted first."""
-        name, writer = message.request_id, self._writers[message.writer.engine_id]
+        request_id, writer = message.request_id, self._writers[message.writer.engine_id]
         order = foreign_rope_order(self._context.instance.numerics, writer.numerics)
         if order:
-            conversion = ConvertRopeOrder(name, self._blocks[name], *held.tokens, order)
-            self._context.spawn(self._convert_and_finish(conversion, message.first_token), name)
+            conversion = ConvertRopeOrder(request_id, self._blocks[request_id], *held.tokens, order)
+            self._context.spawn(
+                self._convert_and_finish(conversion, message.first_token), request_id
+            )
         else:
-            self._finish(name, None, message.first_token)
+            self._finish(request_id, None, message.first_token)
 
     async def _convert_and_finish(self, order: ConvertRopeOrder, first: FirstToken | None) -> None:
         """Convert rope rows, then complete the load. The writer has stopped, and the request keeps
@@ -254,16 +256,16 @@ class PushReceiver:
             self._finish(order.request_id, None, first)
 
     def _failed(self, message: PushFailed) -> LeaseStatus:
-        name = message.request_id
-        if self._table.end(name, message.writer, LeaseStatus.EXPIRED):
+        request_id = message.request_id
+        if self._table.end(request_id, message.writer, LeaseStatus.EXPIRED):
             reason = f"the prefill instance gave up: {message.reason}"
             drain_s = self._drain_s if message.may_still_arrive else 0.0
             peer = message.writer.engine_id
             self.counts.refused += peer in self._context.incompatible
             self._release_when_drained(
-                name, reason, drain_s, self._context.incompatible.level(peer)
+                request_id, reason, drain_s, self._context.incompatible.level(peer)
             )
-        return self._table.ending(name, message.writer)
+        return self._table.ending(request_id, message.writer)
 
     def _find_mismatch(self, held: Reservation, message: Pushed) -> str | None:
         """Compare the bytes that each rank wrote to each of ours with what was expected. Returns

@@ -321,11 +321,11 @@ def _start_order(request_id: str, push: _Push) -> StartPush:
 
 def _ending(push: _Push) -> Callable[[int], Pushed | PushFailed]:
     """Return a function that makes, for a ticket, the message that reports how a push ended."""
-    name = push.remote.request_id
+    request_id = push.remote.request_id
     if push.error is not None:
         reason = push.error
         may_still_arrive = any(report.may_still_arrive for report in push.reports.values())
-        return lambda ticket: PushFailed(ticket, name, push.writer, reason, may_still_arrive)
+        return lambda ticket: PushFailed(ticket, request_id, push.writer, reason, may_still_arrive)
     assert push.first_token is not None, "ranks are done only after the prefill"
     token = push.first_token
     written = tuple(
@@ -333,4 +333,4 @@ def _ending(push: _Push) -> Callable[[int], Pushed | PushFailed]:
         for rank, report in sorted(push.reports.items())
         for reader, nbytes in sorted(report.written.items())
     )
-    return lambda ticket: Pushed(ticket, name, push.writer, written, token)
+    return lambda ticket: Pushed(ticket, request_id, push.writer, written, token)

@@ -318,17 +318,17 @@ class PushWorker(ConnectorWorker):
         self._announce()
 
     def _execute(self, message: bytes) -> None:
-        command = decode_to_rank(message)
-        if isinstance(command, LocalRanks):
-            self._siblings = command.ranks
-        elif isinstance(command, ConnectPeer):
-            self._peers[command.engine_id] = command.ranks
-        elif isinstance(command, ForgetPeer):
-            self._forget(command.engine_id)
-        elif isinstance(command, ConvertRopeOrder):
-            self._conversions.submit(self._convert_rope, command)
-        elif isinstance(command, StartPush | StopPush | EndPush):
-            self._control_session(command)
+        order = decode_to_rank(message)
+        if isinstance(order, LocalRanks):
+            self._siblings = order.ranks
+        elif isinstance(order, ConnectPeer):
+            self._peers[order.engine_id] = order.ranks
+        elif isinstance(order, ForgetPeer):
+            self._forget(order.engine_id)
+        elif isinstance(order, ConvertRopeOrder):
+            self._conversions.submit(self._convert_rope, order)
+        elif isinstance(order, StartPush | StopPush | EndPush):
+            self._control_session(order)
 
     def _convert_rope(self, order: ConvertRopeOrder) -> None:
         """Top of the thread that converts the rope rows of KV that peers have pushed; reports the
@@ -342,14 +342,14 @@ class PushWorker(ConnectorWorker):
         seconds = time.monotonic() - began
         self.context.emit(encode(LoadReport(order.request_id, error, 0, seconds)))
 
-    def _control_session(self, command: StartPush | StopPush | EndPush) -> None:
-        name = command.request_id
-        if isinstance(command, StartPush):
-            self._start(self._session(name), command)
-        elif isinstance(command, EndPush):
-            self._end(self._session(name), command)
-        elif name in self._sessions or not command.has_ended:
-            self._stop(self._session(name), command.reason)
+    def _control_session(self, order: StartPush | StopPush | EndPush) -> None:
+        request_id = order.request_id
+        if isinstance(order, StartPush):
+            self._start(self._session(request_id), order)
+        elif isinstance(order, EndPush):
+            self._end(self._session(request_id), order)
+        elif request_id in self._sessions or not order.has_ended:
+            self._stop(self._session(request_id), order.reason)
 
     def _start(self, session: PushSession, order: StartPush) -> None:
         if session.is_reported:

@@ -89,7 +89,7 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
     Args:
         request_id: the request that was loaded.
         error: reason of the failure; None if every byte has arrived and is converted.
-        nbytes, seconds: bytes moved, and time from the command to the report.
+        nbytes, seconds: bytes moved, and time from the order to the report.
     """
 
     request_id: str

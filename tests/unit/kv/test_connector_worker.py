@@ -132,7 +132,7 @@ def test_load_without_a_thread_fails_and_is_not_started_later(
     begun: list[str] = []
 
     def read(load: _RunningLoad) -> None:
-        begun.append(load.command.request_id)
+        begun.append(load.order.request_id)
 
     monkeypatch.setattr(running, "_read", read)
     running.receive(connect)
