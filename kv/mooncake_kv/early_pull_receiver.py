@@ -18,7 +18,7 @@ from mooncake_kv.connector import LoadEnded
 from mooncake_kv.connector_scheduler import ConnectorContext
 from mooncake_kv.errors import KVTransferError
 from mooncake_kv.kv_reader import KVReader
-from mooncake_kv.metaserver_client import Metaserver
+from mooncake_kv.metaserver_client import RequestMetaserver
 from mooncake_kv.params import FirstToken, KVTransferDict, RemoteKV
 from mooncake_kv.peers import PeerInstance
 from mooncake_kv.protocol import LeaseStatus, PrefillProgress, Writer
@@ -26,7 +26,7 @@ from mooncake_kv.ranks import Load, spread_of
 
 logger = logging.getLogger(__name__)
 
-PostParams = Callable[[Metaserver, KVTransferDict], Awaitable[None]]
+PostParams = Callable[[RequestMetaserver, KVTransferDict], Awaitable[None]]
 """Asks the metaserver for a prefill; raises as ``post_params``."""
 
 
@@ -120,7 +120,7 @@ class EarlyPullReceiver:
         self,
         request_id: str,
         block_ids: tuple[int, ...],
-        metaserver: Metaserver,
+        metaserver: RequestMetaserver,
         params: KVTransferDict,
     ) -> None:
         """Ask for a prefill and read its KV; ``LoadEnded`` follows.
@@ -178,7 +178,7 @@ class EarlyPullReceiver:
             reserved.fail(reason)
 
     async def _run(
-        self, reserved: _Reservation, metaserver: Metaserver, params: KVTransferDict
+        self, reserved: _Reservation, metaserver: RequestMetaserver, params: KVTransferDict
     ) -> None:
         """Run one request from start to end; posts its end exactly once, whatever happens."""
         error: str | None = "the load was interrupted"

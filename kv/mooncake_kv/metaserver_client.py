@@ -30,8 +30,8 @@ _PORTS = {"http": 80, "https": 443}
 
 
 @dataclass(frozen=True, slots=True)
-class Metaserver:
-    """The metaserver of a request.
+class RequestMetaserver:
+    """The metaserver that a request names.
 
     Args:
         url: ``http://`` or ``https://``, as the request named it.
@@ -74,7 +74,9 @@ class MetaserverRule:
         return await is_own_address(address) and await is_own_address(requester)
 
 
-async def post_params(metaserver: Metaserver, params: KVTransferDict, rule: MetaserverRule) -> None:
+async def post_params(
+    metaserver: RequestMetaserver, params: KVTransferDict, rule: MetaserverRule
+) -> None:
     """Post reserved blocks to the metaserver, which answers immediately, before the prefill.
 
     Args:
@@ -109,7 +111,7 @@ async def post_params(metaserver: Metaserver, params: KVTransferDict, rule: Meta
 
 
 async def _exchange(
-    metaserver: Metaserver, params: KVTransferDict, rule: MetaserverRule
+    metaserver: RequestMetaserver, params: KVTransferDict, rule: MetaserverRule
 ) -> tuple[int, bytes]:
     parts = urlsplit(metaserver.url)
     if parts.scheme not in _PORTS or parts.hostname is None:

@@ -23,7 +23,7 @@ from mooncake_kv.early_pull_sender import EarlyPullSender, Progress
 from mooncake_kv.handshake import check_prefill_peer
 from mooncake_kv.kv_reader import KVReader
 from mooncake_kv.lease_keeper import LeaseKeeper
-from mooncake_kv.metaserver_client import Metaserver, MetaserverRule, post_params
+from mooncake_kv.metaserver_client import MetaserverRule, RequestMetaserver, post_params
 from mooncake_kv.params import (
     FirstToken,
     KVTransferDict,
@@ -51,7 +51,7 @@ class MooncakeConnector(ConnectorScheduler):
         self._rule = MetaserverRule(config.metaserver_allow)
         # Early pulls by request; the scheduler's thread only. Decode side: where to post the
         # reservation. Prefill side: requests whose reader has reserved blocks.
-        self._metaservers: dict[str, Metaserver] = {}
+        self._metaservers: dict[str, RequestMetaserver] = {}
         self._readers: set[str] = set()
 
     def _open_flows(self, context: ConnectorContext) -> list[Coroutine[Any, Any, None]]:
@@ -114,7 +114,7 @@ class MooncakeConnector(ConnectorScheduler):
             self._readers.add(request_id)
             self._loop.call(request_id, self._early_sender.begin, request_id, params.target)
         elif params.metaserver is not None:
-            self._metaservers[request_id] = Metaserver(
+            self._metaservers[request_id] = RequestMetaserver(
                 params.metaserver, params.requester, params.tokenizer
             )
 

@@ -17,7 +17,7 @@ from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_scheduler import ConnectorContext, ConnectorScheduler
 from mooncake_kv.handshake import check_decode_peer
 from mooncake_kv.liveness import StatusInquiry
-from mooncake_kv.metaserver_client import Metaserver, MetaserverRule, post_params
+from mooncake_kv.metaserver_client import MetaserverRule, RequestMetaserver, post_params
 from mooncake_kv.params import (
     FirstToken,
     KVTransferDict,
@@ -42,7 +42,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
         super().__init__(config, num_ranks, check_decode_peer)
         self._rule = MetaserverRule(config.metaserver_allow)
         # By request that waits for its KV; the scheduler's thread only.
-        self._metaservers: dict[str, Metaserver] = {}
+        self._metaservers: dict[str, RequestMetaserver] = {}
 
     def _open_flows(self, context: ConnectorContext) -> list[Coroutine[Any, Any, None]]:
         self._ranks.broadcast(LocalRanks(context.instance.ranks))
@@ -100,7 +100,7 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
         if params.target is not None:
             self._loop.call(request_id, self._sender.begin, request_id, params.target)
         elif params.metaserver is not None:
-            self._metaservers[request_id] = Metaserver(
+            self._metaservers[request_id] = RequestMetaserver(
                 params.metaserver, params.requester, params.tokenizer
             )
 

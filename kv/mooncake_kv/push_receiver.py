@@ -22,7 +22,7 @@ from mooncake_kv.errors import (
 from mooncake_kv.handshake import InstanceMetadata, check_prefill_peer
 from mooncake_kv.leases import Reservation, ReservationState, ReservationTable
 from mooncake_kv.liveness import MAX_PUSH_INTERVAL_S, KeepaliveInterval
-from mooncake_kv.metaserver_client import Metaserver
+from mooncake_kv.metaserver_client import RequestMetaserver
 from mooncake_kv.numerics import foreign_rope_order
 from mooncake_kv.params import FirstToken, KVTransferDict
 from mooncake_kv.protocol import (
@@ -70,7 +70,7 @@ requests, and whether it is on this host. Raises as ``StatusInquiry.ask``."""
 RopeConversion = Callable[[ConvertRopeOrder], Awaitable[object]]
 """Converts rope rows on all ranks; returns when it is done. Raises KVTransferError."""
 
-PostParams = Callable[[Metaserver, KVTransferDict], Awaitable[None]]
+PostParams = Callable[[RequestMetaserver, KVTransferDict], Awaitable[None]]
 """Asks the metaserver for a prefill; raises as ``post_params``."""
 
 
@@ -124,7 +124,7 @@ class PushReceiver:
         self,
         request_id: str,
         block_ids: tuple[int, ...],
-        metaserver: Metaserver,
+        metaserver: RequestMetaserver,
         params: KVTransferDict,
     ) -> None:
         """Reserve blocks and ask for a prefill that writes them. ``LoadEnded`` follows; the last
@@ -158,7 +158,9 @@ class PushReceiver:
         else:
             self._fail_reserved(request_id, reason, "its writer reports that it has stopped")
 
-    async def _ask(self, request_id: str, metaserver: Metaserver, params: KVTransferDict) -> None:
+    async def _ask(
+        self, request_id: str, metaserver: RequestMetaserver, params: KVTransferDict
+    ) -> None:
         try:
             await self._post(metaserver, params)
         except KVTransferError as exc:

@@ -22,7 +22,7 @@ from mooncake_kv.connector import Event, LeaseEnded, LoadEnded
 from mooncake_kv.connector_scheduler import ConnectorContext
 from mooncake_kv.errors import HandshakeRefused, KVTransferError, PeerAbsent, PeerGone
 from mooncake_kv.handshake import InstanceMetadata, RankMetadata
-from mooncake_kv.metaserver_client import Metaserver
+from mooncake_kv.metaserver_client import RequestMetaserver
 from mooncake_kv.params import KVTransferDict, PushTarget, RemoteKV
 from mooncake_kv.protocol import (
     PROTOCOL_VERSION,
@@ -231,7 +231,7 @@ class Pair:
     def load(self, name: str) -> None:
         """A request arrives at ``d``."""
         params = {"num_prompt_tokens": 10, "remote_cached_tokens": 0}
-        self.d.load(name, (0,), Metaserver("http://proxy"), params)
+        self.d.load(name, (0,), RequestMetaserver("http://proxy"), params)
 
     def begin(self, name: str) -> None:
         """The request's prefill arrives at ``p``."""
@@ -264,7 +264,7 @@ class Pair:
         assert isinstance(answer, StatusReply)
         return answer
 
-    async def _post(self, metaserver: Metaserver, params: KVTransferDict) -> None:
+    async def _post(self, metaserver: RequestMetaserver, params: KVTransferDict) -> None:
         """Nothing to post: the test brings the prefill to ``p``, or doesn't."""
 
     def _on_p_event(self, event: Event) -> None:

@@ -26,7 +26,7 @@ from mooncake_kv.errors import HandshakeRefused, KVTransferError
 from mooncake_kv.handshake import IncompatiblePeers
 from mooncake_kv.kv_reader import KVReader
 from mooncake_kv.lease_keeper import LeaseKeeper
-from mooncake_kv.metaserver_client import Metaserver
+from mooncake_kv.metaserver_client import RequestMetaserver
 from mooncake_kv.params import KVTransferDict, PushTarget, RemoteKV
 from mooncake_kv.peers import Handshake, PeerInstance, PeerTable
 from mooncake_kv.protocol import AnyMessage, LeaseReply, PrefillProgress, Reject
@@ -190,7 +190,7 @@ class Fleet:
         params = {"remote_request_id": name, "remote_cached_tokens": start}
         params |= {"num_prompt_tokens": NUM_TOKENS, "prompt_digest": name}
         self.read[name] = [None] * NUM_TOKENS
-        self.d.load(name, (0,), Metaserver("http://m"), params)
+        self.d.load(name, (0,), RequestMetaserver("http://m"), params)
 
     def target(self, name: str) -> PushTarget:
         remote = RemoteKV("d", name, "d", 2, (0,), NUM_TOKENS, lease_s=LEASE_S)
@@ -222,7 +222,7 @@ class Fleet:
 
     # --- the line --------------------------------------------------------------------------
 
-    async def _post(self, metaserver: Metaserver, params: KVTransferDict) -> None:
+    async def _post(self, metaserver: RequestMetaserver, params: KVTransferDict) -> None:
         if self.refuses:
             raise KVTransferError("metaserver answered 500")
         self.asked.put_nowait(params)

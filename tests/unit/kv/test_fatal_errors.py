@@ -21,7 +21,7 @@ from mooncake_kv.handshake import IncompatiblePeers
 from mooncake_kv.io_loop import IoLoop
 from mooncake_kv.kv_reader import KVReader
 from mooncake_kv.lease_keeper import LeaseKeeper
-from mooncake_kv.metaserver_client import Metaserver
+from mooncake_kv.metaserver_client import RequestMetaserver
 from mooncake_kv.params import RemoteKV
 from mooncake_kv.peers import Handshake, PeerTable
 from mooncake_kv.pull_receiver import PullReceiver
@@ -415,7 +415,7 @@ def test_abort_is_reported_to_the_scheduler_once(owner: Owner) -> None:
 def test_unexpected_metaserver_error_fails_its_request() -> None:
     events: list[Any] = []
 
-    async def post(metaserver: Metaserver, params: Any) -> None:
+    async def post(metaserver: RequestMetaserver, params: Any) -> None:
         raise Bug("no contract says so")
 
     async def main() -> None:
@@ -428,7 +428,7 @@ def test_unexpected_metaserver_error_fails_its_request() -> None:
         context = ConnectorContext(metadata_of("d"), 30.0, events.append, spawn)
         receiver = PushReceiver(context, None, post, convert_nothing, max_load_s=300.0)  # type: ignore[arg-type]
         params = {"num_prompt_tokens": 3, "remote_cached_tokens": 0}
-        receiver.load("r", (0,), Metaserver("http://x"), params)
+        receiver.load("r", (0,), RequestMetaserver("http://x"), params)
         [outcome] = await asyncio.gather(*tasks, return_exceptions=True)
         assert isinstance(outcome, Bug)
         receiver.abort("r", str(outcome))  # as the connector's loop does

@@ -10,7 +10,7 @@ import pytest
 
 from mooncake_kv import metaserver_client
 from mooncake_kv.errors import KVConfigError, KVTransferError
-from mooncake_kv.metaserver_client import Metaserver, MetaserverRule, post_params
+from mooncake_kv.metaserver_client import MetaserverRule, RequestMetaserver, post_params
 
 ANYBODY = MetaserverRule(())
 LOOPBACK = "127.0.0.1"
@@ -31,7 +31,7 @@ def post_to(answer: bytes, rule: MetaserverRule = ANYBODY, requester: str | None
         server = await asyncio.start_server(serve, LOOPBACK, 0)
         port = server.sockets[0].getsockname()[1]
         try:
-            await post_params(Metaserver(f"http://{LOOPBACK}:{port}/x", requester), {}, rule)
+            await post_params(RequestMetaserver(f"http://{LOOPBACK}:{port}/x", requester), {}, rule)
         finally:
             server.close()
             await server.wait_closed()
@@ -131,5 +131,5 @@ def test_tls_context_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ssl, "create_default_context", note_made)
     for _ in range(2):
         with pytest.raises(KVTransferError, match="failed"):
-            asyncio.run(post_params(Metaserver("https://127.0.0.1:9/x"), {}, ANYBODY))
+            asyncio.run(post_params(RequestMetaserver("https://127.0.0.1:9/x"), {}, ANYBODY))
     assert len(made) == 1

@@ -25,7 +25,7 @@ from mooncake_kv.errors import (
     PeerUnreachable,
 )
 from mooncake_kv.handshake import InstanceMetadata, RankMetadata
-from mooncake_kv.metaserver_client import Metaserver
+from mooncake_kv.metaserver_client import RequestMetaserver
 from mooncake_kv.numerics import ROPE_ORDER, Numerics
 from mooncake_kv.params import FirstToken, FirstTokenLogprobs, KVTransferDict
 from mooncake_kv.protocol import (
@@ -83,7 +83,7 @@ def facts(
 MAX_LOAD_S = 300.0
 
 
-async def post_nowhere(metaserver: Metaserver, params: KVTransferDict) -> None:
+async def post_nowhere(metaserver: RequestMetaserver, params: KVTransferDict) -> None:
     """Post nothing."""
 
 
@@ -125,7 +125,7 @@ class ReceiverHarness:
 
     def load(self, num_tokens: int = 10) -> None:
         params = {"num_prompt_tokens": 16 + num_tokens, "remote_cached_tokens": 16}
-        self.side.load("r", (3, 7), Metaserver("http://nowhere"), params)
+        self.side.load("r", (3, 7), RequestMetaserver("http://nowhere"), params)
         self.tasks.pop().close()  # the post to the metaserver, which does not exist
 
     def receive(self, message: AnyMessage) -> LeaseStatus:
@@ -565,7 +565,7 @@ def test_live_writer_without_progress_is_not_awaited(receiver: ReceiverHarness) 
 def test_writer_with_other_prompt_is_rejected(caplog: pytest.LogCaptureFixture) -> None:
     receiver = ReceiverHarness()
     params = {"num_prompt_tokens": 26, "remote_cached_tokens": 16, "prompt_digest": "ours"}
-    receiver.side.load("r", (3, 7), Metaserver("http://nowhere"), params)
+    receiver.side.load("r", (3, 7), RequestMetaserver("http://nowhere"), params)
     receiver.tasks.pop().close()
     for digest in ("theirs", ""):
         assert receiver.receive(PushOpen(2, "r", ONE, digest)) is LeaseStatus.EXPIRED
