@@ -207,6 +207,8 @@ class Connector(Protocol):
 
         On a prefill instance that pushes, its KV may be sent as it is computed. On a decode
         instance that pulls, the connector renews the peer's lease from now on.
+        A prefill for blocks that were reserved for another mode is not sent: the instance that has
+        reserved them is notified.
         """
         ...
 

@@ -27,13 +27,13 @@ from mooncake_kv.connector import (
     Topology,
     never_stalls,
 )
-from mooncake_kv.errors import KVConfigError
+from mooncake_kv.errors import KVConfigError, KVTransferError
 from mooncake_kv.handshake import CompatibilityCheck, IncompatiblePeers, InstanceMetadata
 from mooncake_kv.io_loop import IoLoop, Spawn, raise_descriptor_limit
 from mooncake_kv.numerics import RoundingDifferences
-from mooncake_kv.params import InstanceAddress
+from mooncake_kv.params import InstanceAddress, KVTransferParams, PushTarget, TransferMode
 from mooncake_kv.peers import Handshake, PeerTable
-from mooncake_kv.protocol import AnyMessage
+from mooncake_kv.protocol import AnyMessage, LeaseReply, PrefillProgress, PushFailed, Writer
 from mooncake_kv.ranks import (
     REPORT_TIMEOUT_S,
     LoadReport,
@@ -129,6 +129,7 @@ class ConnectorScheduler(ABC):
         check_compatible: the compatibility check for peers that this instance connects to.
     """
 
+    mode: TransferMode
     pulls_early = False  # see ``Topology``
 
     def __init__(
@@ -233,6 +234,43 @@ class ConnectorScheduler(ABC):
         self._is_started = False
         self._loop.run(self._shut_down(), START_TIMEOUT_S + self._config.transfer_timeout_s)
         self._loop.close()
+
+    def _refuses(self, request_id: str, params: KVTransferParams) -> bool:
+        """Whether a prefill is for blocks that were reserved for the other transfer mode. Then the
+        instance that has reserved them is notified that their KV will not come."""
+        if params.target is None or params.mode is self.mode:
+            return False
+        self._loop.call(request_id, self._refuse, request_id, params.target, params.mode)
+        return True
+
+    def _refuse(self, request_id: str, target: PushTarget, mode: TransferMode) -> None:
+        self._loop.spawn(self._report_refusal(request_id, target, mode), request_id)
+
+    async def _report_refusal(
+        self, request_id: str, target: PushTarget, mode: TransferMode
+    ) -> None:
+        reason = (
+            f"it was asked for KV transfer by {mode.value}, but its connector does "
+            f"{self.mode.value}"
+        )
+        remote, address = target.remote, self._address
+        writer = Writer(address.engine_id, request_id, address.host, address.port)
+
+        def make(ticket: int) -> AnyMessage:
+            name = remote.request_id
+            if mode is TransferMode.PUSH:
+                return PushFailed(ticket, name, writer, reason)
+            digest, lease_s = target.prompt_digest, self._config.lease_s
+            return PrefillProgress(ticket, name, writer, 0, (), 0, digest, lease_s, None, reason)
+
+        self._peers.hold(remote)
+        try:
+            await self._peers.get(remote).client.ask(make, LeaseReply)
+        except KVTransferError as exc:
+            logger.warning("the decode instance of %s could not be notified: %s", request_id, exc)
+            self._peers.forget(remote, str(exc))
+        finally:
+            self._peers.release(remote)
 
     def compatibility(self) -> CompatibilityReport:
         return CompatibilityReport(

@@ -108,6 +108,8 @@ class MooncakeConnector(ConnectorScheduler):
         }
 
     def on_new_request(self, request_id: str, params: KVTransferParams) -> None:
+        if self._refuses(request_id, params):
+            return
         if params.remote is not None:
             self._loop.call(request_id, self._receiver.expect, request_id, params.remote)
         elif params.target is not None:

@@ -97,6 +97,8 @@ class MooncakeLayerwiseConnector(ConnectorScheduler):
         }
 
     def on_new_request(self, request_id: str, params: KVTransferParams) -> None:
+        if self._refuses(request_id, params):
+            return
         if params.target is not None:
             self._loop.call(request_id, self._sender.begin, request_id, params.target)
         elif params.metaserver is not None:

@@ -535,12 +535,12 @@ class SchedulerSide:
     def _notify_peer(self, request_id: str, raw: KVTransferDict) -> None:
         """Notify the peer of a request that runs without KV transfer, if any: the holder of its KV
         that it will not be read, or the instance that has reserved blocks for it that it will not
-        arrive. The latter only in this connector's mode, whose messages that instance expects."""
+        arrive."""
         remote, reserved = parse_remote_address(raw), parse_reservation(raw)
         if remote is not None:
             self._connector.on_new_request(request_id, KVTransferParams(remote=remote))
             self._connector.cancel_load(request_id)
-        elif reserved is not None and reserved.mode is self._mode:
+        elif reserved is not None:
             self._connector.on_new_request(request_id, reserved)
             self._connector.cancel_send(request_id)
 
