@@ -227,7 +227,7 @@ class EarlyPullReceiver:
                     continue
                 stop = progress.num_tokens
             if progress.first_token is not None and not reserved.changed.is_set():
-                assert peer is not None, "hands were shaken with every holder"
+                assert peer is not None, "the handshake with every holder precedes its reads"
                 await self._reader.confirm(peer, reserved.remote(progress), reserved.request_id)
                 return progress.first_token
 
