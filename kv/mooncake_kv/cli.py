@@ -483,7 +483,8 @@ def _require(found: Found | None, store: StoreClient, args: argparse.Namespace) 
 def _unreachable(store: StoreClient, args: argparse.Namespace) -> str:
     reason = store.last_error or "it did not reply in time"
     if store.is_refused:
-        return f"the store at {args.host} port {args.port} rejects this command: {reason}"
+        advice = "" if args.kv_secret_file else "; no --kv-secret-file was given"
+        return f"the store at {args.host} port {args.port} rejects this command: {reason}{advice}"
     return (
         f"no store answers at {args.host} port {args.port}: start one with `mooncake-kv store`, or "
         f"give its --host, --port and --kv-secret-file ({reason})"

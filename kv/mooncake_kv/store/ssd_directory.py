@@ -526,7 +526,10 @@ def _lock_directory(path: Path) -> int:
             "create it"
         ) from exc
     except OSError as exc:
-        raise KVConfigError(f"{path} can't be used for a store: {exc}") from exc
+        advice = ""
+        if isinstance(exc, PermissionError):
+            advice = f"; give it, and the files in it, to the store's user (uid {os.geteuid()})"
+        raise KVConfigError(f"{path} can't be used for a store: {exc}{advice}") from exc
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:

@@ -99,6 +99,12 @@ def test_wrong_secret_is_named_as_the_reason(store, capsys):
     error = capsys.readouterr().err
     assert "rejects this command" in error
     assert "does not know this deployment's secret" in error
+    assert "no --kv-secret-file" not in error
+
+
+def test_missing_secret_is_named_as_the_reason(store, capsys):
+    assert cli.main(["stats", "--port", str(store.service.port)]) == 1
+    assert capsys.readouterr().err.endswith("; no --kv-secret-file was given\n")
 
 
 def test_reason_is_printed_once(store):

@@ -212,6 +212,15 @@ def test_directory_serves_one_store(tmp_path):
     opened(config(tmp_path)).close()
 
 
+def test_user_who_lacks_permission_is_named(tmp_path, monkeypatch):
+    def refuse(*_):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(KVConfigError, match=rf"to the store's user \(uid {os.geteuid()}\)"):
+        opened(config(tmp_path))
+
+
 def test_unusable_directory_is_rejected(tmp_path):
     with pytest.raises(KVConfigError, match="there is no such directory"):
         opened(config(tmp_path / "absent"))
