@@ -31,9 +31,22 @@ from mooncake_kv.errors import KVConfigError, KVTransferError
 from mooncake_kv.handshake import CompatibilityCheck, IncompatiblePeers, InstanceMetadata
 from mooncake_kv.io_loop import IoLoop, Spawn, raise_descriptor_limit
 from mooncake_kv.numerics import RoundingDifferences
-from mooncake_kv.params import InstanceAddress, KVTransferParams, PushTarget, TransferMode
+from mooncake_kv.params import (
+    InstanceAddress,
+    KVTransferParams,
+    PushTarget,
+    RemoteKV,
+    TransferMode,
+)
 from mooncake_kv.peers import Handshake, PeerTable
-from mooncake_kv.protocol import AnyMessage, LeaseReply, PrefillProgress, PushFailed, Writer
+from mooncake_kv.protocol import (
+    AnyMessage,
+    Failed,
+    LeaseReply,
+    PrefillProgress,
+    PushFailed,
+    Writer,
+)
 from mooncake_kv.ranks import (
     REPORT_TIMEOUT_S,
     LoadReport,
@@ -236,38 +249,45 @@ class ConnectorScheduler(ABC):
         self._loop.close()
 
     def _refuses(self, request_id: str, params: KVTransferParams) -> bool:
-        """Whether a prefill is for blocks that were reserved for the other transfer mode. Then the
-        instance that has reserved them is notified that their KV will not come."""
-        if params.target is None or params.mode is self.mode:
+        """Whether a request names a peer, but is for the other transfer mode. Then the peer is
+        notified: the holder of KV that it is not read, or the instance that has reserved blocks
+        that their KV will not come."""
+        target = params.target
+        remote = params.remote if target is None else target.remote
+        if remote is None or params.mode is self.mode:
             return False
-        self._loop.call(request_id, self._refuse, request_id, params.target, params.mode)
+        self._loop.call(request_id, self._refuse, request_id, remote, target, params.mode)
         return True
 
-    def _refuse(self, request_id: str, target: PushTarget, mode: TransferMode) -> None:
-        self._loop.spawn(self._report_refusal(request_id, target, mode), request_id)
-
-    async def _report_refusal(
-        self, request_id: str, target: PushTarget, mode: TransferMode
+    def _refuse(
+        self, request_id: str, remote: RemoteKV, target: PushTarget | None, mode: TransferMode
     ) -> None:
+        name, address = remote.request_id, self._address
+        writer = Writer(address.engine_id, request_id, address.host, address.port)
+        lease_s = self._config.lease_s
         reason = (
             f"it was asked for KV transfer by {mode.value}, but its connector does "
             f"{self.mode.value}"
         )
-        remote, address = target.remote, self._address
-        writer = Writer(address.engine_id, request_id, address.host, address.port)
 
         def make(ticket: int) -> AnyMessage:
-            name = remote.request_id
+            if target is None:
+                return Failed(ticket, name, reason)
             if mode is TransferMode.PUSH:
                 return PushFailed(ticket, name, writer, reason)
-            digest, lease_s = target.prompt_digest, self._config.lease_s
+            digest = target.prompt_digest
             return PrefillProgress(ticket, name, writer, 0, (), 0, digest, lease_s, None, reason)
 
+        self._loop.spawn(self._notify(request_id, remote, make), request_id)
+
+    async def _notify(
+        self, request_id: str, remote: RemoteKV, make: Callable[[int], AnyMessage]
+    ) -> None:
         self._peers.hold(remote)
         try:
             await self._peers.get(remote).client.ask(make, LeaseReply)
         except KVTransferError as exc:
-            logger.warning("the decode instance of %s could not be notified: %s", request_id, exc)
+            logger.warning("the peer of %s could not be notified: %s", request_id, exc)
             self._peers.forget(remote, str(exc))
         finally:
             self._peers.release(remote)

@@ -23,7 +23,7 @@ MODEL = ModelKV(AttentionKind.GQA, 2, 4, (8, 8), "float32")
 PULL = KVTransferConfig(transports=("tcp",), advertise_host="127.0.0.1", lease_s=600.0)
 PUSH = replace(PULL, connector="MooncakeLayerwiseConnector")
 PROMPT = list(range(100, 114))
-BLOCKS = [3, 0, 6, 1]
+BLOCKS = [5, 1, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -62,3 +62,16 @@ def test_load_fails_at_once_if_the_prefill_has_another_mode(
     assert prefill.finish(request, BLOCKS) == (False, None)
     prefill.step()
     assert not prefill.reports.sent
+
+
+def test_prefill_frees_its_kv_if_the_decode_instance_is_pushed_to(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    first, second = (filled_ranks(MODEL, "LBHNC", 1, seed=seed) for seed in (1, 2))
+    prefill = stack.enter_context(running("p", tmp_path, first, PULL))
+    decode = stack.enter_context(running("d", tmp_path, second, PUSH))
+    params = prefill.prefill(FakeRequest("p", PROMPT, {"do_remote_decode": True}), BLOCKS)
+    reader = FakeRequest("d", PROMPT, params)
+    decode.scheduler.on_new_request(reader)
+    assert decode.scheduler.num_to_load(reader, 0) == 0
+    prefill.step_until(prefill.reports.sent, "p")
