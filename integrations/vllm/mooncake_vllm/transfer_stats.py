@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from mooncake_kv.connector import TRANSFER_GAUGES, TRANSFER_STATS_HELP
+from mooncake_kv.pool.pool_events import POOL_STATS_HELP
 
 PREFIX = "vllm:mooncake_hal_"
 POOL = "pool_"
@@ -46,6 +47,12 @@ COUNTERS = {
     "there any more, or too many were held.",
     "pool_hook_errors": "Hooks of the pool's connector that failed with an unexpected error.",
 }
+BY_TRANSPORT = {
+    f"pool_{name}": POOL_STATS_HELP[name]
+    for name in ("loaded_bytes_by_transport", "saved_bytes_by_transport")
+}
+"""Counters with a label ``transport``. Metrics hold one per transport, such as
+``pool_loaded_bytes_by_transport/shm``."""
 
 
 class MetricDeltas:
@@ -55,14 +62,18 @@ class MetricDeltas:
         self._seen: dict[str, float] = {}
 
     def take(self, metrics: dict[str, float]) -> dict[str, float]:
-        """Return increments of counters, and values of gauges; empty if nothing has changed."""
+        """Return increments of counters, and values of gauges; empty if nothing has changed. A
+        counter of a transport is returned when it appears, at 0 as well: Prometheus would not see
+        its first increase otherwise."""
         changed = {name: value for name, value in metrics.items() if self._seen.get(name) != value}
         deltas = {
             name: value if name in GAUGES else value - self._seen.get(name, 0.0)
             for name, value in changed.items()
         }
+        new = {name for name in changed.keys() - self._seen.keys() if "/" in name}
         self._seen.update(changed)
-        return {name: value for name, value in deltas.items() if value or name in GAUGES}
+        kept = GAUGES.keys() | new
+        return {name: value for name, value in deltas.items() if value or name in kept}
 
 
 class HalStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where types are
@@ -100,19 +111,25 @@ class HalPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
         of_pool: bool = False,
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        by_transport = [*labelnames, "transport"]
         self._metrics = {
             name: metric_types[kind](
-                name=f"{PREFIX}{name}", documentation=text, labelnames=labelnames, **options
+                name=f"{PREFIX}{name}", documentation=text, labelnames=labels, **options
             )
-            for kind, table, options in ((Gauge, GAUGES, GAUGE_OPTIONS), (Counter, COUNTERS, {}))
+            for kind, table, labels, options in (
+                (Gauge, GAUGES, labelnames, GAUGE_OPTIONS),
+                (Counter, COUNTERS, labelnames, {}),
+                (Counter, BY_TRANSPORT, by_transport, {}),
+            )
             for name, text in table.items()
             if name.startswith(POOL) is of_pool
         }
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
-        for name, value in transfer_stats_data.items():
-            metric = self._metrics[name].labels(*labels)
+        for full_name, value in transfer_stats_data.items():
+            name, slash, transport = full_name.partition("/")
+            metric = self._metrics[name].labels(*labels, *([transport] if slash else ()))
             if name in GAUGES:
                 metric.set(value)
             else:

@@ -315,8 +315,13 @@ class PoolSchedulerSide:
 
     def stats(self) -> dict[str, float]:
         """Metrics by name, since the start."""
-        counted = asdict(self._client.stats)
+        counted = asdict(self._client.stats.snapshot())
         metrics = {f"pool_{name}": stats_value(counted[name]) for name in PUBLISHED_STATS}
+        metrics |= {
+            f"pool_{name}/{transport}": float(nbytes)
+            for name in ("loaded_bytes_by_transport", "saved_bytes_by_transport")
+            for transport, nbytes in counted[name].items()
+        }
         return metrics | {
             "pool_num_unheld_chunks": float(self._windows.num_dropped),
             "pool_saves_in_flight": float(self._saves.num_in_flight),

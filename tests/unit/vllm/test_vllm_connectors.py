@@ -352,6 +352,45 @@ def test_pool_metrics_include_how_many_stores_are_connected(connectors: ModuleTy
     assert {"pool_num_stores", "pool_num_connected_stores"} <= {*gauges}
 
 
+def test_pool_bytes_are_published_by_transport_from_0_on(connectors: ModuleType) -> None:
+    from mooncake_kv.pool.pool_events import PoolStats
+    from mooncake_vllm.vllm_pool_side import PoolSchedulerSide
+
+    counted = PoolStats()
+    counted.begin_transports(["shm", "rdma"])
+    side: Any = SimpleNamespace(
+        _client=SimpleNamespace(stats=counted),
+        _stores=SimpleNamespace(all=[], num_connected=0),
+        _saves=SimpleNamespace(num_in_flight=0),
+        _windows=SimpleNamespace(num_dropped=0),
+    )
+    seen: list[tuple[Any, ...]] = []
+
+    class Metric:
+        def __init__(self, name: str, documentation: str, labelnames: list[str], **_: str) -> None:
+            self.name = name
+
+        def labels(self, *values: object) -> Any:
+            return SimpleNamespace(
+                inc=lambda value: seen.append((self.name, *values, value)), set=lambda _: None
+            )
+
+    kinds = {"counter": Metric, "gauge": Metric}
+    made = connectors.HalPoolConnector.build_prom_metrics(None, kinds, ["engine"], {0: ["0"]})
+    deltas = connectors.MetricDeltas()
+    made.observe(deltas.take(PoolSchedulerSide.stats(side)))
+    name = "vllm:mooncake_hal_pool_{}_bytes_by_transport"
+    assert seen == [
+        (name.format(what), "0", each, 0.0)
+        for what in ("loaded", "saved")
+        for each in ("shm", "rdma")
+    ]
+    seen.clear()
+    counted.loaded_bytes_by_transport["rdma"] = 7
+    made.observe(deltas.take(PoolSchedulerSide.stats(side)))
+    assert seen == [(name.format("loaded"), "0", "rdma", 7.0)]
+
+
 def test_metrics_have_types_of_vllm(connectors: ModuleType) -> None:
     seen: list[tuple[str, str, float]] = []
 
