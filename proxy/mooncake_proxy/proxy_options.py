@@ -331,8 +331,7 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="URL",
         help="where a node store serves its metrics (http://10.0.0.1:7702), which /metrics/targets "
-        "names to Prometheus beside the instances; repeat for each; stores that instances of ours "
-        "connect to are found by themselves",
+        "names to Prometheus; repeat for each that no instance of ours connects to",
     )
     access.add_argument(
         "--otlp-endpoint",
