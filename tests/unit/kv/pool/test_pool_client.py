@@ -174,16 +174,17 @@ def test_saving_continues_after_saves_that_a_rank_does_not_report(instance, monk
     """Their memory stays reserved: the rank may still write to it."""
     client, num_silent = instance.client, pool_client.SAVES_AT_ONCE
     monkeypatch.setattr(rank_orders, "REPORT_TIMEOUT_S", 0.5 - WAIT_S)
-    for number in range(num_silent + 1):
+    for number in range(num_silent):
         assert client.save(SaveRequest(f"save{number}", (b"%16d" % number,), 0, (0,)))
     for _ in range(num_silent):
         instance.ordered.get(timeout=WAIT_S)
+        instance.copied.get(timeout=WAIT_S)
     monkeypatch.undo()
-    last = instance.ordered.get(timeout=WAIT_S)
-    client.on_rank_message(0, encode(RunsEnded(last, None, 0, 0.0)))
-    ended = [instance.copied.get(timeout=WAIT_S) for _ in range(num_silent + 1)]
-    assert ended[-1] == last
-    client.end_save(last, is_unchanged=True)
+    assert client.save(SaveRequest("last", (KEY,), 0, (0,)))
+    assert instance.ordered.get(timeout=WAIT_S) == "last"
+    client.on_rank_message(0, encode(RunsEnded("last", None, 0, 0.0)))
+    assert instance.copied.get(timeout=WAIT_S) == "last"
+    client.end_save("last", is_unchanged=True)
     instance.await_saves()
     assert client.stats.num_saved_chunks == 1
     assert client.stats.num_save_refusals == {"failed": num_silent}
