@@ -93,7 +93,6 @@ class Soc:
         versions: SoC versions of the family.
         prefix: prefix of its devices' names, in lower case.
         hccs_domain: the set of NPUs that can access each other's memory over HCCS.
-        devices_per_server: number of NPUs (on an A3: dies) per host.
         fused_experts: limits of the fused ops for expert parallelism.
         transfer_alignment: alignment of memory for HCCS, in bytes.
         latent_dims: (latent, rope) dimensions that latent attention supports.
@@ -105,7 +104,6 @@ class Soc:
     versions: range
     prefix: str
     hccs_domain: HccsDomain
-    devices_per_server: int
     fused_experts: FusedExpertLimits
     transfer_alignment: int = 2 << 20
     latent_dims: tuple[tuple[int, int], ...] = ((512, 64),)
@@ -119,7 +117,6 @@ SOCS = (
         range(220, 226),
         "ascend910b",
         HccsDomain.SERVER,
-        8,
         FusedExpertLimits((16, 32, 64), range(32, 7169, 32), 256, 16, 24, has_expert_scales=True),
     ),
     Soc(
@@ -127,7 +124,6 @@ SOCS = (
         range(250, 256),
         "ascend910_93",
         HccsDomain.SUPER_NODE,
-        16,
         FusedExpertLimits(
             (8, 16, 32, 64, 128, 144, 256, 288),
             range(7168, 7169),

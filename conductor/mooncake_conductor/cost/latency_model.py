@@ -89,7 +89,6 @@ class Device:
         attention_share: share of the peak that attention reaches.
         memory_gb_s: bandwidth of its memory, in GB/s.
         host_gb_s: bandwidth from host memory, in GB/s.
-        memory_gib: capacity of its memory, in GiB.
     """
 
     tflops: float
@@ -97,19 +96,18 @@ class Device:
     attention_share: float
     memory_gb_s: float
     host_gb_s: float
-    memory_gib: float
 
 
 DEVICES = {
     # Shares of the peak: from Vidur's measured kernels for A100 and H100; assumed for the others.
-    "A100": Device(312, 0.66, 0.40, 2039, 25, 80),
-    "A800": Device(312, 0.66, 0.40, 2039, 25, 80),
-    "H100": Device(989, 0.60, 0.36, 3350, 50, 80),
-    "H800": Device(989, 0.60, 0.36, 3350, 50, 80),
-    "H200": Device(989, 0.60, 0.36, 4800, 50, 141),
-    "910B": Device(320, 0.55, 0.33, 1600, 25, 64),
-    "910C": Device(752, 0.55, 0.33, 3200, 25, 128),
-    "CPU": Device(1.5, 0.50, 0.30, 200, 100, 512),
+    "A100": Device(312, 0.66, 0.40, 2039, 25),
+    "A800": Device(312, 0.66, 0.40, 2039, 25),
+    "H100": Device(989, 0.60, 0.36, 3350, 50),
+    "H800": Device(989, 0.60, 0.36, 3350, 50),
+    "H200": Device(989, 0.60, 0.36, 4800, 50),
+    "910B": Device(320, 0.55, 0.33, 1600, 25),
+    "910C": Device(752, 0.55, 0.33, 3200, 25),
+    "CPU": Device(1.5, 0.50, 0.30, 200, 100),
 }
 
 MODELS = {

@@ -82,9 +82,6 @@ class ChunkHoldings(Protocol):
     def set_healthy(self, slot: int, is_healthy: bool) -> None:
         """Set whether its events have arrived without a gap."""
 
-    def digest(self, slot: int, tier: Tier) -> tuple[int, int]:
-        """``(number of chunks, XOR of their keys)`` of what it holds."""
-
 
 class EventStream:
     """Applies one publisher's batches to the index, each once and in order.
@@ -275,13 +272,6 @@ class EventStream:
         self._last_published = self._early[first].published_at
         self._apply_early()
         return self._request_replay() if self._early else None
-
-    def matches_digest(self, tier: Tier, num_chunks: int, xor: int) -> bool:
-        """Whether the index agrees with the instance's own digest.
-
-        That digest must be from the moment after the last applied batch.
-        """
-        return self._index.digest(self._slot, tier) == (num_chunks, xor)
 
     def _is_of_new_epoch(self, sequence: int, batch: EventBatch) -> bool:
         """Whether a batch with a later sequence number was published earlier than this one."""

@@ -8,8 +8,6 @@ compute the prompt. A store that several instances use publishes once for all of
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import reduce
-from operator import xor
 
 from mooncake_conductor.index.event_stream import ChunkHoldings
 from mooncake_conductor.index.holder_sets import Tier
@@ -105,10 +103,6 @@ class OnePublisher(ChunkHoldings):
     def set_healthy(self, slot: int, is_healthy: bool) -> None:
         self._holdings.set_healthy(self._number, slot, is_healthy)
 
-    def digest(self, slot: int, tier: Tier) -> tuple[int, int]:
-        keys = self._holdings.held_by(self._number, tier)
-        return len(keys), reduce(xor, keys, 0)
-
 
 class SharedHoldings(ChunkHoldings):
     """The holdings of one publisher that several instances share, such as a host's node store: each
@@ -162,6 +156,3 @@ class SharedHoldings(ChunkHoldings):
         self._is_healthy = is_healthy
         for user, holdings in self._users.items():
             holdings.set_healthy(user, is_healthy)
-
-    def digest(self, slot: int, tier: Tier) -> tuple[int, int]:
-        return len(self._held[tier]), reduce(xor, self._held[tier], 0)

@@ -116,7 +116,6 @@ class PrefillNode:
         self.cache = cache
         self.running: PrefillJob | None = None
         self.queue: deque[PrefillJob] = deque()
-        self.busy_s = 0.0
         self._latency = latency
         self._chunk_tokens = chunk_tokens
         self._chunk_load_s = chunk_load_s
@@ -134,9 +133,7 @@ class PrefillNode:
         job.compute_s = self._latency.prefill_seconds(job.num_tokens, job.num_reused)
         fetched = max(job.loaded_at - now, 0.0) if job.num_fetched > tokens else 0.0
         load = max(fetched, local * self._chunk_load_s)
-        duration = max(job.compute_s, load + job.compute_s / self._num_layers)
-        job.ends_at = now + duration
-        self.busy_s += duration
+        job.ends_at = now + max(job.compute_s, load + job.compute_s / self._num_layers)
         return job
 
     def finish(self) -> tuple[PrefillJob, list[int], list[int]]:

@@ -139,14 +139,12 @@ class LoadSample:
         at_s: time of the sample.
         prefill_queue_s: seconds of queued prefills per prefill node.
         decode_batch: sequences per decode node, including those that wait for capacity.
-        decode_step_s: seconds of a step per decode node.
         num_copies: copies of the 10th, 100th and 1,000th most frequently requested chunk.
     """
 
     at_s: float
     prefill_queue_s: float
     decode_batch: float
-    decode_step_s: float
     num_copies: tuple[int, ...]
 
 
@@ -158,7 +156,6 @@ class SimulationResult:
         records: records of all requests, in the order of the trace.
         samples: samples of the load, every 15 s.
         ended_at: end of the last request.
-        prefill_busy_s: busy seconds of prefill nodes, summed up.
         num_fetched_bytes: bytes fetched between prefill nodes.
         num_replications: copies of hot chunks that were made in advance.
         role_changes: role switches ``(time, node, new role)``.
@@ -167,7 +164,6 @@ class SimulationResult:
     records: list[RequestRecord]
     samples: list[LoadSample] = field(default_factory=list)
     ended_at: float = 0.0
-    prefill_busy_s: float = 0.0
     num_fetched_bytes: float = 0.0
     num_replications: int = 0
     role_changes: list[tuple[float, str, str]] = field(default_factory=list)
@@ -216,7 +212,6 @@ class Simulation:
         self._hot_keys: list[int] = []
         self._num_open = 0
         self._fetched_bytes = 0.0
-        self._retired_busy_s = 0.0
         self._num_replications = 0
         self._role_changes: list[tuple[float, str, str]] = []
         self._roles: RoleChanges | None = None
@@ -247,13 +242,11 @@ class Simulation:
             act()
             if progress is not None and order % (8 * steps) == 0:
                 progress(1 - self._num_open / len(requests))
-        busy = self._retired_busy_s + sum(node.busy_s for node in self._prefill.values())
         ended = max((record.ended_at or 0.0 for record in self._records), default=0.0)
         return SimulationResult(
             self._records,
             self._samples,
             ended,
-            busy,
             self._fetched_bytes,
             self._num_replications,
             self._role_changes,
@@ -369,8 +362,7 @@ class Simulation:
         change = roles.tick(self._now)
         if change is None:
             return
-        retired = self._prefill.pop(change.slot, None)
-        self._retired_busy_s += 0.0 if retired is None else retired.busy_s
+        self._prefill.pop(change.slot, None)
         self._decode.pop(change.slot, None)
         self._decode_caches.pop(change.slot, None)
         self._wakes.pop(change.slot, None)
@@ -477,9 +469,8 @@ class Simulation:
         queue = fleet.queues.seconds(fleet.prefill_slots, self._now)
         nodes = self._decode.values()
         batch = sum(node.num_running + len(node.waiting) for node in nodes) / len(self._decode)
-        step = sum(node.step_s for node in nodes if node.num_running) / len(self._decode)
         copies = tuple(self.conductor.index.num_copies(key) for key in self._hot_keys)
-        self._samples.append(LoadSample(self._now, float(queue.mean()), batch, step, copies))
+        self._samples.append(LoadSample(self._now, float(queue.mean()), batch, copies))
         self.conductor.index.collect(1)
         if self._roles is not None:
             self._change_roles(self._roles)

@@ -70,11 +70,6 @@ class SendWindow(Generic[TransferT]):
         """Number of requests that were posted and have not completed."""
         return self._next_id - 1 - self._done_id
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no pieces are queued or in flight."""
-        return not self._queue and not self._in_flight
-
     def add(self, run: PieceRun[TransferT]) -> None:
         """Queue pieces."""
         self._queue.append(run)

@@ -291,8 +291,7 @@ def test_snapshot_replaces_the_known_chunks() -> None:
     assert stream.receive(*late) == ReplayRequest(0)
     assert stream.request_snapshot() == SnapshotRequest()
     assert apply_all(stream.apply_snapshot(*early)) is None
-    assert stream.matches_digest(Tier.DEVICE, 2, 1 ^ 2)
-    assert not stream.matches_digest(Tier.DEVICE, 2, 0)
+    assert index.digest(0, Tier.DEVICE) == (2, 1 ^ 2)
     assert stream.state is StreamState.HEALTHY
 
 
@@ -306,7 +305,7 @@ def test_empty_snapshot_falls_back_to_a_replay() -> None:
     for sent in publisher.sent:
         stream.receive(*sent, is_replayed=True)
     assert stream.replay_ended() is None
-    assert stream.matches_digest(Tier.DEVICE, 3, 0 ^ 1 ^ 2)
+    assert index.digest(0, Tier.DEVICE) == (3, 0 ^ 1 ^ 2)
 
 
 def test_gap_requests_a_replay_while_a_snapshot_of_the_previous_epoch_is_pending() -> None:
@@ -322,7 +321,7 @@ def test_gap_requests_a_replay_while_a_snapshot_of_the_previous_epoch_is_pending
     assert apply_all(stream.apply_snapshot(0, [])) is None, "the old epoch offered none"
     stream.receive(*new.sent[1], is_replayed=True)
     assert stream.replay_ended() is None
-    assert stream.matches_digest(Tier.DEVICE, 3, 10 ^ 11 ^ 12)
+    assert index.digest(0, Tier.DEVICE) == (3, 10 ^ 11 ^ 12)
 
 
 def test_snapshot_of_an_ended_epoch_is_dropped() -> None:
@@ -334,11 +333,11 @@ def test_snapshot_of_an_ended_epoch_is_dropped() -> None:
     stream.receive(*new.change({7}, set(), False))
     stream.request_snapshot()
     assert apply_all(stream.apply_snapshot(*old.snapshot())) is None
-    assert stream.matches_digest(Tier.DEVICE, 1, 7)
+    assert index.digest(0, Tier.DEVICE) == (1, 7)
     stream.request_snapshot()
     new.change({8}, set(), False)
     assert apply_all(stream.apply_snapshot(*new.snapshot())) is None
-    assert stream.matches_digest(Tier.DEVICE, 2, 7 ^ 8)
+    assert index.digest(0, Tier.DEVICE) == (2, 7 ^ 8)
 
 
 def test_sliding_window_blocks_are_skipped() -> None:

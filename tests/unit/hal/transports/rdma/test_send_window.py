@@ -52,7 +52,7 @@ def test_requests_are_numbered_and_bounded() -> None:
     assert run is not None
     assert (run.first_id, run.start, run.stop) == (5, 4, 6)
     assert window.complete(6) == [(transfer, 1), (transfer, 2)]
-    assert window.is_idle
+    assert window.take_unfinished() == []
 
 
 def test_bytes_are_bounded_except_for_a_single_long_piece() -> None:
@@ -105,7 +105,7 @@ def test_take_unfinished_returns_all_incomplete_runs() -> None:
     window.complete(2)
     left = [(run.transfer, run.start, run.stop) for run in window.take_unfinished()]
     assert left == [(first, 2, 3), (second, 0, 1), (second, 1, 4)]
-    assert window.is_idle
+    assert window.take_unfinished() == []
     assert window.in_flight == 0
     window.add(PieceRun(second, 1, 4))
     run = window.post_next()
@@ -139,7 +139,7 @@ def test_every_piece_completes_once_and_in_order(
         completed = min(newest, completed + step)
         for transfer, count in window.complete(completed):
             done[transfers.index(transfer)] += count
-        if window.is_idle:
+        if done == [len(part) for part in lengths]:
             break
     assert posted == [(at, piece) for at, part in enumerate(lengths) for piece in range(len(part))]
     assert done == [len(part) for part in lengths]
