@@ -31,7 +31,7 @@ SHARED_PREFIX_TURNS = 32
 """From so many consecutive uses on, chunks count as a prefix that many conversations share."""
 GHOSTS_PER_CHUNK = 4
 MAX_GHOSTS = 1 << 17
-"""Evicted chunks that are remembered, at some 200 bytes each."""
+"""Evicted chunks that are remembered, at some 300 bytes each, or 700 if each was used alone."""
 ESTIMATE_INTERVAL = 4096
 """Uses of chunks between two estimates, which take a few milliseconds."""
 MEMORY_PER_CHUNK = 8
@@ -195,11 +195,14 @@ class HitDensity:
         key, parent = chunk.key, chunk.parent
         if key in self._parents:
             self.remove(key)
-        use = self._use_ending_with(parent) or SequenceUse()
+        use = self._use_ending_with(parent)
+        if use is None:  # the first chunk of a sequence, or of a branch of one
+            use = SequenceUse(self._uses[parent].turns if parent in self._parents else 0)
         if key in self._ghosts:
             former = self._forget(key)
             self._note(former, 1, is_hit=True)
-            use.turns = former.turns + 1
+            if former is not use:
+                use.turns = former.turns + 1
         else:
             use.num_new += 1
         self._parents[key] = parent
@@ -253,20 +256,30 @@ class HitDensity:
                         break
                     self._pass(key, num_passed)
                     yield key
-            rest = [
-                key
-                for use, first in held.items()
-                for key in dropwhile(first.__ne__, reversed(use.keys))
-            ]
-            while rest:  # if all are needed, a faulty user's parents are cyclic
-                free = {key for key in rest if not self._is_needed(key, num_passed)} or set(rest)
-                for key in rest:
-                    if key in free:
-                        self._pass(key, num_passed)
-                        yield key
-                rest = [key for key in rest if key not in free]
+            yield from self._rest(held, num_passed)
         finally:
             self._defer(held)
+
+    def _rest(
+        self, held: Mapping[SequenceUse, bytes], num_passed: dict[bytes, int]
+    ) -> Iterator[bytes]:
+        """The chunks that other uses need, after those: of each use from the given one on."""
+        rest = {
+            key: None
+            for use, first in held.items()
+            for key in dropwhile(first.__ne__, reversed(use.keys))
+        }
+        while rest:  # if all are needed, a faulty user's parents are cyclic
+            free = [key for key in rest if not self._is_needed(key, num_passed)]
+            for key in free or tuple(rest):
+                following: bytes | None = key
+                while following is not None and following in rest:
+                    del rest[following]
+                    self._pass(following, num_passed)
+                    yield following
+                    following = self._parents[following]
+                    if following is not None and self._is_needed(following, num_passed):
+                        break
 
     def _by_density(self) -> Iterator[SequenceUse]:
         """The uses, the one with the lowest density first. The one whose chunks were evicted last

@@ -123,10 +123,8 @@ def test_needed_uses_are_not_passed_over_at_each_eviction(monkeypatch):
     monkeypatch.setattr(
         policy, "_is_needed", lambda key, passed: examined.append(key) or is_needed(key, passed)
     )
-    evicted = []
     for _ in range(50):
-        evicted.append(next(policy.victims()))
-        policy.remove(evicted[-1])
+        policy.remove(next(policy.victims()))
     assert len(examined) < 50 + 2 * 50
 
 
@@ -200,3 +198,42 @@ def test_density_falls_between_groups_without_steps():
     densities = [statistics.density(use_class, age) for age in range(511, 1023)]
     assert densities == sorted(densities, reverse=True)
     assert len(set(densities)) == len(densities)
+
+
+def test_branches_that_are_added_at_the_same_time_continue_their_prefix():
+    """Two requests use a prefix before either of them adds chunks to it."""
+    policy = HitDensity()
+    prefix = sequence("prefix", 3)
+    add(policy, [*prefix, *sequence("other", 1)])
+    policy.touch(keys(prefix))
+    add(policy, sequence("another", 1))
+    policy.touch(keys(prefix))
+    for name in ("one", "two"):
+        add(policy, sequence(name, 2, prefix[-1].key, 3))
+    assert [policy._uses[key].use_class.history for key in (b"one 3", b"two 3")] == [1, 1]
+
+
+def test_chunks_that_are_stored_again_do_not_look_like_a_shared_prefix():
+    policy = HitDensity()
+    chunks = sequence("a", 50)
+    add(policy, chunks)
+    for key in keys(reversed(chunks[10:])):
+        policy.remove(key)
+    add(policy, chunks[10:])
+    assert policy._uses[chunks[-1].key].turns <= 1
+
+
+def test_order_of_chunks_that_others_need_takes_linear_time(monkeypatch):
+    policy = HitDensity()
+    prefix = sequence("prefix", 400)
+    add(policy, [*prefix, *sequence("branch", 2, prefix[-1].key, 400), *sequence("other", 1)])
+    policy.touch(keys(prefix))
+    policy._statistics.note(policy._uses[prefix[0].key].use_class, 1000, 100.0, is_hit=False)
+    policy._statistics.estimate(policy._watched(), kept=1.0)  # the prefix would go first
+    examined, is_needed = [], policy._is_needed
+    monkeypatch.setattr(
+        policy, "_is_needed", lambda key, passed: examined.append(key) or is_needed(key, passed)
+    )
+    order = list(policy.victims())
+    assert order[-400:] == keys(reversed(prefix))
+    assert len(examined) < 10 * len(order)
