@@ -32,6 +32,12 @@ class PublisherHoldings:
             OnePublisher(self, number) for number in range(num_ranks + num_stores)
         )
 
+    def add_store(self) -> OnePublisher:
+        """Add a publishing store."""
+        store = OnePublisher(self, len(self.publishers))
+        self.publishers = (*self.publishers, store)
+        return store
+
     def leading_chunks(self, keys: Iterable[int]) -> list[int]:
         """Leading chunks of a prompt in device memory, per rank."""
         held, still = self._holders[Tier.DEVICE], (1 << self._num_ranks) - 1

@@ -52,8 +52,9 @@ class _SlotHoldings:
     stores: tuple[KVEventEndpoints, ...] = ()
     # Publisher names of its ranks.
     rank_names: list[str] = field(default_factory=list)
-    # Holdings of each publisher, if there are several.
+    # Holdings of each publisher, if there are several; those of each store, used now or before.
     by_publisher: PublisherHoldings | None = None
+    of_stores: dict[KVEventEndpoints, ChunkHoldings] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -117,8 +118,12 @@ class FleetHoldings:
         ranks = () if own is None else (own, *own.other_dp_ranks)
         if (ranks, stores) == (held.ranks, held.stores):
             return
+        if ranks == held.ranks and held.by_publisher is not None:
+            self._replace_stores(slot, stores, held.by_publisher, now)
+            return
         self._unsubscribe(held.rank_names)
         self._index.cleared(slot)
+        self._index.set_healthy(slot, True)
         former, held.ranks, held.stores = held.stores, ranks, stores
         held.estimated = ChunkCache(self._num_chunks)
         held.by_publisher = None
@@ -133,7 +138,8 @@ class FleetHoldings:
             self._subscribe(slot, name, endpoints, publishers[number], self._new_blocks())
             held.rank_names.append(name)
             self._rank_slots[name] = slot
-        for endpoints, holdings in zip(stores, publishers[num_ranks:], strict=True):
+        held.of_stores = dict(zip(stores, publishers[num_ranks:], strict=True))
+        for endpoints, holdings in held.of_stores.items():
             self._join_store(slot, endpoints, holdings, now)
         self._leave_stores(slot, (each for each in former if each not in stores))
 
@@ -214,6 +220,27 @@ class FleetHoldings:
             blocks = self._new_blocks(self._store_blocks)
             self._subscribe(slot, name, endpoints, store.holdings, blocks)
         store.holdings.join(slot, holdings)
+
+    def _replace_stores(
+        self,
+        slot: int,
+        stores: tuple[KVEventEndpoints, ...],
+        by_publisher: PublisherHoldings,
+        now: float,
+    ) -> None:
+        """Change the stores that an instance uses. The subscriptions to its ranks stay, as what
+        they hold may not be known a second time."""
+        held = self._slots[slot]
+        former, held.stores = held.stores, stores
+        for endpoints in set(former).difference(stores):
+            self._leave_stores(slot, (endpoints,))
+            held.of_stores[endpoints].set_healthy(slot, True)
+            held.of_stores[endpoints].cleared(slot)
+        for endpoints in stores:
+            if endpoints not in former:
+                if endpoints not in held.of_stores:
+                    held.of_stores[endpoints] = by_publisher.add_store()
+                self._join_store(slot, endpoints, held.of_stores[endpoints], now)
 
     def _leave_stores(self, slot: int, stores: Iterable[KVEventEndpoints]) -> None:
         """Remove an instance from the users of stores, whose last one ends the subscription."""

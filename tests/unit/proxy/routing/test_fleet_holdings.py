@@ -203,3 +203,31 @@ def test_gap_of_a_store_concerns_all_its_instances() -> None:
     list(holdings.apply(feed.delivery(0, 2, at=2)))
     use_stores(holdings, 2, 0)
     assert [*index.match([key], 0.0).local] == [0, 0, 0]
+
+
+def test_publishers_that_stay_keep_their_subscriptions_while_a_store_comes_and_goes() -> None:
+    holdings, index, feed = fleet(1)
+    instance: Any = holdings._slots[0].instance
+    instance.kv_events = KVEventEndpoints("tcp://s9")  # of its only rank
+    use_stores(holdings, 0, 0, 1)
+    take(holdings, feed.delivery(9, 0))
+    take(holdings, feed.delivery(1, 0, 1))
+    rank, store = feed.names[9], feed.names[0]
+    for _ in range(3):
+        use_stores(holdings, 0, 0)
+        assert held(index, 1) == [1], "what the rank holds"
+        use_stores(holdings, 0, 0, 1)
+    assert (feed.names[9], feed.names[0]) == (rank, store)
+    by_publisher = holdings._slots[0].by_publisher
+    assert by_publisher is not None
+    assert len(by_publisher.publishers) == 3
+
+
+def test_new_subscription_of_an_instance_is_trusted_after_a_gap_of_the_former() -> None:
+    holdings, index, feed = fleet(1, stores=(0,))
+    list(holdings.apply(feed.delivery(0, 2, at=2)))
+    use_stores(holdings, 0)
+    use_stores(holdings, 0, 1)
+    take(holdings, feed.delivery(1, 0))
+    [key] = holdings._stores[KVEventEndpoints("tcp://s1")].holdings._held[Tier.HOST]
+    assert [*index.match([key], 0.0).local] == [1]
