@@ -54,8 +54,8 @@ class ConnectorFailed:
 TRANSFER_GAUGES = ("leases_held", "reservations")
 """The names of ``Connector.stats`` that are gauges; the others are counters."""
 TRANSFER_STATS_HELP: Mapping[str, str] = {
-    "leases_held": "Finished prompts whose blocks are held now until a peer has read them, or has "
-    "been sent them.",
+    "leases_held": "Prompts whose blocks are held now: with pull finished ones until a peer has "
+    "read them, with push from their start until a peer has all of them.",
     "leases_expired": "Leases that ended because the peer neither read the KV nor renewed the "
     "lease in time.",
     "reservations": "Requests whose blocks are reserved now for KV that a peer is computing or "
@@ -208,7 +208,8 @@ class Connector(Protocol):
         On a prefill instance that pushes, its KV may be sent as it is computed. On a decode
         instance that pulls, the connector renews the peer's lease from now on.
         A prefill for blocks that were reserved for another mode is not sent: the instance that has
-        reserved them is notified.
+        reserved them is notified. Nor is KV read that a holder keeps for another mode: the holder
+        is notified.
         """
         ...
 

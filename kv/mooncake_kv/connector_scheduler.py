@@ -27,7 +27,7 @@ from mooncake_kv.connector import (
     Topology,
     never_stalls,
 )
-from mooncake_kv.errors import KVConfigError, KVTransferError
+from mooncake_kv.errors import HandshakeRefused, KVConfigError, KVTransferError
 from mooncake_kv.handshake import CompatibilityCheck, IncompatiblePeers, InstanceMetadata
 from mooncake_kv.io_loop import IoLoop, Spawn, raise_descriptor_limit
 from mooncake_kv.numerics import RoundingDifferences
@@ -262,7 +262,7 @@ class ConnectorScheduler(ABC):
     def _refuse(
         self, request_id: str, remote: RemoteKV, target: PushTarget | None, mode: TransferMode
     ) -> None:
-        name, address = remote.request_id, self._address
+        remote_id, address = remote.request_id, self._address
         writer = Writer(address.engine_id, request_id, address.host, address.port)
         lease_s = self._config.lease_s
         reason = (
@@ -272,11 +272,13 @@ class ConnectorScheduler(ABC):
 
         def make(ticket: int) -> AnyMessage:
             if target is None:
-                return Failed(ticket, name, reason)
+                return Failed(ticket, remote_id, reason)
             if mode is TransferMode.PUSH:
-                return PushFailed(ticket, name, writer, reason)
+                return PushFailed(ticket, remote_id, writer, reason)
             digest = target.prompt_digest
-            return PrefillProgress(ticket, name, writer, 0, (), 0, digest, lease_s, None, reason)
+            return PrefillProgress(
+                ticket, remote_id, writer, 0, (), 0, digest, lease_s, None, reason
+            )
 
         self._loop.spawn(self._notify(request_id, remote, make), request_id)
 
@@ -288,7 +290,8 @@ class ConnectorScheduler(ABC):
             await self._peers.get(remote).client.ask(make, LeaseReply)
         except KVTransferError as exc:
             logger.warning("the peer of %s could not be notified: %s", request_id, exc)
-            self._peers.forget(remote, str(exc))
+            if not isinstance(exc, HandshakeRefused):  # it has replied; its transfers continue
+                self._peers.forget(remote, str(exc))
         finally:
             self._peers.release(remote)
 

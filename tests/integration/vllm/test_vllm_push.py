@@ -6,6 +6,7 @@ D reserves blocks and posts them to a metaserver, which sends P the request, as 
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -158,6 +159,26 @@ def test_prefill_that_refuses_the_params_fails_the_load(
     assert prefill.finish(request, P_BLOCKS) == (False, None)
     prefill.step()
     assert not prefill.reports.sent
+
+
+def test_request_of_another_mode_leaves_pushes_to_its_peer_alone(
+    stack: ExitStack, tmp_path: Path, post: Post, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D rejects the notice about such a request, since it has not reserved blocks for a pull."""
+    prefill, decode = start(stack, tmp_path)
+    expect(decode, post)
+    params = post.wait()
+    request = FakeRequest("p", PROMPT, params)
+    prefill.scheduler.on_new_request(request)
+    prefill.scheduler.on_new_request(FakeRequest("other", PROMPT, params | {"do_pull": True}))
+    deadline = time.monotonic() + 20.0
+    while "the peer of other could not be notified" not in caplog.text:
+        assert time.monotonic() < deadline
+        prefill.step()
+        time.sleep(0.005)
+    prefill.compute(request, P_BLOCKS, (3, 9, 14))
+    decode.step_until(decode.reports.received, "d")
+    assert not decode.reports.failed
 
 
 def test_aborted_decode_frees_both_sides(stack: ExitStack, tmp_path: Path, post: Post) -> None:
