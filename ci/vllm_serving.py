@@ -323,7 +323,7 @@ def title(pid: int) -> str:
 
 
 def free_port() -> int:
-    """A free TCP port on which a child can listen a little later. It is below the kernel's
+    """A free TCP port on which a child can listen a little later. It is below Linux's default
     ephemeral ports, so that no connection gets it meanwhile, and no other call returns it."""
     while True:
         port = _random.randrange(20_000, 32_000)

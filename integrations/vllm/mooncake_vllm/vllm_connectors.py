@@ -244,7 +244,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self._scheduler_side
         is_idle = not scheduler_output.num_scheduled_tokens
-        waits = self._may_wait and is_idle and side.is_waiting
+        waits = self._may_wait and is_idle and (side.is_waiting or side.needs_steps)
         pushes, started = side.push_steps(scheduler_output), side.take_started()
         held, self._held = tuple(self._held), []  # last, so that after an error they are kept
         return HalStepMetadata(started, pushes, waits, held)

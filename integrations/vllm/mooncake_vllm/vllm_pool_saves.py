@@ -149,7 +149,7 @@ class PoolSaves:
         client: the pool's client.
         blocks_per_page: blocks of the layout per vLLM block.
         windows: holds blocks of sliding windows.
-        publishes_tokens: whether saved chunks are published, which needs their tokens.
+        publishes_tokens: returns whether saved chunks may be published, which needs their tokens.
         report: called with the id of an ended request when its blocks are no longer read.
     """
 
@@ -159,11 +159,11 @@ class PoolSaves:
         blocks_per_page: int,
         windows: WindowBlocks,
         *,
-        publishes_tokens: bool,
+        publishes_tokens: Callable[[], bool],
         report: Callable[[str], None],
     ) -> None:
         self._client = client
-        self._pages = blocks_per_page
+        self._blocks_per_page = blocks_per_page
         self._windows = windows
         self._publishes_tokens = publishes_tokens
         self._report = report
@@ -245,7 +245,11 @@ class PoolSaves:
         self._filling.pop(request.request_id, None)
         with self._lock:
             saved = self._current.pop(request.request_id, None)
-        if saved is None or not is_plain(request):
+        if saved is None:
+            return False
+        if not is_plain(request):  # maybe only since its next turn, which has not run
+            self._windows.release(saved.drop_held())
+            self._windows.free_released()
             return False
         num_whole = num_certain_tokens(request, saved.first_step)
         stop = num_whole // saved.identity.chunk_tokens
@@ -367,11 +371,11 @@ class PoolSaves:
         if stop <= first:
             return True
         request = saved.request
-        blocks, held = join_tables(tables, self._pages), saved.take_held(stop)
+        blocks, held = join_tables(tables, self._blocks_per_page), saved.take_held(stop)
         save_id = f"{request.request_id} {next(self._ids)}"
         save = SaveRequest(
             *(save_id, saved.first_keys(stop), first, blocks, request.cache_salt or ""),
-            token_ids=saved.tokens_of(first, stop) if self._publishes_tokens else (),
+            token_ids=saved.tokens_of(first, stop) if self._publishes_tokens() else (),
         )
         with self._lock:
             self._copies[save_id] = _Copy(saved, request.num_preemptions, held)

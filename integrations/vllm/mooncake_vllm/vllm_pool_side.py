@@ -130,15 +130,15 @@ class PoolSchedulerSide:
             raise
         self._saves = PoolSaves(
             self._client,
-            self._pages,
+            self._blocks_per_page,
             self._windows,
-            publishes_tokens=self._stores.publishes_saves,
+            publishes_tokens=lambda: self._stores.publishes_saves,
             report=lambda request_id: self._ranks.report(ReportSend(request_id)),
         )
 
     def _open(self, config: KVPoolConfig, instance: Instance) -> PoolClient:
         info = self._ranks.info
-        self._pages = info.blocks_per_page
+        self._blocks_per_page = info.blocks_per_page
         unit = max(info.block_size, info.geometry.unit)
         if config.chunk_tokens % unit:
             raise KVConfigError(
@@ -171,7 +171,7 @@ class PoolSchedulerSide:
     def on_new_request(self, request: Request) -> None:
         """Process a new request: look up its prompt."""
         self.check_alive()
-        if self.is_waiting:
+        if self.is_waiting or self.needs_steps:
             self._ranks.wake_up()
         self._saves.add(request, self._identity)
         self._look_up(request)
@@ -215,7 +215,7 @@ class PoolSchedulerSide:
                 pooled.sources,
                 start // self._chunk_tokens,
                 start % self._chunk_tokens,
-                join_tables(blocks.get_block_ids(), self._pages),
+                join_tables(blocks.get_block_ids(), self._blocks_per_page),
                 self._timeout_s,
                 release_layers=None,  # vLLM runs a request only once its whole load is complete
             )

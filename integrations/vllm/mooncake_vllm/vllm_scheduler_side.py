@@ -205,7 +205,7 @@ class SchedulerSide:
 
     def _start(self) -> None:
         info = self._ranks.info
-        self._pages = info.blocks_per_page
+        self._blocks_per_page = info.blocks_per_page
         self._block_tokens = info.block_size
         self._page_tokens = info.block_size * info.blocks_per_page
         self._groups = info.geometry.tables
@@ -330,7 +330,7 @@ class SchedulerSide:
         is_restart: bool,
     ) -> PushStep:
         stop = num_computed + step.num_scheduled_tokens[request_id]
-        blocks = tuple(join_tables(tables, self._pages)) if tables else ()
+        blocks = tuple(join_tables(tables, self._blocks_per_page)) if tables else ()
         if is_restart:
             return PushStep(request_id, stop, (), blocks)
         return PushStep(request_id, stop, blocks)
@@ -432,7 +432,7 @@ class SchedulerSide:
         try:
             self._connector.start_load_kv(
                 name,
-                join_tables(blocks.get_block_ids(), self._pages),
+                join_tables(blocks.get_block_ids(), self._blocks_per_page),
                 prompt,
                 start,
                 cache_salt=request.cache_salt or "",
@@ -457,7 +457,7 @@ class SchedulerSide:
     def _prompt_table(self, tables: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
         """The connector's block table of a prompt, from vLLM's tables."""
         needed = self._num_pages(num_tokens)
-        return join_tables([table[:needed] for table in tables], self._pages)
+        return join_tables([table[:needed] for table in tables], self._blocks_per_page)
 
     def _num_pages(self, num_tokens: int) -> int:
         """Number of vLLM's blocks that hold these tokens."""

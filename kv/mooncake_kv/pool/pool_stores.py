@@ -161,10 +161,14 @@ class PoolStores:
 
     @property
     def publishes_saves(self) -> bool:
-        """Whether the store to save to has an observer or publishes events, so that saves must
-        include their tokens."""
-        arena = self.all[store_to_save_to(self.all) or 0].arena
-        return self._observer is not None or (arena is not None and arena.kv_events is not None)
+        """Whether a store that saves may go to publishes events, or this instance's own does, so
+        that saves must include their tokens. The store is chosen later, and may be another one by
+        then if the first can't be reached."""
+        stores = self.all[:1] if self._own is not None else self.all
+        arenas = (store.arena for store in stores)
+        return self._observer is not None or any(
+            arena is not None and arena.kv_events is not None for arena in arenas
+        )
 
     def own_stats(self) -> StoreStats | None:
         """Counters of the store in this instance, at most STATS_AGE_S old; None if there is no such

@@ -168,7 +168,12 @@ def test_results_are_named_as_vllm_does(connectors: ModuleType) -> None:
 
 def step_maker(**others: Any) -> SimpleNamespace:
     """A scheduler side that returns only the given metadata for a step."""
-    nothing = {"take_started": lambda: (), "push_steps": lambda step: (), "is_waiting": False}
+    nothing = {
+        "take_started": lambda: (),
+        "push_steps": lambda step: (),
+        "is_waiting": False,
+        "needs_steps": False,
+    }
     return SimpleNamespace(**nothing | others)
 
 
@@ -181,23 +186,24 @@ def test_vllm_steps_on_while_a_scheduler_side_needs_it(
 
 
 @pytest.mark.parametrize(
-    ("scheduled", "is_waiting", "may_wait", "waits"),
+    ("scheduled", "waits_for", "may_wait", "waits"),
     [
-        ({}, True, True, True),
-        ({}, False, True, False),
-        ({"other": 1}, True, True, False),
-        ({}, True, False, False),
+        ({}, "is_waiting", True, True),
+        ({}, "needs_steps", True, True),
+        ({}, "nothing", True, False),
+        ({"other": 1}, "is_waiting", True, False),
+        ({}, "is_waiting", False, False),
     ],
-    ids=["idle", "nothing to wait for", "others run", "others would wait"],
+    ids=["idle", "blocks are held", "nothing to wait for", "others run", "others would wait"],
 )
 def test_idle_step_waits_briefly_for_reports(
     connectors: ModuleType,
     scheduled: dict[str, int],
-    is_waiting: bool,
+    waits_for: str,
     may_wait: bool,
     waits: bool,
 ) -> None:
-    side, worker = step_maker(is_waiting=is_waiting), Worker()
+    side, worker = step_maker(**{waits_for: True}), Worker()
     made = connector(connectors, scheduler=side, worker=worker, may_wait=may_wait)
     step = made.build_connector_meta(SimpleNamespace(num_scheduled_tokens=scheduled))
     made.bind_connector_metadata(step)

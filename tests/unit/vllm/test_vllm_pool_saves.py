@@ -114,7 +114,7 @@ class Saves:
             self.client,
             1,
             WindowBlocks([KVGroup((0,))], CHUNK, BLOCK),
-            publishes_tokens=False,
+            publishes_tokens=lambda: False,
             report=self.reported.append,
         )
         self.request = FakeRequest("a", PROMPT)

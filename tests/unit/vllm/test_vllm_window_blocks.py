@@ -60,7 +60,7 @@ class Instance:
         self.is_refused = False
         self.reported: list[str] = []
         self.saves = PoolSaves(
-            self, 1, self.windows, publishes_tokens=False, report=self.reported.append
+            self, 1, self.windows, publishes_tokens=lambda: False, report=self.reported.append
         )
         self.request = FakeRequest("a", PROMPT)
         self.saves.add(self.request, IDENTITY)
@@ -234,6 +234,16 @@ def test_rejected_drafts_hold_no_blocks_while_vllm_has_no_step_for_the_request()
     assert it.pool.held == [53, 54]
     it.step(num_tokens=0)
     assert it.copy() == [(1, 2)]
+
+
+def test_nothing_is_held_after_a_session_that_ends_before_its_turn_with_pictures() -> None:
+    """vLLM appends the pictures when its client sends them, before the turn runs."""
+    it = Instance()
+    it.begin()
+    assert it.windows.num_held > 0
+    it.request.mm_features = ["a picture"]
+    assert not it.end("FINISHED_ABORTED")
+    assert it.windows.num_held == 0
 
 
 def idle_step() -> Any:

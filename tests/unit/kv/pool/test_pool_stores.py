@@ -98,6 +98,7 @@ def test_stores_that_can_be_used_are_reported(service: StoreService) -> None:
     known = StoreReport(None, events, "*:7702")
     for connect, dram_bytes, wanted in (
         ((address,), 0, [known]),
+        ((address, away), 0, [known]),
         ((away, address), 0, [StoreReport(), known]),
         ((address, away), 1 << 20, [StoreReport(), known]),
     ):
