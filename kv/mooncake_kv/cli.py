@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from mooncake_hal import __version__  # one of all our packages
 from mooncake_hal.command_line import LOG_FORMATS, CommandParser, DefaultsInHelp, LogSettings
-from mooncake_hal.errors import HalError, PortsExhausted
+from mooncake_hal.errors import AccessDenied, HalError, PortsExhausted
 from mooncake_hal.negotiation import AUTO, Transports
 from mooncake_hal.options import (
     Option,
@@ -483,7 +483,8 @@ def _require(found: Found | None, store: StoreClient, args: argparse.Namespace) 
 def _unreachable(store: StoreClient, args: argparse.Namespace) -> str:
     reason = store.last_error or "it did not reply in time"
     if store.is_refused:
-        advice = "" if args.kv_secret_file else "; no --kv-secret-file was given"
+        needs_secret = isinstance(store.last_error, AccessDenied) and not args.kv_secret_file
+        advice = "; no --kv-secret-file was given" if needs_secret else ""
         return f"the store at {args.host} port {args.port} rejects this command: {reason}{advice}"
     return (
         f"no store answers at {args.host} port {args.port}: start one with `mooncake-kv store`, or "

@@ -418,7 +418,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
             length says so, nor the rest of one without a length.
     """
     declared = request.headers.get("content-length", "0")  # digits, as the HTTP parser has checked
-    if int(declared) > max_bytes:
+    if int(declared.lstrip("0") or "0") > max_bytes:  # int() refuses thousands of zeros
         raise _too_large(max_bytes)
     pieces, num_bytes = [], 0
     async for piece in request.stream():

@@ -28,7 +28,12 @@ from mooncake_engine.errors import (
     PromptTooLong,
 )
 from mooncake_engine.server.live_requests import RequestAborted, ShuttingDown
-from mooncake_engine.server.unknown_fields import refusal, remove, warn_once
+from mooncake_engine.server.unknown_fields import (
+    refusal,
+    remove,
+    remove_defaults,
+    warn_once,
+)
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -279,7 +284,8 @@ def decode_request(body: bytes, request_type: type[RequestType]) -> RequestType:
 
 def _without_unknown(value: Any, request_type: type[RequestType]) -> RequestType:
     """Decode a body, removing one ignorable unknown field per attempt until none is left."""
-    for _ in range(_MAX_IGNORED):
+    remove_defaults(value, request_type.__struct_fields__)
+    for _ in range(_MAX_IGNORED + 1):
         try:
             return msgspec.convert(value, request_type, str_keys=True)
         except (msgspec.ValidationError, RecursionError) as exc:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import logging
 import re
+from collections.abc import Collection
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,21 @@ def refusal(body: Any, field: str, path: str, known: list[str]) -> str | None:
         return f"{field} is not supported; remove it"
     nearest = difflib.get_close_matches(field, known, n=1, cutoff=0.75)
     return f"unknown field {field}; did you mean {nearest[0]}?" if nearest else None
+
+
+def remove_defaults(body: Any, known: Collection[str]) -> None:
+    """Remove the unknown fields of a body whose values match this server's behaviour: a client that
+    sends every parameter of another server sends dozens.
+
+    Args:
+        body: the decoded body.
+        known: the known fields of the body.
+    """
+    if isinstance(body, dict):
+        unknown = [field for field in body if field not in known]
+        for field in unknown:
+            if body[field] in (None, _NO_EFFECT_VALUES.get(field)):
+                del body[field]
 
 
 def remove(value: Any, path: str, field: str) -> None:

@@ -37,8 +37,9 @@ _HELP = {
     "used_bytes": "Bytes that are not free now, by tier; of memory also those being written and in "
     "quarantine.",
     "chunks": "Chunks stored now, by tier; one may be in both.",
-    "staging_chunks": "Chunks that clients are writing now.",
-    "pins": "Read handles of clients in force now, each of which keeps a chunk from eviction.",
+    "staging_chunks": "Chunks being written to memory now, by clients or by loads from SSDs.",
+    "pins": "Read handles in force now, of clients and of writes to SSDs, each of which keeps a "
+    "chunk from eviction.",
     "quarantine_bytes": "Bytes of freed memory not reused yet, since a client past its deadline "
     "might still access them.",
     "leaked_bytes": "Bytes of memory held now by writers that are past their deadline, or gone, "
@@ -47,10 +48,11 @@ _HELP = {
     "hits_total": "Chunks that clients asked to read and got a handle for, by tier.",
     "misses_total": "Chunks that clients asked to read and got no handle for.",
     "read_bytes_total": "Bytes of the chunks that clients got a handle for.",
-    "puts_total": "Chunks that clients have stored.",
-    "put_bytes_total": "Bytes of the chunks that clients have stored.",
-    "aborted_puts_total": "Writes of chunks that clients gave up, or that missed their deadline.",
-    "refused_puts_total": "Chunks that clients were not allowed to store, by reason: present "
+    "puts_total": "Chunks put in memory by clients, or by loads from SSDs.",
+    "put_bytes_total": "Bytes of the chunks put in memory by clients, or by loads from SSDs.",
+    "aborted_puts_total": "Writes of chunks to memory that were given up, or that missed their "
+    "deadline.",
+    "refused_puts_total": "Chunks that got no memory to be written to, by reason: present "
     "(stored already), staging (being written), no_space, over_quota, too_large, low_value (a copy "
     "worth less than what it would evict).",
     "evictions_total": "Chunks evicted from memory, by reason: room (for others), copy (of another "

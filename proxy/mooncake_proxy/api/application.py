@@ -522,7 +522,8 @@ class ProxyApplication:
         methods = self.admin_routes.get(admin_routes.route_of(path))
         if methods is None:
             elsewhere = () if self.config.admin_port is None else admin_routes.ADMIN_PATHS
-            raise NoSuchPath(path, self.admin_routes.keys() - elsewhere)
+            served = {*self.admin_routes, admin_routes.RESERVATIONS_PATH}
+            raise NoSuchPath(path, served.difference(elsewhere))
         handler = methods.get("GET" if request.method == "HEAD" else request.method)
         if handler is None:
             raise MethodNotAllowed(request.method, path, methods)

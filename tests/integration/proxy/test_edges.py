@@ -96,6 +96,7 @@ def test_unusual_requests_get_a_response(data: bytes, status: int) -> None:
         ("/v1/v1/completions", "/v1/v1/completions; did you mean /v1/completions?"),
         ("/v1/model", "/v1/model; did you mean /v1/models?"),
         ("/healthz", "/healthz; did you mean /health?"),
+        ("/conductor/reservation", "/conductor/reservation; did you mean /conductor/reservations?"),
         ("/nope", "/nope"),
         ("/" + "x" * 9000, "/" + "x" * 99),
     ],

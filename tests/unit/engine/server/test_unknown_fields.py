@@ -178,6 +178,13 @@ def test_every_parameter_of_vllm_at_its_default_is_accepted(client: AsgiClient) 
     body = VLLM_DEFAULTS | VLLM_CHAT_DEFAULTS
     response = client.post("/v1/chat/completions", messages=messages, **body)
     assert response.status_code == 200, response.text
+    ignored = {f"tag {number}": number for number in range(28)}
+    response = client.post("/v1/chat/completions", messages=messages, **body, **ignored)
+    assert response.status_code == 200, "defaults don't count as unknown fields"
+    ignored = {f"tag {number}": number for number in range(33)}
+    response = client.post("/v1/chat/completions", messages=messages, **ignored)
+    assert response.status_code == 400
+    assert "more than 32 unknown fields" in response.text
 
 
 def test_every_field_of_vllms_structured_outputs_is_accepted_at_its_default() -> None:
