@@ -43,7 +43,7 @@ from mooncake_engine.execution.worker_extension import ExtensionMessages
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.kv_connector import (
     EXTENSION,
-    SchedulerConnector,
+    EngineConnector,
     engine_errors,
     find_connector,
     settle_addresses,
@@ -53,7 +53,7 @@ from mooncake_engine.models.hf_config import ModelConfig
 from mooncake_engine.models.rope import LongRopeScaling
 from mooncake_engine.pool_connector import (
     EXTENSION as POOL_EXTENSION,
-    SchedulerPool,
+    EnginePool,
     check_pool,
     open_stores,
 )
@@ -171,7 +171,7 @@ def start_engine(
             stores = open_stores(config.kv_pool, registry, engine_id, _store_events(config))
             cleanup.callback(stores.close)
             open_pool = partial(
-                SchedulerPool,
+                EnginePool,
                 config.kv_pool,
                 stores,
                 pool_identity(plan, config.kv_pool.chunk_tokens),
@@ -217,8 +217,8 @@ class _Links:
     engine_id: str
     dp_rank: int
     messages: ExtensionMessages
-    connector: SchedulerConnector | None
-    pool: SchedulerPool | None
+    connector: EngineConnector | None
+    pool: EnginePool | None
 
     def executor_options(
         self, progress: ProgressHandler | None, registry: Registry
@@ -249,13 +249,13 @@ class _Links:
 
 def _open_links(
     config: EngineConfig,
-    open_pool: Callable[[], SchedulerPool] | None,
+    open_pool: Callable[[], EnginePool] | None,
     engine_id: str,
     dp_rank: int,
     cleanup: ExitStack,
 ) -> _Links:
     messages = ExtensionMessages()
-    connector = None if config.kv_transfer is None else SchedulerConnector(config, dp_rank)
+    connector = None if config.kv_transfer is None else EngineConnector(config, dp_rank)
     pool = None if open_pool is None else open_pool()
     # the pool first: a step waits for its loads before the connector sends what it computes
     if pool is not None:
@@ -455,8 +455,8 @@ def _make_kv_events(config: EngineConfig, block_size: int, dp_rank: int) -> KVEv
 def _make_scheduler(
     config: EngineConfig,
     info: ExecutorInfo,
-    connector: SchedulerConnector | None,
-    pool: SchedulerPool | None,
+    connector: EngineConnector | None,
+    pool: EnginePool | None,
     dp_rank: int,
 ) -> Scheduler:
     policy = config.kv_transfer.load_failure if config.kv_transfer else LoadFailurePolicy.RECOMPUTE
@@ -498,9 +498,9 @@ def _make_scheduler(
 
 
 def _log_pool(config: EngineConfig, info: ExecutorInfo) -> None:
-    """Log the size of the KV pool: once, not where it is decided, which is on every rank."""
+    """Log the size of the KV cache: once, not where it is decided, which is on every rank."""
     logger.info(
-        "KV pool: %d blocks of %d tokens, %d tokens in all",
+        "KV cache: %d blocks of %d tokens, %d tokens in all",
         info.num_blocks,
         info.block_size,
         info.num_blocks * info.block_size,
@@ -508,7 +508,7 @@ def _log_pool(config: EngineConfig, info: ExecutorInfo) -> None:
     logger.info("swap space: %d blocks of host memory per rank", info.num_host_blocks)
     if config.max_model_len is None and info.max_model_len < info.model.max_positions:
         logger.warning(
-            "the KV pool limits prompt and output together to %d tokens, but the model supports "
+            "the KV cache limits prompt and output together to %d tokens, but the model supports "
             "%d: enlarge the pool (--kv-cache-bytes, --num-kv-blocks, --memory-utilization), or "
             "set --max-model-len if this is enough",
             info.max_model_len,

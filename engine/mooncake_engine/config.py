@@ -275,16 +275,16 @@ class EngineConfig:
         metadata=option(
             metavar="N",
             aliases=("--num-gpu-blocks-override",),
-            help="number of blocks in the KV pool",
+            help="number of blocks in the KV cache",
             default_text="from --kv-cache-bytes",
         ),
     )
     kv_cache_bytes: int | None = field(
         default=None,
         metadata=option(
-            metavar="N[K|M|G]",
+            metavar="BYTES",
             parse=byte_count,
-            help="memory for the KV cache",
+            help="memory for the KV cache, such as 64G",
             default_text="from --memory-utilization",
         ),
     )

@@ -29,7 +29,7 @@ from mooncake_engine.core_messages import (
 from mooncake_engine.errors import EngineDead
 from mooncake_engine.execution.executor import Executor
 from mooncake_engine.execution.model_runner import PendingStep
-from mooncake_engine.kv_connector import SchedulerConnector
+from mooncake_engine.kv_connector import EngineConnector
 from mooncake_engine.messages import EngineRequest, EngineStats, StepSizes, TokenUpdate
 from mooncake_engine.scheduling.kv_residency import KVResidency
 from mooncake_engine.scheduling.request import Request
@@ -80,7 +80,7 @@ class EngineCore:
         self,
         scheduler: Scheduler,
         executor: Executor,
-        connector: SchedulerConnector | None = None,
+        connector: EngineConnector | None = None,
         clock: Callable[[], float] = time.monotonic,
         *,
         steps_in_flight: int = 1,

@@ -1,7 +1,7 @@
 """Adapts ``mooncake_kv`` connectors to the engine's scheduler and workers.
 
-The scheduler and the core hold a ``SchedulerConnector``; each rank holds a ``ConnectorExtension``
-beside its KV pool. The rest of KV transfer is in ``mooncake_kv``, which depends on neither.
+The scheduler and the core hold an ``EngineConnector``; each rank holds a ``ConnectorExtension``
+beside its KV cache. The rest of KV transfer is in ``mooncake_kv``, which depends on neither.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def read_kv_transfer_params(
         return parse_kv_transfer_params(params, prompt_token_ids, cache_salt)
 
 
-class SchedulerConnector:
+class EngineConnector:
     """The connector of one data-parallel rank; implements the scheduler's ``KVConnector``.
 
     Args:

@@ -79,16 +79,16 @@ class RequestTimes:
     """Times of a request's milestones, in seconds of the core's clock (``time.monotonic``).
 
     Args:
-        arrived: when the core received it.
-        load_started, loaded: when its load from a peer or the KVCache pool began and completed;
-            None if it had none.
-        scheduled: when its first step was planned; None before that.
+        arrived_at: when the core received it.
+        load_started_at, loaded_at: when its load from a peer or the KVCache pool began and
+            completed; None if it had none.
+        scheduled_at: when its first step was planned; None before that.
     """
 
-    arrived: float
-    load_started: float | None = None
-    loaded: float | None = None
-    scheduled: float | None = None
+    arrived_at: float
+    load_started_at: float | None = None
+    loaded_at: float | None = None
+    scheduled_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ class EngineInfo:
         max_model_len: maximum length of a sequence, prompt and output together, in tokens.
         vocab_size: size of the vocabulary; token ids are below it.
         eos_token_ids: tokens that end a request unless ``ignore_eos``.
-        num_kv_blocks, block_size: size of the KV pool, in blocks and tokens per block.
+        num_kv_blocks, block_size: size of the KV cache, in blocks and tokens per block.
         engine_id: the engine's id among its peers; a restarted engine has another one.
         lends_kv: whether peers can read its KV.
         dp_size: number of data-parallel ranks, which divide the blocks among them.

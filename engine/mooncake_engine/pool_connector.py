@@ -1,6 +1,6 @@
 """Adapts the KVCache pool of ``mooncake_kv.pool`` to the engine's scheduler and workers.
 
-The scheduler and the core hold a ``SchedulerPool``; each rank holds a ``PoolExtension`` beside its
+The scheduler and the core hold an ``EnginePool``; each rank holds a ``PoolExtension`` beside its
 KV memory.
 """
 
@@ -64,7 +64,7 @@ def open_stores(
         return PoolStores(config, registry, name, kv_events)
 
 
-class SchedulerPool:
+class EnginePool:
     """The KVCache pool of one data-parallel rank; implements ``ChunkPool``.
 
     Args:
@@ -156,13 +156,13 @@ class SchedulerPool:
             )
 
     def keys(self, request: Request, num_chunks: int) -> list[bytes]:
-        chain = request.chunk_chain
-        if len(chain) < num_chunks:
+        keys = request.chunk_keys
+        if len(keys) < num_chunks:
             size = self.chunk_tokens
-            parent = chain[-1] if chain else self._identity.root(request.spec.cache_salt)
-            tokens = request.token_ids[len(chain) * size : num_chunks * size]
-            chain += extend_keys(self._identity, parent, tokens)
-        return chain[:num_chunks]
+            parent = keys[-1] if keys else self._identity.root(request.spec.cache_salt)
+            tokens = request.token_ids[len(keys) * size : num_chunks * size]
+            keys += extend_keys(self._identity, parent, tokens)
+        return keys[:num_chunks]
 
 
 class PoolExtension:

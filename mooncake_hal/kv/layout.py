@@ -28,7 +28,7 @@ KV_LAYOUTS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """The layout of one rank's KV pool.
+    """The layout of one rank's KV cache.
 
     Args:
         name: key of KV_LAYOUTS.
@@ -61,7 +61,7 @@ class KVLayout:
 
 
 def layout_bytes(geometry: KVGeometry, shard: KVShard, num_blocks: int, block_size: int) -> int:
-    """Size of a rank's KV pool in bytes; the same in every layout."""
+    """Size of a rank's KV cache in bytes; the same in every layout."""
     per_piece = sum(geometry.plane_dims) * geometry.element_bytes
     return num_blocks * (block_size // geometry.unit) * shard.layers * shard.heads * per_piece
 

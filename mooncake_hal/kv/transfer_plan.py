@@ -233,7 +233,7 @@ def elect_sources(wanted: KVShard, shards: Sequence[KVShard], spread: int) -> li
 
 @dataclass(frozen=True, slots=True)
 class _PagedKV:
-    """A rank's KV pool together with the block table of one sequence."""
+    """A rank's KV cache together with the block table of one sequence."""
 
     rank: KVShardSpec
     blocks: Sequence[int]

@@ -16,8 +16,8 @@ from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.expert_plan import plan_experts
 from mooncake_engine.execution.graph_plan import NO_GRAPHS, GraphPlan, plan_graphs
 from mooncake_engine.execution.weight_loader import KVScales, read_kv_scales
-from mooncake_engine.kv_cache.kv_pool import (
-    PoolSize,
+from mooncake_engine.kv_cache.kv_cache_memory import (
+    KVCacheSize,
     choose_layout,
     choose_num_blocks,
     torch_dtype,
@@ -67,7 +67,7 @@ class EnginePlan:
         block_size: tokens per KV block, and the reason for the number.
         layout_name: key of ``KV_LAYOUTS``.
         max_model_len: longest sequence, in tokens; a pool that is measured later may lower it.
-        pool_size: size of each rank's KV pool; None if the pool gets the memory that the loaded
+        kv_cache_size: size of each rank's KV cache; None if it gets the memory that the loaded
             model leaves free, which each rank measures: see ``with_blocks``.
         draft: the draft model; None if there is none.
         swap_space_bytes: host memory per rank to which preempted groups are swapped.
@@ -86,7 +86,7 @@ class EnginePlan:
     block_size: BlockSize
     layout_name: str
     max_model_len: int
-    pool_size: PoolSize | None = None
+    kv_cache_size: KVCacheSize | None = None
     draft: DraftPlan | None = None
     swap_space_bytes: int = 0
     kv_scales: KVScales = ()
@@ -163,7 +163,9 @@ class EnginePlan:
         num_host_blocks = min(self.swap_space_bytes // host_block_bytes, num_blocks)
         return replace(
             self,
-            pool_size=PoolSize(num_blocks, block_size, num_host_blocks, self.num_scratch_blocks),
+            kv_cache_size=KVCacheSize(
+                num_blocks, block_size, num_host_blocks, self.num_scratch_blocks
+            ),
             max_model_len=_choose_length(self.config, self.model, num_blocks * block_size),
         )
 
@@ -312,7 +314,7 @@ def all_shards(config: EngineConfig, geometry: KVGeometry) -> list[KVShard]:
 
 
 def is_profiled(config: EngineConfig, backend: Backend) -> bool:
-    """Whether the KV pool gets the device memory that a profiling run leaves free.
+    """Whether the KV cache gets the device memory that a profiling run leaves free.
 
     By default only if the device is not the host, whose memory is shared with other processes.
     """

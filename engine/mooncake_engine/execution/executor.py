@@ -59,7 +59,7 @@ class ExecutorInfo:
         model: the model's config.
         geometry: the model's KV.
         ranks: KV memory of every rank, in rank order.
-        num_blocks: blocks in the KV pool of each rank.
+        num_blocks: blocks in the KV cache of each rank.
         block_size: tokens per block.
         num_host_blocks: blocks of host memory that each rank can swap out to.
         max_model_len: longest sequence, in tokens.
@@ -414,16 +414,16 @@ def rank_kv_info(rank: int, worker: Worker) -> RankKVInfo:
 def executor_info(plan: EnginePlan, ranks: tuple[RankKVInfo, ...]) -> ExecutorInfo:
     """Collect the fixed properties of a loaded instance. If the ranks measured the size of their
     pools, they agree on it."""
-    if plan.pool_size is None:
+    if plan.kv_cache_size is None:
         plan = plan.with_blocks(ranks[0].layout.num_blocks - plan.num_scratch_blocks)
-    assert plan.pool_size is not None, "a plan with blocks has a pool size"
+    assert plan.kv_cache_size is not None, "a plan with blocks has the size of its KV cache"
     return ExecutorInfo(
         model=plan.model,
         geometry=plan.geometry,
         ranks=ranks,
-        num_blocks=plan.pool_size.num_blocks,
-        block_size=plan.pool_size.block_size,
-        num_host_blocks=plan.pool_size.num_host_blocks,
+        num_blocks=plan.kv_cache_size.num_blocks,
+        block_size=plan.kv_cache_size.block_size,
+        num_host_blocks=plan.kv_cache_size.num_host_blocks,
         max_model_len=plan.max_model_len,
         has_native_latents=plan.has_native_latents,
     )

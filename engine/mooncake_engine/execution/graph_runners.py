@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.parallel_state import StageRunner
-from mooncake_engine.kv_cache.kv_pool import KVPool
+from mooncake_engine.kv_cache.kv_cache_memory import KVCacheMemory
 from mooncake_engine.models.catalog import Model
 from mooncake_engine.models.decoder import IntermediateTensors
 from mooncake_engine.models.layers import ParallelContext
@@ -43,7 +43,7 @@ class GraphInputs:
     scratch_slots: Tensor
 
     @classmethod
-    def of(cls, size: int, pool: KVPool) -> GraphInputs:
+    def of(cls, size: int, pool: KVCacheMemory) -> GraphInputs:
         """Buffers for ``size`` tokens, filled with padding. The pool must have scratch blocks."""
         device, end = pool.device, pool.layout.num_blocks * pool.block_size
         token_ids, positions = torch.zeros(2, size, dtype=torch.int64, device=device)
@@ -71,7 +71,7 @@ class GraphRunner(ABC, Generic[Captured]):
 
     Args:
         stage: the wrapped StageRunner.
-        pool: the KV pool, which ends with a scratch slot for each padding token of a step.
+        pool: the KV cache, which ends with a scratch slot for each padding token of a step.
         runtime: captures the graphs.
         sizes: tokens per graph, ascending.
     """
@@ -83,7 +83,7 @@ class GraphRunner(ABC, Generic[Captured]):
     """The option that turns these graphs off."""
 
     def __init__(
-        self, stage: StageRunner, pool: KVPool, runtime: Runtime, sizes: Sequence[int]
+        self, stage: StageRunner, pool: KVCacheMemory, runtime: Runtime, sizes: Sequence[int]
     ) -> None:
         self._stage = stage
         self._runtime = runtime
@@ -216,7 +216,7 @@ class DecodeGraphRunner(GraphRunner[tuple[Graph, Tensor]]):
 
     Args:
         stage: runs the whole model.
-        pool: the model's KV pool, which ends with a scratch slot for each sequence of the largest
+        pool: the model's KV cache, which ends with a scratch slot for each sequence of the largest
             graph.
         runtime: captures the graphs.
         sizes: sequences per graph, ascending.
@@ -229,7 +229,7 @@ class DecodeGraphRunner(GraphRunner[tuple[Graph, Tensor]]):
     def __init__(
         self,
         stage: StageRunner,
-        pool: KVPool,
+        pool: KVCacheMemory,
         runtime: Runtime,
         sizes: Sequence[int],
         max_blocks: int,
@@ -297,7 +297,7 @@ class PiecewiseGraphRunner(GraphRunner[_Segments]):
         stage: runs all other steps.
         model: the whole model, in which the graphs are captured.
         parallel: the model's parallel context.
-        pool: the model's KV pool, which ends with a scratch slot for each padding token of a step.
+        pool: the model's KV cache, which ends with a scratch slot for each padding token of a step.
         runtime: captures the graphs.
         sizes: tokens per graph, ascending.
         hidden_size: hidden size of the model.
@@ -311,7 +311,7 @@ class PiecewiseGraphRunner(GraphRunner[_Segments]):
         stage: StageRunner,
         model: Model,
         parallel: ParallelContext,
-        pool: KVPool,
+        pool: KVCacheMemory,
         runtime: Runtime,
         *,
         sizes: Sequence[int],

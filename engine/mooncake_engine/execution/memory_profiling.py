@@ -12,7 +12,7 @@ from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.engine_plan import EnginePlan
 from mooncake_engine.execution.model_runner import ModelRunner
-from mooncake_engine.kv_cache.kv_pool import PoolSize
+from mooncake_engine.kv_cache.kv_cache_memory import KVCacheSize
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, StepPlan
 from mooncake_hal.backend import Runtime
@@ -30,12 +30,14 @@ class CapturesGraphs(Protocol):
         ...
 
 
-def profiling_pool_size(plan: EnginePlan) -> PoolSize:
+def profiling_kv_cache_size(plan: EnginePlan) -> KVCacheSize:
     """Just enough blocks for the longest sequence of the largest step; all sequences share them."""
     num_tokens = _prompt_lengths(plan)[0] + _tokens_after_prompt(plan.config)
     block_size = plan.block_size.tokens
     num_scratch_blocks = plan.num_scratch_blocks
-    return PoolSize(-(-num_tokens // block_size), block_size, num_scratch_blocks=num_scratch_blocks)
+    return KVCacheSize(
+        -(-num_tokens // block_size), block_size, num_scratch_blocks=num_scratch_blocks
+    )
 
 
 def largest_steps(plan: EnginePlan) -> list[StepPlan]:
@@ -110,7 +112,10 @@ def _largest_drafts(plan: EnginePlan, most: int) -> StepPlan:
 def _requests(plan: EnginePlan, lengths: Sequence[int]) -> tuple[NewRequest, ...]:
     """Requests of the given lengths, whose block tables repeat the few blocks of the pool."""
     sampling = SamplingParams(temperature=1.0, top_p=0.9)
-    num_blocks, num_after = profiling_pool_size(plan).num_blocks, _tokens_after_prompt(plan.config)
+    num_blocks, num_after = (
+        profiling_kv_cache_size(plan).num_blocks,
+        _tokens_after_prompt(plan.config),
+    )
     requests = []
     for token, (name, length) in enumerate(zip(_NAMES, lengths, strict=False)):
         tokens = (token,) * length  # a different token per request, so that no work is shared

@@ -27,7 +27,7 @@ from mooncake_engine.execution.speculation.drafts import (
 )
 from mooncake_engine.execution.worker_extension import LayerDone
 from mooncake_engine.kv_cache.block_copier import BlockCopier
-from mooncake_engine.kv_cache.kv_pool import KVPool
+from mooncake_engine.kv_cache.kv_cache_memory import KVCacheMemory
 from mooncake_engine.models.parallel_context import ForwardContext
 from mooncake_engine.scheduling.step_plan import (
     ExpertRound,
@@ -109,7 +109,7 @@ class RunnerParts:
 
     Args:
         model: this rank's stage of the model.
-        pool: the rank's KV pool.
+        pool: the rank's KV cache.
         requests: the requests that are running.
         sampler: deterministic, so that all ranks choose the same tokens.
         copier: copies KV blocks within the pool and to and from host memory.
@@ -122,7 +122,7 @@ class RunnerParts:
     """
 
     model: StageRunner
-    pool: KVPool
+    pool: KVCacheMemory
     requests: RequestTable
     sampler: Sampler
     copier: BlockCopier

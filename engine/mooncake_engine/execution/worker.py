@@ -1,4 +1,4 @@
-"""The worker of one rank: loads the model, owns the KV pool and runs steps.
+"""The worker of one rank: loads the model, owns the KV cache and runs steps.
 
 Its owner is ``InProcessExecutor``, or ``rank_process`` in a process of its own.
 """
@@ -21,7 +21,7 @@ from mooncake_engine.execution.memory_profiling import (
     largest_steps,
     measure_peak,
     memory_for_kv,
-    profiling_pool_size,
+    profiling_kv_cache_size,
 )
 from mooncake_engine.execution.model_runner import ModelRunner, PendingStep, RunnerParts
 from mooncake_engine.execution.parallel_state import ParallelGroups, PipelineStage, StageRunner
@@ -39,7 +39,7 @@ from mooncake_engine.execution.worker_extension import (
     load_extension,
 )
 from mooncake_engine.kv_cache.block_copier import BlockCopier
-from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize, blocks_in
+from mooncake_engine.kv_cache.kv_cache_memory import KVCacheMemory, KVCacheSize, blocks_in
 from mooncake_engine.messages import ExpertLoad, WaitedSeconds
 from mooncake_engine.models.catalog import Model, build_model
 from mooncake_engine.models.expert_placement import ExpertRanks, imbalance
@@ -70,7 +70,7 @@ class RankHandlers:
 
 
 class Worker:
-    """One loaded rank: its part of the model, its KV pool and its model runner.
+    """One loaded rank: its part of the model, its KV cache and its model runner.
 
     Args:
         plan: the instance's plan.
@@ -109,14 +109,14 @@ class Worker:
             self._model, self._parallel, plan.model.hidden_size, groups.pipeline
         )
         self._plan = plan
-        if plan.pool_size is None:
+        if plan.kv_cache_size is None:
             plan = plan.with_blocks(self._measure_num_blocks(plan))
-        assert plan.pool_size is not None, "a plan with blocks has a pool size"
+        assert plan.kv_cache_size is not None, "a plan with blocks has the size of its KV cache"
         self._plan = plan
-        self.pool = self._make_pool(plan, plan.geometry, plan.pool_size)
+        self.pool = self._make_kv_cache(plan, plan.geometry, plan.kv_cache_size)
         self._graphs = self._make_graph_runners(plan, self.pool)
         stage = self._graphs[-1] if self._graphs else self._stage
-        self._runner = self._make_runner(plan, self.pool, plan.pool_size, stage)
+        self._runner = self._make_runner(plan, self.pool, plan.kv_cache_size, stage)
         self._balancer = self._make_balancer(plan)
         self.extension: WorkerExtension | None = None
         if extension is not None:
@@ -188,9 +188,9 @@ class Worker:
         routed to the experts that take the most memory. The graphs are captured over the same pool
         to measure them, and captured again over the real pool.
         """
-        size = profiling_pool_size(plan)
+        size = profiling_kv_cache_size(plan)
         runtime, index = self._backend.runtime, self._device_index
-        pool = self._make_pool(plan, plan.geometry, size)
+        pool = self._make_kv_cache(plan, plan.geometry, size)
         runner = self._make_runner(plan, pool, size, self._stage)
         graphs = self._make_graph_runners(plan, pool)
         try:
@@ -207,14 +207,18 @@ class Worker:
         num_blocks = blocks_in(nbytes, block_bytes(plan.geometries, shards, size.block_size))
         return self._groups.least(num_blocks, self._device) - size.num_scratch_blocks
 
-    def _make_pool(self, plan: EnginePlan, geometry: KVGeometry, size: PoolSize) -> KVPool:
+    def _make_kv_cache(
+        self, plan: EnginePlan, geometry: KVGeometry, size: KVCacheSize
+    ) -> KVCacheMemory:
         """Allocate a pool for this rank's shard of a model's KV."""
         shard = self._groups.info.shard(geometry)
         layout = plan.layout_name
-        return KVPool(self._backend, self._device_index, geometry, shard, size, layout_name=layout)
+        return KVCacheMemory(
+            self._backend, self._device_index, geometry, shard, size, layout_name=layout
+        )
 
     def _make_graph_runners(
-        self, plan: EnginePlan, pool: KVPool
+        self, plan: EnginePlan, pool: KVCacheMemory
     ) -> list[DecodeGraphRunner | PiecewiseGraphRunner]:
         """The graph runners as a chain: the first wraps the stage, each next one wraps the one
         before it, and the last is the one to call."""
@@ -246,13 +250,13 @@ class Worker:
         return vocabulary_in(config.model, model.vocab_size, eos, config.chat_template)
 
     def _make_runner(
-        self, plan: EnginePlan, pool: KVPool, size: PoolSize, stage: StageRunner
+        self, plan: EnginePlan, pool: KVCacheMemory, size: KVCacheSize, stage: StageRunner
     ) -> ModelRunner:
         """Make the model runner that runs step plans over a pool.
 
         Args:
             plan: the instance's plan.
-            pool: the KV pool.
+            pool: the KV cache.
             size: size of the pool; the draft model's pool gets as many blocks.
             stage: runs this rank's part of the model.
         """
@@ -288,7 +292,7 @@ class Worker:
         return AsyncModelRunner(parts, sampled, proposer)
 
     def _make_proposer(
-        self, plan: EnginePlan, parts: RunnerParts, size: PoolSize
+        self, plan: EnginePlan, parts: RunnerParts, size: KVCacheSize
     ) -> Proposer | None:
         """The proposer of draft tokens; None without speculative decoding."""
         speculation = plan.config.speculation
@@ -298,7 +302,7 @@ class Worker:
             return NGramProposer(*speculation.prompt_lookup)
         draft = DraftModel(
             self._draft_model,
-            self._make_pool(plan, plan.draft.geometry, size),
+            self._make_kv_cache(plan, plan.draft.geometry, size),
             plan.config.max_num_batched_tokens,
             plan.draft.max_positions,
         )
@@ -365,9 +369,9 @@ class Worker:
 
     def warm_up(self) -> None:
         """Compile kernels and capture graphs, so that the first requests don't wait for that."""
-        # on a device of its own, the KV pool leaves just as much memory as profiling has measured
+        # on a device of its own, the KV cache leaves just as much memory as profiling has measured
         is_own_memory = self._device.type != "cpu"
-        size = self._plan.pool_size
+        size = self._plan.kv_cache_size
         assert size is not None, "a rank that runs has a pool"
         for prompt, decode in warm_up_requests(self._plan, size.num_blocks, compiles=is_own_memory):
             self._runner.run(self._with_round(prompt))
@@ -394,7 +398,7 @@ class Worker:
         self._groups.drain()
 
     def close(self) -> None:
-        """Stop the extension, leave the groups and free the KV pool. Idempotent."""
+        """Stop the extension, leave the groups and free the KV cache. Idempotent."""
         if self.extension is not None:
             self.extension.close()
         self._groups.close()

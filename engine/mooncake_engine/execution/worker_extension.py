@@ -1,4 +1,4 @@
-"""Interface for code that runs in each worker next to the KV pool, such as a KV connector.
+"""Interface for code that runs in each worker next to the KV cache, such as a KV connector.
 
 An executor builds one extension per rank, in the rank's process, and carries opaque messages
 between it and the core; it never looks inside them. ``Executor.send`` reaches ``receive``, and
@@ -16,7 +16,7 @@ from typing import Protocol, cast
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError
-from mooncake_engine.kv_cache.kv_pool import KVPool
+from mooncake_engine.kv_cache.kv_cache_memory import KVCacheMemory
 from mooncake_engine.scheduling.step_plan import StepPlan
 from mooncake_hal.backend import Backend
 from mooncake_hal.registry import Registry
@@ -38,7 +38,7 @@ class ExtensionContext:
     Args:
         rank, num_ranks: number of the rank, and how many ranks there are.
         device: index of the rank's device.
-        pool: the rank's KV pool, valid until the extension's ``close`` has returned.
+        pool: the rank's KV cache, valid until the extension's ``close`` has returned.
         backend: the backend of the rank's device; threads of the extension must call
             ``backend.runtime.bind_thread`` first.
         registry: the transports that the rank's process has discovered.
@@ -51,7 +51,7 @@ class ExtensionContext:
     rank: int
     num_ranks: int
     device: int
-    pool: KVPool
+    pool: KVCacheMemory
     backend: Backend
     registry: Registry
     config: EngineConfig

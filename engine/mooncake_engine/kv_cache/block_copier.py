@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mooncake_engine.kv_cache.kv_pool import KVPool
+from mooncake_engine.kv_cache.kv_cache_memory import KVCacheMemory
 from mooncake_hal.backend import CopyStream, Fence, Ops
 from mooncake_hal.backend_parts import index_tensor, to_device
 from mooncake_hal.latents import NativeLatentOps
@@ -33,7 +33,7 @@ class BlockCopier:
     the device is the CPU, where pages are committed when they are first written.
 
     Args:
-        pool: the rank's KV pool.
+        pool: the rank's KV cache.
         num_host_blocks: capacity of the host memory, in blocks.
         ops: ops that gather, scatter, copy and convert blocks.
         device: device of the pool.
@@ -42,7 +42,7 @@ class BlockCopier:
 
     def __init__(
         self,
-        pool: KVPool,
+        pool: KVCacheMemory,
         num_host_blocks: int,
         ops: Ops,
         device: torch.device,

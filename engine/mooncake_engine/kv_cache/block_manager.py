@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from mooncake_engine.kv_cache.block_pool import BlockEvents, BlockPool, extend_chain
+from mooncake_engine.kv_cache.block_pool import BlockEvents, BlockPool, extend_block_hashes
 
 if TYPE_CHECKING:
     from mooncake_engine.scheduling.request import Request
@@ -122,7 +122,7 @@ class BlockManager:
         request.block_ids = parent.block_ids[: self.blocks_for(prompt)]
         self.pool.share(request.block_ids)
         complete = prompt // self.block_size
-        request.chain = parent.chain[:complete]
+        request.block_hashes = parent.block_hashes[:complete]
         request.num_published = min(parent.num_published, complete)
         request.num_computed = min(parent.num_computed, prompt)
         request.num_cached_tokens = parent.num_cached_tokens
@@ -217,10 +217,10 @@ class BlockManager:
         if not self.prefix_caching or not request.has_verified_kv:
             return
         salt = request.spec.cache_salt
-        extend_chain(request.chain, request.token_ids, self.block_size, salt)
+        extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, salt)
         new = []
         for index in range(request.num_published, complete):
-            digest = request.chain[index]
+            digest = request.block_hashes[index]
             was_known = digest in self.pool
             known = self.pool.publish(request.block_ids[index], digest)
             if not was_known and digest in self.pool:
@@ -319,10 +319,10 @@ class BlockManager:
         for index, following in zip(new, (*new[1:], None), strict=True):
             if following == index + 1:
                 continue
-            parent = request.chain[first - 1] if first else None
+            parent = request.block_hashes[first - 1] if first else None
             tokens = request.token_ids[first * self.block_size : (index + 1) * self.block_size]
             salt = request.spec.cache_salt
-            events.stored(request.chain[first : index + 1], parent, tokens, salt)
+            events.stored(request.block_hashes[first : index + 1], parent, tokens, salt)
             first = following or 0
 
     def writes_shared(self, request: Request) -> bool:
@@ -335,5 +335,5 @@ class BlockManager:
         if not self.prefix_caching:
             return []
         salt = request.spec.cache_salt
-        extend_chain(request.chain, request.token_ids, self.block_size, salt)
-        return self.pool.find(request.chain[: cacheable // self.block_size])
+        extend_block_hashes(request.block_hashes, request.token_ids, self.block_size, salt)
+        return self.pool.find(request.block_hashes[: cacheable // self.block_size])

@@ -28,15 +28,15 @@ def root_of(cache_salt: str) -> bytes:
     return blake2b(ROOT + cache_salt.encode(), digest_size=DIGEST_BYTES).digest()
 
 
-def extend_chain(
-    chain: list[bytes], token_ids: Sequence[int], block_size: int, cache_salt: str = ""
+def extend_block_hashes(
+    block_hashes: list[bytes], token_ids: Sequence[int], block_size: int, cache_salt: str = ""
 ) -> None:
-    """Append the digests of the blocks that ``token_ids`` fill and ``chain`` does not have yet."""
-    parent = chain[-1] if chain else root_of(cache_salt)
-    for start in range(len(chain) * block_size, len(token_ids) - block_size + 1, block_size):
+    """Append the hashes of the blocks that ``token_ids`` fill, as far as they are missing."""
+    parent = block_hashes[-1] if block_hashes else root_of(cache_salt)
+    for start in range(len(block_hashes) * block_size, len(token_ids) - block_size + 1, block_size):
         block = array("q", token_ids[start : start + block_size]).tobytes()
         parent = blake2b(parent + block, digest_size=DIGEST_BYTES).digest()
-        chain.append(parent)
+        block_hashes.append(parent)
 
 
 class BlockEvents(Protocol):

@@ -53,10 +53,8 @@ class BatchWork:
     def _num_kept_free(self, request: Request) -> int:
         """Returns the blocks that a load from a peer leaves free: one for each request that runs,
         is ready, or loads."""
-        if request.state is not RequestStatus.PREALLOCATING:
-            return 0
-        queues = self._queues
-        return len(queues.running) + len(queues.ready) + len(queues.transferring)
+        is_load = request.status is RequestStatus.PREALLOCATING
+        return self._queues.num_holders if is_load else 0
 
     def has_capacity(self, request: Request, max_num_seqs: int, reserve: int) -> bool:
         """Whether an interactive request could start now, without preempting batch work.

@@ -186,8 +186,7 @@ class OutputProcessor:
 
     def finish(self, request: Request, update: TokenUpdate) -> None:
         """Remove the request from its queue, free or hold its blocks, and report its end."""
-        state = request.state
-        is_loading = state is RequestStatus.TRANSFERRING or request.is_unproven
+        is_loading = request.status is RequestStatus.TRANSFERRING or request.is_unproven
         self._queues.release_followers(request)
         self._queues.dequeue(request)
         self._queues.finish(request)

@@ -217,7 +217,7 @@ class PoolLoads:
     def found(self, event: ChunksFound) -> None:
         """Handle the pool's answer to a lookup."""
         request = self._lookups.pop(event.load_id, None)
-        if request is None or request.state is not RequestStatus.LOOKING_UP:
+        if request is None or request.status is not RequestStatus.LOOKING_UP:
             return
         num_keys = num_loadable_chunks(len(request.token_ids), self._pool.chunk_tokens)
         self._add_hit(request, self._pool.keys(request, num_keys), event.sources)
@@ -507,7 +507,7 @@ class PoolLoads:
     def _is_loading(self, load: _Load) -> bool:
         request = load.request
         is_its = request.pool_load == load.load_id
-        return is_its and request.state is RequestStatus.TRANSFERRING
+        return is_its and request.status is RequestStatus.TRANSFERRING
 
     def _requeue_loaded(self, request: Request, num_chunks: int) -> None:
         """Requeue a request, to continue behind the chunks that were loaded or that the device had
@@ -519,7 +519,7 @@ class PoolLoads:
             request.num_cached_tokens = request.num_computed
         request.num_saved = max(request.num_saved, request.num_computed)
         request.num_offered = max(request.num_offered, request.num_computed)
-        request.loaded = self._queues.now
+        request.loaded_at = self._queues.now
         self._queues.wait(request)
 
     def _prove(
@@ -528,7 +528,7 @@ class PoolLoads:
         request = load.request
         self._end_unproven(request)
         self._queues.release_followers(request)  # its logits have not been kept for them
-        if request.state is not RequestStatus.FINISHED:
+        if request.status is not RequestStatus.FINISHED:
             if event.error is None:
                 self._blocks.publish(request)
             else:
@@ -537,7 +537,7 @@ class PoolLoads:
                     *(request.request_id, event.error),
                 )
                 request.has_wrong_kv = True
-                if request.state is not RequestStatus.RUNNING:
+                if request.status is not RequestStatus.RUNNING:
                     self.recompute(request)
         return [(request, sequence, result) for sequence, result in load.held]
 
@@ -560,7 +560,7 @@ class PoolLoads:
         waiting = [name for name, (other, _) in self._parked.items() if other is load]
         for name in waiting:
             _, hit = self._parked.pop(name)
-            if hit.request.state is RequestStatus.LOOKING_UP:
+            if hit.request.status is RequestStatus.LOOKING_UP:
                 self._hits[name] = hit
                 self._end_look_up(hit.request)
 

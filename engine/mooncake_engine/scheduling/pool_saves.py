@@ -171,7 +171,7 @@ class PoolSaves:
         """Offer rejected saves of ended requests again, oldest first, until the pool rejects one.
         Saves whose blocks have been allocated again since are dropped."""
         for request_id, rejected in list(self._rejected.items()):
-            if rejected.request.state is not RequestStatus.FINISHED:
+            if rejected.request.status is not RequestStatus.FINISHED:
                 continue  # offered again with the request's next chunk
             is_unchanged = rejected.snapshot.is_unchanged(self._blocks.pool)
             if is_unchanged and self._is_computed(rejected):

@@ -112,7 +112,7 @@ class RemoteKVQueue:
         while request := queues.preallocating.peek():
             if before is not None and priority_key(before) < priority_key(request):
                 return
-            num_holders = len(queues.running) + len(queues.ready) + len(queues.transferring)
+            num_holders = queues.num_holders
             reserve = num_holders + watermark_blocks if num_holders else 0
             if not self._begin(request, reserve):
                 return
@@ -157,10 +157,10 @@ class RemoteKVQueue:
                 self._outputs.end_drain(request_id)
             return
         request = self._queues.requests.get(request_id)
-        if request is None or request.state not in LOADING or request.pool_load is not None:
+        if request is None or request.status not in LOADING or request.pool_load is not None:
             return
         if error is None:
-            if request.state is RequestStatus.TRANSFERRING:
+            if request.status is RequestStatus.TRANSFERRING:
                 self._mark_loaded(request, first_token)
             return
         if not is_drained:
@@ -174,11 +174,11 @@ class RemoteKVQueue:
         self._queues.dequeue(request)
         self._blocks.release(request)
         self._outputs.cancel_load(request)
-        self._wait(request)
-        name = request.request_id
         if self._limits.load_failure is LoadFailurePolicy.RECOMPUTE:
-            logger.info("request %s: %s; computing its prompt here", name, reason)
+            logger.info("request %s: %s; computing its prompt here", request.request_id, reason)
+            self._wait(request)
             return
+        self._queues.wait(request)  # a request that fails is taken out of its queue
         self._outputs.fail(request, f"the prompt's KV did not arrive: {reason}")
 
     def expire(self) -> None:
@@ -197,7 +197,7 @@ class RemoteKVQueue:
         if self._limits.reports_received_blocks:
             self.received.note(request)
         request.num_computed = request.num_received = request.num_prompt_tokens
-        request.loaded = self._queues.now
+        request.loaded_at = self._queues.now
         self._blocks.publish(request, shares=False)
         self._queues.wait(request)
         for follower in self._queues.followers(request):
@@ -231,7 +231,7 @@ def _sampled(first: FirstToken) -> SampledToken:
 def _loading(request: Request) -> Request | None:
     """Returns a sibling whose load of the prompt's KV from the peer is in flight, or None."""
     for member in request.group.members:
-        is_pulling = member.state is RequestStatus.TRANSFERRING and member.pool_load is None
+        is_pulling = member.status is RequestStatus.TRANSFERRING and member.pool_load is None
         if is_pulling and member.block_ids:
             return member
     return None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class RequestStatus(Enum):
-    """The state of a request. One that loads a peer's KV starts in PREALLOCATING."""
+    """The status of a request. One that loads a peer's KV starts in PREALLOCATING."""
 
     LOOKING_UP = auto()
     """Waits for a lookup of its prompt in the KVCache pool, or for another request's load from it.
@@ -74,8 +74,8 @@ class SequenceGroup:
         if not request.shares_first_token:
             return None
         for member in self.members:
-            is_reserving = member.loads_kv and member.state is RequestStatus.PREALLOCATING
-            if (is_reserving or member.state in _HAS_PROMPT_SOON) and member.shares_first_token:
+            is_reserving = member.loads_kv and member.status is RequestStatus.PREALLOCATING
+            if (is_reserving or member.status in _HAS_PROMPT_SOON) and member.shares_first_token:
                 return member
         return None
 
@@ -88,7 +88,7 @@ class SequenceGroup:
     def holders(self) -> list[Request]:
         """Returns the members that own blocks and are preempted together."""
         states = (RequestStatus.RUNNING, RequestStatus.WAITING)
-        return [member for member in self.members if member.block_ids and member.state in states]
+        return [member for member in self.members if member.block_ids and member.status in states]
 
 
 @dataclass(slots=True, eq=False)
@@ -102,6 +102,7 @@ class Request:
         arrival: clock reading at arrival, in seconds.
 
     Attributes:
+        status: which queue it is in.
         request_id: the engine's key.
         sampling: the sampling parameters.
         num_prompt_tokens: length of the prompt.
@@ -110,6 +111,8 @@ class Request:
         max_num_tokens: total length at which it ends; set when the scheduler adds the request.
         min_num_tokens: total length from which a stop token ends it; set at the same time.
         stop_token_ids: its own stop tokens and, unless it ignores them, the model's.
+        token_ids: the prompt, and the tokens that were sampled or accepted so far.
+        block_ids: its block table.
         num_computed: tokens whose KV is computed or loaded.
         num_preemptions: how often it was preempted.
         num_in_flight: tokens behind ``num_computed`` whose KV the steps in flight compute.
@@ -118,12 +121,15 @@ class Request:
         num_unverified_drafts: draft tokens that the steps in flight may run, at most; if all are
             accepted, the request gains that many more tokens, with their KV.
         host_block_ids: its block table in host memory while it is swapped out.
-        chain: digests of its full blocks, as far as they were needed.
+        block_hashes: digests of its full blocks, as far as they were needed.
+        num_published: number of its first blocks that are full and in the prefix cache.
+        num_cached_tokens: prompt tokens that were cached, here or at the prefill instance.
+        num_scored: prompt tokens whose log probabilities were reported.
         changed_at: index from which the workers' copy of its block table is stale; None if the
             copy is current.
         awaits_copies: whether its blocks were swapped in and the copies may not be complete.
         draft_length: adapts how many draft tokens it gets; None before the first draft.
-        chunk_chain: keys of its full chunks, as far as they were needed.
+        chunk_keys: keys of its full chunks, as far as they were needed.
         num_offered: tokens whose chunks have been offered to the KVCache pool.
         num_saved: offered tokens whose chunks the pool has accepted; the rest is offered again
             with the next chunk.
@@ -133,12 +139,16 @@ class Request:
         is_unproven: whether steps run it although that load has not completed.
         has_wrong_kv: whether that load failed after steps ran the request; it is recomputed once no
             step in flight runs it.
+        last_logprobs: log probabilities of its last token, if it asked for them.
+        deadline: clock reading at which its wait for a peer's KV, or for the pool's look-up or
+            load, is given up.
+        load_started_at, loaded_at, scheduled_at: see ``RequestTimes``.
     """
 
     spec: EngineRequest
     seed: int
     arrival: float
-    state: RequestStatus = RequestStatus.WAITING
+    status: RequestStatus = RequestStatus.WAITING
     request_id: str = field(init=False)
     sampling: SamplingParams = field(init=False)
     num_prompt_tokens: int = field(init=False)
@@ -150,7 +160,7 @@ class Request:
     token_ids: list[int] = field(init=False)
     block_ids: list[int] = field(default_factory=list)
     host_block_ids: list[int] = field(default_factory=list)
-    chain: list[bytes] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
     num_computed: int = 0
     num_preemptions: int = 0
     num_in_flight: int = 0
@@ -162,7 +172,7 @@ class Request:
     num_cached_tokens: int = 0
     num_scored: int = 0
     draft_length: DraftLength | None = None
-    chunk_chain: list[bytes] = field(default_factory=list)
+    chunk_keys: list[bytes] = field(default_factory=list)
     num_offered: int = 0
     num_saved: int = 0
     num_received: int = 0
@@ -171,9 +181,9 @@ class Request:
     has_wrong_kv: bool = False
     last_logprobs: TokenLogprobs | None = None
     deadline: float | None = None
-    load_started: float | None = None
-    loaded: float | None = None
-    scheduled: float | None = None
+    load_started_at: float | None = None
+    loaded_at: float | None = None
+    scheduled_at: float | None = None
 
     def __post_init__(self) -> None:
         self.request_id, self.sampling = self.spec.request_id, self.spec.sampling
@@ -191,7 +201,7 @@ class Request:
     @property
     def times(self) -> RequestTimes:
         """Clock readings of its milestones so far."""
-        return RequestTimes(self.arrival, self.load_started, self.loaded, self.scheduled)
+        return RequestTimes(self.arrival, self.load_started_at, self.loaded_at, self.scheduled_at)
 
     @property
     def first_token(self) -> FirstToken | None:

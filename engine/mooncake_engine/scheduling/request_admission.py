@@ -130,7 +130,7 @@ class RequestAdmission:
         is_alone = not self._queues.running
         # free blocks for running requests, and for siblings' copies of the prompt's last block
         reserve = 0 if is_alone else self.watermark_blocks + len(request.group.members) - 1
-        if request.state is RequestStatus.SWAPPED:
+        if request.status is RequestStatus.SWAPPED:
             return self._preemption.resume(request, step, reserve)
         if not may_start or not self.budget.may_begin(request, step.budget):
             return False

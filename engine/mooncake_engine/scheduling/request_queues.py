@@ -118,6 +118,12 @@ class RequestQueues:
         self._known: set[str] = set()
         self._order = count()
 
+    @property
+    def num_holders(self) -> int:
+        """Number of requests that own blocks and may need one more: those that run, are ready, or
+        load."""
+        return len(self.running) + len(self.ready) + len(self.transferring)
+
     def add(self, request: Request) -> None:
         """Register a new request and add it to its group; it is in no queue yet."""
         self.requests[request.request_id] = request
@@ -136,7 +142,7 @@ class RequestQueues:
 
     def finish(self, request: Request) -> None:
         """Unregister a finished request, which has left its queue already."""
-        request.state = RequestStatus.FINISHED
+        request.status = RequestStatus.FINISHED
         del self.requests[request.request_id]
         group = request.group
         group.members.remove(request)
@@ -146,35 +152,35 @@ class RequestQueues:
 
     def wait(self, request: Request) -> None:
         """Move a request to ``ready`` if it owns blocks, otherwise to ``waiting``."""
-        request.state = RequestStatus.WAITING
+        request.status = RequestStatus.WAITING
         self._push(self.ready if request.block_ids else self.waiting, request)
 
     def look_up(self, request: Request) -> None:
         """Move a request to ``looking_up``."""
-        request.state = RequestStatus.LOOKING_UP
+        request.status = RequestStatus.LOOKING_UP
         self._push(self.looking_up, request)
 
     def preallocate(self, request: Request) -> None:
         """Move a request to ``preallocating``."""
-        request.state = RequestStatus.PREALLOCATING
+        request.status = RequestStatus.PREALLOCATING
         self._push(self.preallocating, request)
 
     def transfer(self, request: Request) -> None:
         """Move a request to ``transferring``; its load begins now."""
-        request.state = RequestStatus.TRANSFERRING
-        request.load_started = self.now
+        request.status = RequestStatus.TRANSFERRING
+        request.load_started_at = self.now
         self.transferring[request.request_id] = request
 
     def run(self, request: Request) -> None:
         """Move a request to ``running``, in order of priority; the workers know it from now on."""
-        request.state = RequestStatus.RUNNING
-        request.scheduled = request.scheduled or self.now
+        request.status = RequestStatus.RUNNING
+        request.scheduled_at = request.scheduled_at or self.now
         insort_right(self.running, request, key=priority_key)
         self._known.add(request.request_id)
 
     def swap(self, request: Request) -> None:
         """Move a request to ``swapped``."""
-        request.state = RequestStatus.SWAPPED
+        request.status = RequestStatus.SWAPPED
         self._push(self.swapped, request)
 
     def follow(self, request: Request, leader: Request) -> None:
@@ -200,7 +206,7 @@ class RequestQueues:
         """Return the followers to their queues, since the leader's prompt will not be shared."""
         for follower in self.followers(leader):
             self.dequeue(follower)
-            is_loading = follower.state is RequestStatus.PREALLOCATING
+            is_loading = follower.status is RequestStatus.PREALLOCATING
             self._push(self.preallocating if is_loading else self.waiting, follower)
 
     def dequeue(self, request: Request) -> None:
@@ -208,9 +214,9 @@ class RequestQueues:
         if request.leader is not None:
             request.leader = None
             del self.following[request.request_id]
-        elif request.state is RequestStatus.RUNNING:
+        elif request.status is RequestStatus.RUNNING:
             self.running.remove(request)
-        elif request.state is RequestStatus.TRANSFERRING:
+        elif request.status is RequestStatus.TRANSFERRING:
             del self.transferring[request.request_id]
         else:
             self._queue_of.pop(request.request_id).remove(request)

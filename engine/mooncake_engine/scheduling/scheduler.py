@@ -312,7 +312,7 @@ class Scheduler:
         request.num_in_flight -= stop - request.num_computed
         request.num_computed = stop
         request.num_unverified_drafts -= sequence.num_draft_tokens
-        is_running = request.state is _RUNNING
+        is_running = request.status is _RUNNING
         if not is_running or request.has_wrong_kv:
             if not is_running and not request.num_in_flight:
                 self._outputs.complete(request)
@@ -384,7 +384,7 @@ class Scheduler:
         if num_tokens - start > 1:
             prompts.append(request)
             return
-        if num_tokens == start or not step.budget or request.state is not _RUNNING:
+        if num_tokens == start or not step.budget or request.status is not _RUNNING:
             return
         num_drafts = request.num_unverified_drafts
         is_last = num_tokens + num_drafts >= request.max_num_tokens
@@ -398,7 +398,7 @@ class Scheduler:
         while (growth := self.blocks.grow(request, start + num_drafts + 1)) is None:
             if not self._preempt_for(request.group, step):
                 return
-            if request.state is not _RUNNING:
+            if request.status is not _RUNNING:
                 return
         step.add(request, 1, growth)
 
@@ -423,7 +423,7 @@ class Scheduler:
     def _count(self, request: Request, budget: int) -> int:
         """How many tokens of a running request this step may run, at most ``budget``."""
         is_ready = not request.num_output_placeholders or self._may_run_ahead(request)
-        if not is_ready or request.state is not _RUNNING or request.has_wrong_kv:
+        if not is_ready or request.status is not _RUNNING or request.has_wrong_kv:
             return 0
         return min(request.num_pending, budget)
 

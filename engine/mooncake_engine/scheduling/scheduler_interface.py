@@ -27,7 +27,7 @@ class SchedulerLimits:
     Args:
         max_num_seqs: maximum number of sequences in one step.
         max_num_batched_tokens: maximum number of tokens in one step.
-        max_model_len: maximum length of one sequence, in tokens; the KV pool holds at least one
+        max_model_len: maximum length of one sequence, in tokens; the KV cache holds at least one
             sequence of that length.
         eos_token_ids: tokens that end a request.
         load_failure: whether a request whose KV does not arrive is recomputed or fails.

@@ -59,8 +59,8 @@ class ChoiceStats:
 
     __slots__ = (
         "finish",
-        "first_token",
-        "last_token",
+        "first_token_at",
+        "last_token_at",
         "num_cached_tokens",
         "num_gaps",
         "num_late_gaps",
@@ -75,8 +75,8 @@ class ChoiceStats:
         self.num_cached_tokens = 0
         self.num_tokens = 0
         self.started = time.monotonic()
-        self.first_token: float | None = None
-        self.last_token: float | None = None
+        self.first_token_at: float | None = None
+        self.last_token_at: float | None = None
         self.num_gaps = 0
         self.num_late_gaps = 0
         self.finish: FinishReason | None = None
@@ -90,9 +90,9 @@ class ChoiceStats:
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
         if not update.token_ids:
             return None
-        gap = None if self.last_token is None else now - self.last_token
-        self.first_token = self.first_token or now
-        self.last_token = now
+        gap = None if self.last_token_at is None else now - self.last_token_at
+        self.first_token_at = self.first_token_at or now
+        self.last_token_at = now
         self.num_tokens += len(update.token_ids)
         return gap
 
@@ -103,19 +103,19 @@ class ChoiceStats:
         if times is None:
             return []
         phases = []
-        if times.load_started is not None:
-            phases.append(RequestPhase("queue", times.arrived, times.load_started))
-            if times.loaded is not None:
-                phases.append(RequestPhase("kv_transfer", times.load_started, times.loaded))
-        elif times.scheduled is not None:
-            phases.append(RequestPhase("queue", times.arrived, times.scheduled))
-        if times.scheduled is None or self.first_token is None or self.last_token is None:
+        if times.load_started_at is not None:
+            phases.append(RequestPhase("queue", times.arrived_at, times.load_started_at))
+            if times.loaded_at is not None:
+                phases.append(RequestPhase("kv_transfer", times.load_started_at, times.loaded_at))
+        elif times.scheduled_at is not None:
+            phases.append(RequestPhase("queue", times.arrived_at, times.scheduled_at))
+        if times.scheduled_at is None or self.first_token_at is None or self.last_token_at is None:
             return phases
-        if times.loaded is not None:  # the peer sampled the first token
-            return [*phases, RequestPhase("decode", times.scheduled, self.last_token)]
-        phases.append(RequestPhase("prefill", times.scheduled, self.first_token))
+        if times.loaded_at is not None:  # the peer sampled the first token
+            return [*phases, RequestPhase("decode", times.scheduled_at, self.last_token_at)]
+        phases.append(RequestPhase("prefill", times.scheduled_at, self.first_token_at))
         if self.num_tokens > 1:
-            phases.append(RequestPhase("decode", self.first_token, self.last_token))
+            phases.append(RequestPhase("decode", self.first_token_at, self.last_token_at))
         return phases
 
 

@@ -135,7 +135,7 @@ class LatencyObjectives:
         """For each configured objective, its name and whether a finished answer has met it."""
         is_whole = stats.finish in (FinishReason.STOP, FinishReason.LENGTH)
         if self.ttft_s is not None:
-            first = math.inf if stats.first_token is None else stats.first_token
+            first = math.inf if stats.first_token_at is None else stats.first_token_at
             yield "ttft", is_whole and first - stats.started <= self.ttft_s
         if self.tbt_s is not None:
             yield "tbt", is_whole and 10 * stats.num_late_gaps <= stats.num_gaps
@@ -208,18 +208,18 @@ class ServerMetrics:
 
     def advance(self, stats: ChoiceStats, update: TextUpdate, now: float) -> None:
         """Count an update of a choice received at ``now`` (seconds of ``time.monotonic``)."""
-        is_first = stats.first_token is None
+        is_first = stats.first_token_at is None
         gap = stats.advance(update, now)
         if gap is not None:
             self._note_gap(stats, gap)
-        elif is_first and stats.first_token is not None:
+        elif is_first and stats.first_token_at is not None:
             self._observe("first_token", now - stats.started)
 
     def note_token(self, stats: ChoiceStats, now: float) -> None:
         """A faster ``advance`` for an update with one plain token that is not the choice's
         first."""
-        gap = now - (stats.last_token or now)
-        stats.last_token = now
+        gap = now - (stats.last_token_at or now)
+        stats.last_token_at = now
         stats.num_tokens += 1
         stats.num_gaps += 1
         if self._tbt_s is not None and gap > self._tbt_s:
@@ -270,10 +270,10 @@ class ServerMetrics:
         phases = stats.phases()
         for phase in phases:
             self._observe(phase.name, phase.duration_s)
-        if phases and stats.times is not None and stats.times.scheduled is not None:
-            self._observe("inference", phases[-1].end - stats.times.scheduled)
-        if stats.num_tokens > 1 and stats.first_token and stats.last_token:
-            decode_s = stats.last_token - stats.first_token
+        if phases and stats.times is not None and stats.times.scheduled_at is not None:
+            self._observe("inference", phases[-1].end - stats.times.scheduled_at)
+        if stats.num_tokens > 1 and stats.first_token_at and stats.last_token_at:
+            decode_s = stats.last_token_at - stats.first_token_at
             self._observe("per_token", decode_s / (stats.num_tokens - 1))
 
     def count_response(self, method: str, handler: str, status: int) -> None:
@@ -353,7 +353,7 @@ class _StatsMetrics:
         num_blocks = info.num_kv_blocks // info.dp_size
         pool = {"block_size": str(info.block_size), "num_gpu_blocks": str(num_blocks)}
         labels = dict(zip(_LABELS, self._label_values, strict=True))
-        yield InfoMetricFamily("vllm:cache_config", "The KV pool.", {**labels, **pool})
+        yield InfoMetricFamily("vllm:cache_config", "The KV cache.", {**labels, **pool})
         gauge, counter = self._gauge, self._counter
         yield gauge("vllm:num_requests_running", "Requests running.", stats.num_running)
         num_queued = stats.num_waiting - stats.num_swapped

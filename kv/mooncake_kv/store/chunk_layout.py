@@ -1,7 +1,7 @@
 """The byte layout of stored chunks, and the spans between them and a rank's paged KV.
 
 A stored chunk is the KV of ``chunk_tokens`` tokens of the *whole* model, in the order layer, plane,
-head, token, element: the layout of a KV pool with one block, on a single rank. It does not depend
+head, token, element: the layout of a KV cache with one block, on a single rank. It does not depend
 on the writer, so a rank of any tensor-parallel size, pipeline stage, block size and layout reads
 and writes its part of it with the planner that moves KV between instances. Layers are outermost, so
 that a layer can be loaded while the layers before it are computed, in one contiguous run per rank.

@@ -12,7 +12,7 @@ from torch import Tensor
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.weight_loader import load_weights
-from mooncake_engine.kv_cache.kv_pool import KVPool
+from mooncake_engine.kv_cache.kv_cache_memory import KVCacheMemory
 from mooncake_engine.models.catalog import build_model
 from mooncake_engine.models.layers import ParallelContext
 from mooncake_engine.models.parallel_context import ForwardContext
@@ -52,9 +52,9 @@ class Decoder:
         placement = ParallelContext(self.backend.ops, self.backend.runtime.device(0), setup.dtype)
         self.model = build_model(setup.model, placement, setup.max_model_len)
         load_weights(self.model, folder)
-        shard, size = shard_of(setup.geometry, 1, 0), setup.pool_size
+        shard, size = shard_of(setup.geometry, 1, 0), setup.kv_cache_size
         layout = {"layout_name": setup.layout_name}
-        self.pool = KVPool(self.backend, 0, setup.geometry, shard, size, **layout)
+        self.pool = KVCacheMemory(self.backend, 0, setup.geometry, shard, size, **layout)
         self.kv = {layer: self.pool.layer(layer) for layer in range(shard.layers)}
 
     def logits(self, tokens: Tensor, positions: Tensor, batch: AttentionBatch) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mooncake_engine.execution.request_table import CachedRequest, RequestTable, add_placeholders
 from mooncake_engine.execution.sampler import Sampler
 from mooncake_engine.kv_cache.block_copier import BlockCopier
-from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize
+from mooncake_engine.kv_cache.kv_cache_memory import KVCacheMemory, KVCacheSize
 from mooncake_engine.sampling_params import Grammar, GrammarKind, SamplingParams
 from mooncake_engine.scheduling.step_plan import NewRequest, StepPlan
 from mooncake_hal.backend_parts import CopyThread, to_device
@@ -83,8 +83,8 @@ def test_sampling_does_not_wait(need: str, temperature: float) -> None:
 def test_copies_on_write_do_not_wait() -> None:
     backend = load_backend("ascend")
     geometry = KVGeometry(AttentionKind.GQA, 1, 1, (64, 64), "bfloat16", 4)
-    pool = KVPool(
-        backend, 0, geometry, shard_of(geometry, 1, 0), PoolSize(4, 128), layout_name="LPBTH"
+    pool = KVCacheMemory(
+        backend, 0, geometry, shard_of(geometry, 1, 0), KVCacheSize(4, 128), layout_name="LPBTH"
     )
     stream = CopyThread("npu")
     copier = BlockCopier(pool, 0, backend.ops, pool.device, stream)

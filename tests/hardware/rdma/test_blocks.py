@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from support.kv_reader import GEOMETRY, KVTransferCase, Side, pull_elsewhere
 
-from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize
+from mooncake_engine.kv_cache.kv_cache_memory import KVCacheMemory, KVCacheSize
 from mooncake_hal.backend import Backend
 from mooncake_hal.kv.geometry import shard_of
 from mooncake_hal.registry import Registry
@@ -85,17 +85,17 @@ def some_blocks(side: Side, seed: int) -> list[int]:
     return blocks[:needed]
 
 
-def filled_pool(backend: Backend, side: Side, rank: int, seed: int) -> KVPool:
+def filled_pool(backend: Backend, side: Side, rank: int, seed: int) -> KVCacheMemory:
     """A rank's pool, filled with the random bytes of ``seed``."""
-    size = PoolSize(side.num_blocks, side.block_size)
+    size = KVCacheSize(side.num_blocks, side.block_size)
     shard = shard_of(GEOMETRY, side.tp_size, rank)
-    pool = KVPool(backend, 0, GEOMETRY, shard, size, layout_name=side.layout)
+    pool = KVCacheMemory(backend, 0, GEOMETRY, shard, size, layout_name=side.layout)
     bytes_of(pool.region)[:] = content(seed, side.pool_bytes(rank))
     return pool
 
 
 def write(
-    backend: Backend, pool: KVPool, blocks: list[int], written: tuple[torch.Tensor, ...]
+    backend: Backend, pool: KVCacheMemory, blocks: list[int], written: tuple[torch.Tensor, ...]
 ) -> None:
     """Have the backend write the rank's part of a prompt's KV into its blocks."""
     tokens = torch.arange(NUM_TOKENS)

@@ -1,4 +1,4 @@
-"""The KV pool gets the memory that weights and the largest step leave within the limit."""
+"""The KV cache gets the memory that weights and the largest step leave within the limit."""
 
 from __future__ import annotations
 

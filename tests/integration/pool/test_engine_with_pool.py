@@ -1,4 +1,4 @@
-"""A whole engine with the KV pool gives the tokens of an engine without it."""
+"""A whole engine with the KVCache pool gives the tokens of an engine without it."""
 
 import threading
 import time

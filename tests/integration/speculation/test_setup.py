@@ -96,8 +96,8 @@ def test_draft_models_kv_is_part_of_every_block(model: Path) -> None:
     both = make_plan(
         replace(config, speculative_config=SpeculativeConfig(DRAFT, model=model)), backend
     )
-    assert both.pool_size.num_blocks == alone.pool_size.num_blocks // 2
-    assert both.pool_size.num_host_blocks >= both.pool_size.num_blocks
+    assert both.kv_cache_size.num_blocks == alone.kv_cache_size.num_blocks // 2
+    assert both.kv_cache_size.num_host_blocks >= both.kv_cache_size.num_blocks
 
 
 @pytest.mark.parametrize("method", [NGRAM, DRAFT])

@@ -32,7 +32,7 @@ ENGINE_BLOCK_SIZE = 8
 
 @dataclass(frozen=True, slots=True)
 class EngineCaches:
-    """A rank's KV pool of our own engine.
+    """A rank's KV cache of our own engine.
 
     Args:
         memory: the whole pool.

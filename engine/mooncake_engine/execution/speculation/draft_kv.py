@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from mooncake_engine.kv_cache.block_pool import extend_chain
+from mooncake_engine.kv_cache.block_pool import extend_block_hashes
 
 BlocksFrom = Callable[[int], list[int]]
 """Returns a request's block table from a given index on."""
@@ -30,7 +30,7 @@ class _Progress:
     """How far the draft model has run a request.
 
     Args:
-        chain: digests of the request's full blocks, as far as they were needed.
+        block_hashes: digests of the request's full blocks, as far as they were needed.
         num_tokens: number of leading tokens whose draft KV is valid.
         num_recorded: number of leading blocks that are full of valid draft KV, are recorded by
             digest, and will not be written again. The block of the last token is not one of them:
@@ -40,7 +40,7 @@ class _Progress:
         tail: the ids of the other blocks, as of the last write to any of them.
     """
 
-    chain: list[bytes] = field(default_factory=list)
+    block_hashes: list[bytes] = field(default_factory=list)
     num_tokens: int = 0
     num_recorded: int = 0
     drafted: Sequence[int] = ()
@@ -80,7 +80,7 @@ class DraftKV:
             cache_salt: the request's salt; blocks are shared only between equal salts.
         """
         progress = self._progress.setdefault(request_id, _Progress())
-        extend_chain(progress.chain, token_ids, self._block_size, cache_salt)
+        extend_block_hashes(progress.block_hashes, token_ids, self._block_size, cache_salt)
         progress.num_tokens = self._count_valid(progress, token_ids, blocks_from)
         last = len(token_ids) - 1
         self._record_full_blocks(progress, last)
@@ -132,7 +132,7 @@ class DraftKV:
     def _record_full_blocks(self, progress: _Progress, last: int) -> None:
         count = progress.num_tokens // self._block_size - progress.num_recorded
         if count > 0:
-            digests = progress.chain[progress.num_recorded :]
+            digests = progress.block_hashes[progress.num_recorded :]
             self._content.update(zip(progress.tail[:count], digests, strict=False))
             self._advance(progress, count, last)
 
@@ -141,7 +141,7 @@ class DraftKV:
         tokens."""
         if progress.num_tokens % self._block_size:
             return
-        digests = progress.chain[progress.num_recorded :]
+        digests = progress.block_hashes[progress.num_recorded :]
         pairs = zip(progress.tail, digests, strict=False)
         is_recorded = [self._content.get(block_id) == digest for block_id, digest in pairs]
         count = [*is_recorded, False].index(False)

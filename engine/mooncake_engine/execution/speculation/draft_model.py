@@ -26,7 +26,7 @@ from mooncake_engine.execution.speculation.drafts import (
     advance,
     depends_on_tokens,
 )
-from mooncake_engine.kv_cache.kv_pool import KVPool
+from mooncake_engine.kv_cache.kv_cache_memory import KVCacheMemory
 from mooncake_engine.models.catalog import Model
 from mooncake_engine.models.parallel_context import ForwardContext
 from mooncake_hal.backend_parts import index_tensor
@@ -42,13 +42,13 @@ class DraftModel:
 
     Args:
         model: a model with the vocabulary of the model that it drafts for.
-        pool: its KV pool, with as many blocks as the model's, and the same block size.
+        pool: its KV cache, with as many blocks as the model's, and the same block size.
         max_tokens: the most tokens of one pass.
         max_positions: longest sequence that it takes, in tokens.
     """
 
     model: Model
-    pool: KVPool
+    pool: KVCacheMemory
     max_tokens: int
     max_positions: int
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.graph_plan import decode_sizes
 from mooncake_engine.execution.graph_runners import DecodeGraphRunner
-from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize
+from mooncake_engine.kv_cache.kv_cache_memory import KVCacheMemory, KVCacheSize
 from mooncake_engine.models.parallel_context import ForwardContext
 from mooncake_hal.backend import AttentionBatch
 from mooncake_hal.errors import CapabilityError
@@ -77,10 +77,10 @@ class Stage:
 
 
 @pytest.fixture
-def pool() -> Iterator[KVPool]:
-    size = PoolSize(BLOCKS, BLOCK_SIZE, num_scratch_blocks=MAX_SEQS // BLOCK_SIZE)
+def pool() -> Iterator[KVCacheMemory]:
+    size = KVCacheSize(BLOCKS, BLOCK_SIZE, num_scratch_blocks=MAX_SEQS // BLOCK_SIZE)
     shard = shard_of(GEOMETRY, 1, 0)
-    pool = KVPool(CpuBackend(), 0, GEOMETRY, shard, size, layout_name="LPBTH")
+    pool = KVCacheMemory(CpuBackend(), 0, GEOMETRY, shard, size, layout_name="LPBTH")
     yield pool
     pool.close()
 
@@ -96,7 +96,7 @@ def stage() -> Stage:
 
 
 @pytest.fixture
-def graphs(pool: KVPool, runtime: RerunRuntime, stage: Stage) -> DecodeGraphRunner:
+def graphs(pool: KVCacheMemory, runtime: RerunRuntime, stage: Stage) -> DecodeGraphRunner:
     return DecodeGraphRunner(stage, pool, runtime, SIZES, MAX_BLOCKS)  # type: ignore[arg-type]  # capture alone
 
 
@@ -120,7 +120,7 @@ def decodes(*tokens: int) -> tuple[Tensor, Tensor, AttentionBatch]:
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
 def test_a_replay_equals_the_eager_step(
-    graphs: DecodeGraphRunner, pool: KVPool, stage: Stage, count: int
+    graphs: DecodeGraphRunner, pool: KVCacheMemory, stage: Stage, count: int
 ) -> None:
     for first in (10, 20):
         token_ids, positions, batch = decodes(*range(first, first + count))
@@ -140,7 +140,7 @@ def test_a_replay_equals_the_eager_step(
 
 
 def test_host_lengths_equal_those_of_the_tensors(
-    graphs: DecodeGraphRunner, pool: KVPool, runtime: RerunRuntime
+    graphs: DecodeGraphRunner, pool: KVCacheMemory, runtime: RerunRuntime
 ) -> None:
     graphs.capture()
     for tokens in ((5, 6, 7, 8), (9, 9, 9)):
@@ -150,7 +150,9 @@ def test_host_lengths_equal_those_of_the_tensors(
         assert replayed.lens[-1] == tuple(graphs._batch.context_lens[:4].tolist())
 
 
-def test_other_steps_run_eagerly(graphs: DecodeGraphRunner, pool: KVPool, stage: Stage) -> None:
+def test_other_steps_run_eagerly(
+    graphs: DecodeGraphRunner, pool: KVCacheMemory, stage: Stage
+) -> None:
     token_ids, positions, batch = decodes(1, 2, 3)
     fired: list[int] = []
     watched = ForwardContext(batch, pool.layers, fired.append)
@@ -160,7 +162,7 @@ def test_other_steps_run_eagerly(graphs: DecodeGraphRunner, pool: KVPool, stage:
     assert stage.sizes == [3, 3]
 
 
-def test_a_failed_capture_is_reported(pool: KVPool, runtime: RerunRuntime) -> None:
+def test_a_failed_capture_is_reported(pool: KVCacheMemory, runtime: RerunRuntime) -> None:
     runtime.refusal = RuntimeError("moe waits for the device")
     graphs = DecodeGraphRunner(Stage(), pool, runtime, SIZES, MAX_BLOCKS)  # type: ignore[arg-type]  # capture alone
     with pytest.raises(ConfigError, match=r"decodes .* size 6: moe waits .*: --enforce-eager"):
@@ -168,7 +170,7 @@ def test_a_failed_capture_is_reported(pool: KVPool, runtime: RerunRuntime) -> No
 
 
 def test_model_that_the_backend_cannot_capture_runs_eagerly(
-    pool: KVPool, runtime: RerunRuntime, stage: Stage, caplog: pytest.LogCaptureFixture
+    pool: KVCacheMemory, runtime: RerunRuntime, stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:
     runtime.refusal = CapabilityError("experts are counted on the host")
     graphs = DecodeGraphRunner(stage, pool, runtime, SIZES, MAX_BLOCKS)  # type: ignore[arg-type]  # capture alone

@@ -22,7 +22,7 @@ from mooncake_engine.checkpoints.gguf_index import GGUF_INDEX_NAME
 from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.errors import CheckpointError, ConfigError
 from mooncake_engine.execution.engine_plan import choose_swap_space, make_plan, rank_device
-from mooncake_engine.execution.memory_profiling import profiling_pool_size
+from mooncake_engine.execution.memory_profiling import profiling_kv_cache_size
 from mooncake_engine.models.quantization_config import FP8_ON_LOAD
 from mooncake_engine.models.rope import LongRopeScaling
 from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
@@ -66,7 +66,7 @@ def test_defaults_follow_from_model_and_backend(
     assert setup.max_model_len == 160
     assert setup.layout_name == backend.capabilities.kv_layouts[0]
     assert setup.max_blocks == 10
-    assert setup.pool_size.num_host_blocks == 10
+    assert setup.kv_cache_size.num_host_blocks == 10
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ class OfOneSize:
 def test_the_backend_chooses_the_default_block_size(model: Path, backend: Backend) -> None:
     strict: Any = OfOneSize(backend)
     config = EngineConfig(model, num_kv_blocks=2)
-    assert make_plan(config, backend).pool_size.block_size == 16
-    assert make_plan(config, strict).pool_size.block_size == 128
-    assert make_plan(replace(config, block_size=32), backend).pool_size.block_size == 32
+    assert make_plan(config, backend).kv_cache_size.block_size == 16
+    assert make_plan(config, strict).kv_cache_size.block_size == 128
+    assert make_plan(replace(config, block_size=32), backend).kv_cache_size.block_size == 32
     with pytest.raises(
         ConfigError, match=r"block_size 16 was requested, backend 'strict' supports \[128"
     ):
@@ -202,11 +202,11 @@ def test_model_with_a_sliding_window_is_limited_to_it(
 def test_pool_sized_by_profiling_has_no_size_in_the_plan(model: Path, backend: Backend) -> None:
     config = EngineConfig(model, memory_utilization=0.5, max_num_batched_tokens=64, max_num_seqs=2)
     plan = make_plan(config, backend)
-    assert plan.pool_size is None
-    assert profiling_pool_size(plan).num_blocks == 3, "32 tokens, and one block more"
+    assert plan.kv_cache_size is None
+    assert profiling_kv_cache_size(plan).num_blocks == 3, "32 tokens, and one block more"
     final = plan.with_blocks(9)
-    assert final.pool_size is not None
-    assert final.pool_size.num_blocks == 9
+    assert final.kv_cache_size is not None
+    assert final.kv_cache_size.num_blocks == 9
     assert final.max_model_len == min(9 * 16, plan.max_model_len)
 
 
@@ -236,7 +236,10 @@ def test_narrower_kv_dtype_takes_less_memory(model: Path, backend: Backend) -> N
         for name in ("fp8_e4m3", "auto")
     )
     assert (narrow.geometry.dtype, narrow.geometry.element_bytes) == ("float8_e4m3fn", 1)
-    assert narrow.pool_size.num_blocks == wide.geometry.element_bytes * wide.pool_size.num_blocks
+    assert (
+        narrow.kv_cache_size.num_blocks
+        == wide.geometry.element_bytes * wide.kv_cache_size.num_blocks
+    )
     assert narrow.dtype is wide.dtype
     assert (narrow.kv_scales, wide.kv_scales) == (((1.0, 1.0), (0.25, 4.0)), ())
 

@@ -15,7 +15,7 @@ from mooncake_engine.execution.engine_plan import EnginePlan, make_plan
 from mooncake_engine.execution.memory_profiling import (
     largest_steps,
     measure_peak,
-    profiling_pool_size,
+    profiling_kv_cache_size,
 )
 from mooncake_engine.scheduling.step_plan import StepPlan
 from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
@@ -54,7 +54,7 @@ def test_largest_step_uses_the_whole_token_budget(
     assert counts_of(prompts) == counts
     assert prompts.num_tokens == num_tokens
     assert counts_of(decodes) == [1] * len(counts)
-    capacity = profiling_pool_size(plan).num_blocks * 16
+    capacity = profiling_kv_cache_size(plan).num_blocks * 16
     assert all(sequence.count < capacity for sequence in prompts.sequences)
 
 
@@ -69,7 +69,7 @@ def test_one_decode_has_the_longest_possible_context(model: Path) -> None:
     _, decodes, _ = largest_steps(plan)
     assert [sequence.start for sequence in decodes.sequences] == [254, 4, 4, 4]
     assert len(decodes.new_requests[0].block_ids) == 16, "attention allocates all its splits"
-    num_blocks = profiling_pool_size(plan).num_blocks
+    num_blocks = profiling_kv_cache_size(plan).num_blocks
     assert max(max(request.block_ids) for request in decodes.new_requests) < num_blocks
 
 
@@ -80,7 +80,7 @@ def test_last_chunk_of_the_longest_prompt_is_profiled(
     plan = plan_of(model, max_num_batched_tokens=num_tokens, max_num_seqs=4, max_model_len=256)
     *_, chunk = largest_steps(plan)
     assert [(each.start, each.count) for each in chunk.sequences] == [(start, count)]
-    num_blocks = profiling_pool_size(plan).num_blocks
+    num_blocks = profiling_kv_cache_size(plan).num_blocks
     assert max(chunk.new_requests[0].block_ids) < num_blocks
 
 

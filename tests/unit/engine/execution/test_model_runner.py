@@ -16,7 +16,7 @@ from mooncake_engine.execution.model_runner import ModelRunner, RunnerParts
 from mooncake_engine.execution.request_table import RequestTable
 from mooncake_engine.execution.sampler import Sampler
 from mooncake_engine.kv_cache.block_copier import BlockCopier
-from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize
+from mooncake_engine.kv_cache.kv_cache_memory import KVCacheMemory, KVCacheSize
 from mooncake_engine.models.parallel_context import ForwardContext
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import NewRequest, ScheduledSequence, StepPlan
@@ -131,16 +131,16 @@ def device() -> LateDevice:
 
 
 @pytest.fixture
-def pool() -> Iterator[KVPool]:
+def pool() -> Iterator[KVCacheMemory]:
     shard = shard_of(GEOMETRY, 1, 0)
-    size = PoolSize(BLOCKS, BLOCK_SIZE)
-    made = KVPool(CpuBackend(), 0, GEOMETRY, shard, size, layout_name="LPBTH")
+    size = KVCacheSize(BLOCKS, BLOCK_SIZE)
+    made = KVCacheMemory(CpuBackend(), 0, GEOMETRY, shard, size, layout_name="LPBTH")
     yield made
     made.close()
 
 
 def make_runner(
-    device: LateDevice, pool: KVPool, *, is_last: bool, is_fed: bool, has_peers: bool = True
+    device: LateDevice, pool: KVCacheMemory, *, is_last: bool, is_fed: bool, has_peers: bool = True
 ) -> ModelRunner:
     requests = RequestTable(2, BLOCKS, VOCAB, CPU)
     ops: Any = LateOps(device)
@@ -163,7 +163,7 @@ def make_runner(
     ids=["chunk", "chunk on an early stage", "swap-in alone"],
 )
 def test_freed_blocks_are_not_written_after_the_step(
-    device: LateDevice, pool: KVPool, plan: StepPlan, is_last: bool, is_fed: bool
+    device: LateDevice, pool: KVCacheMemory, plan: StepPlan, is_last: bool, is_fed: bool
 ) -> None:
     """A request is aborted once its step has completed, and its block is reused for a load."""
     runner = make_runner(device, pool, is_last=is_last, is_fed=is_fed)
@@ -179,14 +179,16 @@ def test_freed_blocks_are_not_written_after_the_step(
 
 @pytest.mark.parametrize("is_fed", [False, True])
 def test_step_without_peers_does_not_wait_for_the_device(
-    device: LateDevice, pool: KVPool, is_fed: bool
+    device: LateDevice, pool: KVCacheMemory, is_fed: bool
 ) -> None:
     runner = make_runner(device, pool, is_last=True, is_fed=is_fed, has_peers=False)
     assert runner.launch(CHUNK).result().tokens == {}
     assert not device.is_idle, "the next chunk is queued after it on the device"
 
 
-def test_completion_of_a_step_does_not_wait_for_the_next(device: LateDevice, pool: KVPool) -> None:
+def test_completion_of_a_step_does_not_wait_for_the_next(
+    device: LateDevice, pool: KVCacheMemory
+) -> None:
     runner = make_runner(device, pool, is_last=False, is_fed=False)
     first, second = runner.launch(CHUNK), runner.launch(REST)
     first.result()

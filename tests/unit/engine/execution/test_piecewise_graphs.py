@@ -25,7 +25,7 @@ from mooncake_engine.execution.input_batch import ForwardInputs, ScheduledTokens
 from mooncake_engine.execution.parallel_state import PipelineStage, StageRunner
 from mooncake_engine.execution.request_table import BlockTables
 from mooncake_engine.execution.weight_loader import load_weights
-from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize
+from mooncake_engine.kv_cache.kv_cache_memory import KVCacheMemory, KVCacheSize
 from mooncake_engine.models.catalog import Model, build_model
 from mooncake_engine.models.layers import ParallelContext
 from mooncake_engine.models.parallel_context import ForwardContext
@@ -58,12 +58,12 @@ class Counting:
 
 @dataclass
 class Rig:
-    """One model over two KV pools: run eagerly, and in piecewise graphs."""
+    """One model over two KV caches: run eagerly, and in piecewise graphs."""
 
     model: Model
     plain: PipelineStage
     pieces: PiecewiseGraphRunner
-    pools: tuple[KVPool, KVPool]
+    pools: tuple[KVCacheMemory, KVCacheMemory]
     runtime: Counting
 
     def run(self, step: ForwardInputs, fired: list[int] | None = None) -> tuple[Tensor, Tensor]:
@@ -110,11 +110,11 @@ def rig_of(folder: Path, group: Communicator | None, ep_size: int = 1) -> Iterat
     )
     model = build_model(setup.model, parallel, setup.max_model_len)
     load_weights(model, folder)
-    size = PoolSize(ROWS * BLOCKS_PER_ROW, BLOCK, num_scratch_blocks=1)
+    size = KVCacheSize(ROWS * BLOCKS_PER_ROW, BLOCK, num_scratch_blocks=1)
     shard = shard_of(setup.geometry, parallel.tp_size, parallel.tp_rank)
     pools = (
-        KVPool(backend, 0, setup.geometry, shard, size, layout_name=setup.layout_name),
-        KVPool(backend, 0, setup.geometry, shard, size, layout_name=setup.layout_name),
+        KVCacheMemory(backend, 0, setup.geometry, shard, size, layout_name=setup.layout_name),
+        KVCacheMemory(backend, 0, setup.geometry, shard, size, layout_name=setup.layout_name),
     )
     plain, runtime = PipelineStage(model, parallel, setup.model.hidden_size), Counting(backend)
     parts = (plain, model, parallel, pools[1], runtime)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mooncake_engine.kv_cache.block_copier import BlockCopier
-from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize
+from mooncake_engine.kv_cache.kv_cache_memory import KVCacheMemory, KVCacheSize
 from mooncake_engine.scheduling.step_plan import ScheduledSequence, StepPlan
 from mooncake_hal.backend import Fence
 from mooncake_hal.backend_parts import CopyThread
@@ -44,9 +44,11 @@ class GatedStream(CopyThread):
 
 
 @pytest.fixture
-def pool() -> Iterator[KVPool]:
-    size = PoolSize(BLOCKS, BLOCK_SIZE)
-    made = KVPool(CpuBackend(), 0, GEOMETRY, shard_of(GEOMETRY, 1, 0), size, layout_name="LPBTH")
+def pool() -> Iterator[KVCacheMemory]:
+    size = KVCacheSize(BLOCKS, BLOCK_SIZE)
+    made = KVCacheMemory(
+        CpuBackend(), 0, GEOMETRY, shard_of(GEOMETRY, 1, 0), size, layout_name="LPBTH"
+    )
     for index in range(2):
         for plane in made.layer(index):
             plane.copy_(torch.arange(BLOCKS).view(-1, 1, 1, 1).expand_as(plane))
@@ -63,11 +65,11 @@ def stream() -> Iterator[GatedStream]:
 
 
 @pytest.fixture
-def copier(pool: KVPool, stream: GatedStream) -> BlockCopier:
+def copier(pool: KVCacheMemory, stream: GatedStream) -> BlockCopier:
     return BlockCopier(pool, BLOCKS, CpuBackend().ops, torch.device("cpu"), stream)
 
 
-def held(pool: KVPool, block_id: int) -> set[float]:
+def held(pool: KVCacheMemory, block_id: int) -> set[float]:
     return {
         value
         for index in range(2)
@@ -77,7 +79,7 @@ def held(pool: KVPool, block_id: int) -> set[float]:
 
 
 def test_step_without_copied_blocks_does_not_wait(
-    pool: KVPool, copier: BlockCopier, stream: GatedStream
+    pool: KVCacheMemory, copier: BlockCopier, stream: GatedStream
 ) -> None:
     copier.copy(StepPlan(0, swap_outs=tuple((block, block) for block in range(4))))
     assert copier.is_copying
@@ -89,7 +91,7 @@ def test_step_without_copied_blocks_does_not_wait(
 
 
 def test_step_waits_only_for_copies_of_its_blocks(
-    pool: KVPool, copier: BlockCopier, stream: GatedStream
+    pool: KVCacheMemory, copier: BlockCopier, stream: GatedStream
 ) -> None:
     """150 blocks are swapped out, of which the step needs the last: that one is copied first."""
     taken = ScheduledSequence("a", 0, 1, (149,))

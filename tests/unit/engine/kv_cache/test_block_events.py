@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from hypothesis import given, settings, strategies as st
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
-from mooncake_engine.kv_cache.block_pool import extend_chain
+from mooncake_engine.kv_cache.block_pool import extend_block_hashes
 from mooncake_kv.kv_events import AllBlocksCleared, BlockStored, KVEventLog, event_key
 
 BLOCK = 4
@@ -21,7 +21,7 @@ class Prompt:
         self.num_prompt_tokens = len(token_ids)
         self.block_ids: list[int] = []
         self.host_block_ids: list[int] = []
-        self.chain: list[bytes] = []
+        self.block_hashes: list[bytes] = []
         self.num_published = self.num_computed = self.num_in_flight = 0
         self.num_cached_tokens = 0
         self.sends_kv = False
@@ -83,7 +83,7 @@ def test_event_names_the_preceding_block_as_parent() -> None:
         manager.publish(request)
     log.flush()
     chain: list[bytes] = []
-    extend_chain(chain, request.token_ids, BLOCK)
+    extend_block_hashes(chain, request.token_ids, BLOCK)
     keys = [event_key(digest) for digest in chain]
     found = [(event.block_hashes, event.parent_block_hash, event.token_ids) for event in published]
     assert found == [(keys[:1], None, [0, 1, 2, 3]), (keys[1:], keys[0], list(range(4, 12)))]

@@ -9,7 +9,7 @@ import sys
 import pytest
 from support.scheduling import Bench
 
-from mooncake_engine.kv_cache.block_pool import extend_chain
+from mooncake_engine.kv_cache.block_pool import extend_block_hashes
 
 PROMPT = list(range(10, 26))
 """Four full blocks of four tokens."""
@@ -18,10 +18,10 @@ PROMPT = list(range(10, 26))
 @pytest.mark.parametrize("hash_seed", ["0", "1", "4711"])
 def test_digests_are_equal_in_every_process(hash_seed: str) -> None:
     here: list[bytes] = []
-    extend_chain(here, PROMPT, 4)
+    extend_block_hashes(here, PROMPT, 4)
     script = (
-        "from mooncake_engine.kv_cache.block_pool import extend_chain\n"
-        f"chain = []\nextend_chain(chain, {PROMPT}, 4)\n"
+        "from mooncake_engine.kv_cache.block_pool import extend_block_hashes\n"
+        f"chain = []\nextend_block_hashes(chain, {PROMPT}, 4)\n"
         "print(*[digest.hex() for digest in chain])"
     )
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
@@ -35,7 +35,7 @@ def test_digests_are_equal_in_every_process(hash_seed: str) -> None:
 def test_digest_depends_on_all_preceding_tokens() -> None:
     chains: list[list[bytes]] = [[], [], []]
     for chain, first in zip(chains, (10, 11, 10), strict=True):
-        extend_chain(chain, [first, *PROMPT[1:]], 4)
+        extend_block_hashes(chain, [first, *PROMPT[1:]], 4)
     assert chains[0] == chains[2]
     assert not set(chains[0]) & set(chains[1])
 
@@ -43,7 +43,7 @@ def test_digest_depends_on_all_preceding_tokens() -> None:
 def test_chain_is_extended_incrementally() -> None:
     chain: list[bytes] = []
     for length in (3, 4, 9, 16):
-        extend_chain(chain, PROMPT[:length], 4)
+        extend_block_hashes(chain, PROMPT[:length], 4)
         assert len(chain) == length // 4
 
 

@@ -285,10 +285,10 @@ def test_no_request_is_preempted_while_steps_are_in_flight() -> None:
     while plan.sequences:
         plan, _ = bench.step()
     assert bench.num_free == 0
-    assert second.state is RequestStatus.RUNNING
+    assert second.status is RequestStatus.RUNNING
     plan, _ = bench.step()
     assert [name for name, _, _ in who(plan)] == ["a"]
-    assert (first.state, second.state) == (RequestStatus.RUNNING, RequestStatus.WAITING)
+    assert (first.status, second.status) == (RequestStatus.RUNNING, RequestStatus.WAITING)
     bench.run()
     assert second.token_ids == [*PROMPT[1:], *[7] * 10]
 

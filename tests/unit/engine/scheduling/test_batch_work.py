@@ -12,7 +12,7 @@ NO_EOS: frozenset[int] = frozenset()
 
 
 def states(bench: Bench) -> dict[str, RequestStatus]:
-    return {name: r.state for name, r in bench.scheduler._queues.requests.items()}
+    return {name: r.status for name, r in bench.scheduler._queues.requests.items()}
 
 
 def test_batch_work_is_preempted_for_an_interactive_request() -> None:

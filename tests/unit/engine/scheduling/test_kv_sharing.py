@@ -8,7 +8,7 @@ import pytest
 from support.scheduling import EOS, RecordingConnector, make_request
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
-from mooncake_engine.kv_cache.block_pool import ROOT, extend_chain, root_of
+from mooncake_engine.kv_cache.block_pool import ROOT, extend_block_hashes, root_of
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.scheduler import Scheduler
 from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
@@ -57,7 +57,7 @@ def test_chains_of_two_salts_share_no_block() -> None:
     for salt in ("", "a", "b", "\x00", "a" * 1024):
         chain: list[bytes] = []
         for length in (4, 8, 12):  # extended step by step, as answers are
-            extend_chain(chain, PROMPT[:length], 4, salt)
+            extend_block_hashes(chain, PROMPT[:length], 4, salt)
         chains.append(chain)
     names = [name for chain in chains for name in chain]
     assert len(set(names)) == len(names) == 15

@@ -18,7 +18,7 @@ def full_bench() -> Bench:
 
 
 def state(bench: Bench, name: str) -> RequestStatus:
-    return bench.scheduler._queues.requests[name].state
+    return bench.scheduler._queues.requests[name].status
 
 
 def test_waiting_younger_request_does_not_delay_a_load() -> None:

@@ -159,7 +159,7 @@ def test_second_turn_loads_the_chunks_of_the_first():
     second = bench.add("second", turn, max_tokens=3)
     bench.step()
     load_id = the_load(bench)
-    assert second.state is RequestStatus.TRANSFERRING
+    assert second.status is RequestStatus.TRANSFERRING
     bench.end(load_id)
     answers = bench.run()
     num_loaded = (len(turn) - 1) // CHUNK * CHUNK
@@ -667,7 +667,7 @@ def test_retry_does_not_wait_for_the_load_of_an_aborted_request():
     bench.scheduler.abort("left")
     retry = bench.add("retry", prompt, max_tokens=1)
     bench.step()
-    assert retry.state is RequestStatus.TRANSFERRING
+    assert retry.status is RequestStatus.TRANSFERRING
     bench.end(retry.pool_load)
     bench.end(left, "cancelled")
     assert bench.pool.stats.num_waits == 0
@@ -684,10 +684,10 @@ def test_request_starts_its_own_load_after_waiting_for_another():
     bench.release(slow)
     waits = bench.add("waits", prompt, max_tokens=1)
     bench.step()
-    assert waits.state is RequestStatus.LOOKING_UP
+    assert waits.status is RequestStatus.LOOKING_UP
     bench.scheduler.expire(100.0)
     bench.step()
-    assert waits.state is RequestStatus.TRANSFERRING
+    assert waits.status is RequestStatus.TRANSFERRING
     bench.end(waits.pool_load)
     bench.end(slow)
     bench.run()
@@ -727,7 +727,7 @@ def test_decode_waits_for_a_lower_priority_load_without_preemption():
     bench.release(load_id)
     for _ in range(12):
         bench.step()
-    assert decode.state is RequestStatus.RUNNING
+    assert decode.status is RequestStatus.RUNNING
     assert bench.num_free == 0
     bench.end(load_id)
     bench.run()
@@ -745,7 +745,7 @@ def test_no_batch_load_starts_while_an_interactive_load_waits_for_blocks():
     assert len(bench.pool.loads) == 3
     waits = bench.add("waits", prompt_of(60, seed=50), max_tokens=2, pulls_kv=True)
     num_given_up = 0
-    while waits.state is RequestStatus.PREALLOCATING:
+    while waits.status is RequestStatus.PREALLOCATING:
         for load_id in list(bench.pool.loads):
             if load_id in bench.pool.cancelled:
                 num_given_up += 1
@@ -774,7 +774,7 @@ def test_batch_loads_are_cancelled_for_an_interactive_prompt():
     [load_id] = bench.pool.cancelled  # only as many as the prompt needs
     bench.end(load_id, "cancelled")
     bench.step()
-    assert waits.state is RequestStatus.RUNNING
+    assert waits.status is RequestStatus.RUNNING
     for _ in range(30):
         for load_id in list(bench.pool.loads):
             bench.end(load_id)
@@ -860,7 +860,7 @@ def test_prompt_is_loaded_from_the_pool_after_its_peer_failed(first_token):
     load_id = the_load(bench)
     # a duplicate event, of a load that has ended
     bench.scheduler.load_ended("pulls", "the peer is dead")
-    assert request.state is RequestStatus.TRANSFERRING
+    assert request.status is RequestStatus.TRANSFERRING
     bench.end(load_id)
     bench.run()
     assert bench.worker.num_computed < len(prompt)
@@ -982,9 +982,9 @@ def test_idle_engine_waits_for_lookups_as_well():
     bench = PoolBench(token=None, answers_at_once=False)
     request = bench.add("first", prompt_of(20), arrival=1000.0)
     bench.scheduler.expire(1000.1)
-    assert request.state is RequestStatus.LOOKING_UP
+    assert request.status is RequestStatus.LOOKING_UP
     bench.scheduler.expire(1000.0 + MIN_TIMEOUT_S + 0.1)
-    assert request.state is RequestStatus.WAITING
+    assert request.status is RequestStatus.WAITING
 
 
 def test_prefix_sources_beyond_the_device_cache_are_queried():

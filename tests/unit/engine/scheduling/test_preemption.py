@@ -25,7 +25,7 @@ def expected(name: str, max_tokens: int = 8) -> list[int]:
 
 
 def states(bench: Bench) -> dict[str, RequestStatus]:
-    return {name: r.state for name, r in bench.scheduler._queues.requests.items()}
+    return {name: r.status for name, r in bench.scheduler._queues.requests.items()}
 
 
 def test_group_is_swapped_out_and_in_without_recomputation() -> None:

@@ -107,7 +107,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         places = self.scheduler._queues
         holders = [*places.running, *places.ready]
         oldest = min(holders, key=priority_key, default=None)
-        was_running = oldest is not None and oldest.state is RequestStatus.RUNNING
+        was_running = oldest is not None and oldest.status is RequestStatus.RUNNING
         is_cramped = bool(
             self.scheduler.num_held_tables or places.transferring or self.bench.in_flight
         )
@@ -177,7 +177,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         params = None if request is None else request.spec.kv_transfer_params
         is_receiver = params is not None and params.metaserver is not None
         first = FirstToken(self.first[name]) if is_receiver and error is None else None
-        is_wanted = request is not None and request.state is RequestStatus.TRANSFERRING
+        is_wanted = request is not None and request.status is RequestStatus.TRANSFERRING
         self.bench.end_load(name, error if is_wanted else "not awaited", first)
 
     def _take(self, updates: list[TokenUpdate]) -> None:

@@ -161,7 +161,7 @@ def test_no_decode_waits_for_a_prompt_and_no_prompt_starves(
     def check_step() -> None:
         for name in list(bench.connector.loading):
             bench.end_load(name, None)
-        running = [r for r in scheduler._queues.running if r.state is RequestStatus.RUNNING]
+        running = [r for r in scheduler._queues.running if r.status is RequestStatus.RUNNING]
         ready = {r.request_id for r in scheduler._queues.ready}
         begun = ready if len(running) < 4 else set()
         decodes = {r.request_id for r in running if r.num_pending == 1}

@@ -27,14 +27,14 @@ TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
     [
         (None, [3.0], []),
         (RequestTimes(1.0), [], []),
-        (RequestTimes(1.0, scheduled=2.0), [], [("queue", 1.0, 2.0)]),
+        (RequestTimes(1.0, scheduled_at=2.0), [], [("queue", 1.0, 2.0)]),
         (
-            RequestTimes(1.0, scheduled=2.0),
+            RequestTimes(1.0, scheduled_at=2.0),
             [3.0],
             [("queue", 1.0, 2.0), ("prefill", 2.0, 3.0)],
         ),
         (
-            RequestTimes(1.0, scheduled=2.0),
+            RequestTimes(1.0, scheduled_at=2.0),
             [3.0, 5.0],
             [("queue", 1.0, 2.0), ("prefill", 2.0, 3.0), ("decode", 3.0, 5.0)],
         ),
@@ -65,7 +65,7 @@ def test_gaps_begin_with_the_second_token() -> None:
     assert stats.advance(TextUpdate("", prompt_logprobs=()), 1.0) is None
     assert stats.advance(TextUpdate("a", (1,)), 2.0) is None
     assert stats.advance(TextUpdate("b", (2, 3)), 2.5) == 0.5
-    assert (stats.first_token, stats.last_token, stats.num_tokens) == (2.0, 2.5, 3)
+    assert (stats.first_token_at, stats.last_token_at, stats.num_tokens) == (2.0, 2.5, 3)
 
 
 class TimedEngine(FakeEngine):
@@ -73,7 +73,7 @@ class TimedEngine(FakeEngine):
 
     def _updates(self, request: Any) -> list[Any]:
         *updates, last = super()._updates(request)
-        return [*updates, replace(last, times=RequestTimes(1.0, scheduled=2.0))]
+        return [*updates, replace(last, times=RequestTimes(1.0, scheduled_at=2.0))]
 
 
 @pytest.mark.parametrize("traceparent", [None, f"00-{TRACE_ID}-{PARENT_ID}-01"])

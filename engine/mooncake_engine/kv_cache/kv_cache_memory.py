@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 DEFAULT_KV_BYTES = 1 << 30
-"""Default size of the KV pool, in bytes, on devices that share their memory with the host."""
+"""Default size of the KV cache, in bytes, on devices that share their memory with the host."""
 
 
 @dataclass(frozen=True, slots=True)
-class PoolSize:
-    """The size of a KV pool, in blocks.
+class KVCacheSize:
+    """The size of a KV cache, in blocks.
 
     Args:
         num_blocks: blocks for requests, on the device.
@@ -45,7 +45,7 @@ class PoolSize:
         return self.num_blocks + self.num_scratch_blocks
 
 
-class KVPool:
+class KVCacheMemory:
     """All KV blocks of one rank; owned by its worker.
 
     Args:
@@ -66,7 +66,7 @@ class KVPool:
         device: int,
         geometry: KVGeometry,
         shard: KVShard,
-        size: PoolSize,
+        size: KVCacheSize,
         *,
         layout_name: str,
     ) -> None:

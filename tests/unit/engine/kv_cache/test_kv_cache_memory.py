@@ -1,4 +1,4 @@
-"""The KV pool: its tensors and its layout describe the same bytes; its size and layout choice."""
+"""The KV cache: its tensors and its layout describe the same bytes; its size and layout choice."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ import torch
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.engine_plan import largest_block
-from mooncake_engine.kv_cache.kv_pool import KVPool, PoolSize, choose_layout, choose_num_blocks
+from mooncake_engine.kv_cache.kv_cache_memory import (
+    KVCacheMemory,
+    KVCacheSize,
+    choose_layout,
+    choose_num_blocks,
+)
 from mooncake_hal.backend import Backend
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry, shard_of
 from mooncake_hal.kv.layout import KV_LAYOUTS
@@ -28,7 +33,7 @@ def backend() -> Backend:
 @pytest.mark.parametrize("name", sorted(KV_LAYOUTS))
 def test_element_addresses_follow_the_layout(name: str, backend: Backend) -> None:
     shard = shard_of(GEOMETRY, 2, 1)
-    pool = KVPool(backend, 0, GEOMETRY, shard, PoolSize(5, 4), layout_name=name)
+    pool = KVCacheMemory(backend, 0, GEOMETRY, shard, KVCacheSize(5, 4), layout_name=name)
     seen = set()
     for plane in range(2):
         for layer in range(3):
@@ -70,8 +75,8 @@ def test_layout_without_kernel_support_is_rejected() -> None:
 
 
 def test_close_is_idempotent(backend: Backend) -> None:
-    pool = KVPool(
-        backend, 0, GEOMETRY, shard_of(GEOMETRY, 1, 0), PoolSize(1, 4), layout_name="LPBHT"
+    pool = KVCacheMemory(
+        backend, 0, GEOMETRY, shard_of(GEOMETRY, 1, 0), KVCacheSize(1, 4), layout_name="LPBHT"
     )
     assert torch.count_nonzero(pool.layer(0)[0]) == 0
     pool.close()
