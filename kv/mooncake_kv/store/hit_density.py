@@ -70,10 +70,10 @@ class SequenceUse:
 
     __slots__ = ("keys", "num_ghosts", "num_new", "size", "turns", "use_class", "used_at")
 
-    def __init__(self, turns: int = 0) -> None:
+    def __init__(self) -> None:
         self.keys: dict[bytes, None] = {}
         self.used_at = 0
-        self.turns = turns
+        self.turns = 0
         self.num_new = 0
         self.size = 0
         self.num_ghosts = 0
@@ -195,9 +195,7 @@ class HitDensity:
         key, parent = chunk.key, chunk.parent
         if key in self._parents:
             self.remove(key)
-        use = self._use_ending_with(parent)
-        if use is None:  # the first chunk of a sequence, or of a branch of one
-            use = SequenceUse(self._uses[parent].turns if parent in self._parents else 0)
+        use = self._use_ending_with(parent) or SequenceUse()
         if key in self._ghosts:
             former = self._forget(key)
             self._note(former, 1, is_hit=True)

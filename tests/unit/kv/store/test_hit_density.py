@@ -200,19 +200,6 @@ def test_density_falls_between_groups_without_steps():
     assert len(set(densities)) == len(densities)
 
 
-def test_branches_that_are_added_at_the_same_time_continue_their_prefix():
-    """Two requests use a prefix before either of them adds chunks to it."""
-    policy = HitDensity()
-    prefix = sequence("prefix", 3)
-    add(policy, [*prefix, *sequence("other", 1)])
-    policy.touch(keys(prefix))
-    add(policy, sequence("another", 1))
-    policy.touch(keys(prefix))
-    for name in ("one", "two"):
-        add(policy, sequence(name, 2, prefix[-1].key, 3))
-    assert [policy._uses[key].use_class.history for key in (b"one 3", b"two 3")] == [1, 1]
-
-
 def test_chunks_that_are_stored_again_do_not_look_like_a_shared_prefix():
     policy = HitDensity()
     chunks = sequence("a", 50)
