@@ -254,7 +254,8 @@ def parse_kv_transfer_params(
     if wire.prompt_digest is None and found.target is None:
         return found  # a peer that sends no digest is trusted
     digest = prompt_digest(prompt_token_ids, cache_salt)
-    _check_digest(wire.prompt_digest or digest, digest, num_prompt_tokens)
+    if wire.prompt_digest is not None:
+        _check_digest(wire.prompt_digest, digest, num_prompt_tokens)
     target = found.target and replace(found.target, prompt_digest=digest)
     return replace(found, target=target)
 
