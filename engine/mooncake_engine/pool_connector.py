@@ -120,7 +120,7 @@ class EnginePool:
 
     @property
     def store_reports(self) -> tuple[StoreReport, ...]:
-        namespace = self._identity.root().hex()
+        namespace = self._client.namespace.hex()
         return tuple(
             replace(
                 each,
