@@ -288,7 +288,7 @@ class HitDensity:
         queues = {use_class: iter(queue) for use_class, queue in self._queues.items() if queue}
         oldest = {use_class: next(queue) for use_class, queue in queues.items()}
         while oldest:
-            use_class = min(oldest, key=lambda each: self._rank(oldest[each], each))
+            use_class = min(oldest, key=lambda each: self._rank(oldest[each]))
             use, following = oldest[use_class], next(queues[use_class], None)
             if following is None:
                 del oldest[use_class]
@@ -299,8 +299,8 @@ class HitDensity:
                     self._evicting = use
                 yield use
 
-    def _rank(self, use: SequenceUse, use_class: UseClass) -> tuple[float, int]:
-        return self._statistics.density(use_class, self._clock - use.used_at), use.used_at
+    def _rank(self, use: SequenceUse) -> tuple[float, int]:
+        return self._statistics.density(use.use_class, self._clock - use.used_at), use.used_at
 
     def _is_needed(self, key: bytes, num_passed: Mapping[bytes, int]) -> bool:
         """Whether a chunk has children that are stored and were not passed."""
