@@ -302,8 +302,3 @@ def test_hint_may_name_any_host(host: str) -> None:
 def test_invalid_remote_host_is_rejected() -> None:
     with pytest.raises(InvalidKVParams, match=r"remote_host: wanted .*got 'a\.\.b'"):
         parse_kv_transfer_params(golden(remote_host="a..b"), PROMPT)
-
-
-def test_empty_digest_is_not_that_of_any_prompt() -> None:
-    with pytest.raises(InvalidKVParams, match="was given another prompt"):
-        parse_kv_transfer_params(golden(prompt_digest=""), PROMPT)
