@@ -3,7 +3,7 @@
 Engine and proxy use this package. A request becomes the equivalent chat request; the chat response,
 complete or streamed, becomes a response in the client's format. The package serves nothing itself
 and keeps no state between requests. The formats are in ``api_formats``; a server that receives no
-such request need not import it.
+such request need not import it. What else engine and proxy agree on is in ``instance_protocol``.
 """
 
 from __future__ import annotations

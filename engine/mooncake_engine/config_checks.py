@@ -7,8 +7,8 @@ Every check raises ConfigError, with the option, the value that was found, and w
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
+from mooncake_api.instance_protocol import is_http_url
 from mooncake_engine.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -95,12 +95,3 @@ def check_url(option: str, url: str) -> None:
     """Check that a URL names an HTTP server; ``option`` is the option that has set it."""
     if not is_http_url(url):
         raise ConfigError(f"{option} must be http://HOST:PORT or https://…, got {url!r}")
-
-
-def is_http_url(text: str) -> bool:
-    """Whether a text is the URL of an HTTP server, with a valid port if it has one."""
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number, or an IPv6 address is truncated
-        return False

@@ -8,6 +8,7 @@ from enum import Enum
 
 import msgspec
 
+from mooncake_api.instance_protocol import BATCH_PRIORITY
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_kv.params import NO_KV_TRANSFER, KVTransferDict, KVTransferParams
 from mooncake_kv.pool.pool_events import PoolStats, StoreReport
@@ -37,10 +38,6 @@ class RequestClass(str, Enum):
     def of(cls, priority: int) -> RequestClass:
         """Returns the class of a priority."""
         return cls.BATCH if priority >= BATCH_PRIORITY else cls.INTERACTIVE
-
-
-BATCH_PRIORITY = 1000
-"""Requests with this priority or a larger number are batch work."""
 
 
 @dataclass(frozen=True, slots=True)

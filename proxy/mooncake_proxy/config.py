@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from urllib.parse import urlsplit
 
+from mooncake_api.instance_protocol import is_http_url
 from mooncake_proxy.api.api_keys import ApiKey
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.http1.http_wire import MAX_PORT, Origin
@@ -204,12 +204,12 @@ class ProxyConfig:
                 "--migrate-streams: streams of --flow sglang have no token ids to continue from"
             )
         self._check_access()
-        if self.otlp_endpoint is not None and not _is_http_url(self.otlp_endpoint):
+        if self.otlp_endpoint is not None and not is_http_url(self.otlp_endpoint):
             raise ConfigError(
                 f"--otlp-endpoint {self.otlp_endpoint!r}: wanted the URL of a collector such as "
                 "http://collector:4318"
             )
-        if self.advertise_url is not None and not _is_http_url(self.advertise_url):
+        if self.advertise_url is not None and not is_http_url(self.advertise_url):
             raise ConfigError(
                 f"--advertise-url {self.advertise_url!r}: wanted where decode instances reach this "
                 "proxy, such as http://THIS_HOST:8000"
@@ -354,11 +354,3 @@ class ProxyConfig:
     def _check_choice(flag: str, value: str, allowed: tuple[str, ...]) -> None:
         if value not in allowed:
             raise ConfigError(f"{flag} {value!r}: wanted one of {', '.join(allowed)}")
-
-
-def _is_http_url(text: str) -> bool:
-    try:
-        parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number, or an IPv6 address is incomplete
-        return False

@@ -22,10 +22,10 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from mooncake_api.instance_protocol import BATCH_PRIORITY
 from mooncake_api.request_body import DECODE_ERRORS
 from mooncake_engine.config_checks import check_url
 from mooncake_engine.errors import ConfigError, EngineError
-from mooncake_engine.messages import BATCH_PRIORITY
 from mooncake_hal.session.listener import hang_up, tune
 
 ENDPOINTS = ("/v1/completions", "/v1/chat/completions")

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from itertools import takewhile
 
+from mooncake_api.instance_protocol import BATCH_PRIORITY
 from mooncake_engine.kv_cache.block_manager import BlockManager
-from mooncake_engine.messages import BATCH_PRIORITY
 from mooncake_engine.scheduling.request import Request, RequestStatus
 from mooncake_engine.scheduling.request_queues import RequestQueues, priority_key
 

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
+from mooncake_api.instance_protocol import SAFE_REQUEST_ID
 from mooncake_engine.errors import EngineError
 from mooncake_engine.process.worker_counts import WorkerCounts
 
@@ -70,7 +71,7 @@ async def _disconnect(receive: Receive) -> None:
         pass
 
 
-_SAFE_REQUEST_ID = re.compile(r"[A-Za-z0-9._:\-]{1,128}")
+_SAFE_REQUEST_ID = re.compile(SAFE_REQUEST_ID)
 
 
 def request_id_from(header: str | None) -> str:

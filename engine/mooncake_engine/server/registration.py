@@ -7,58 +7,31 @@ proxy knows all instances after a third of a lease.
 
 from __future__ import annotations
 
-import hmac
 import http.client
-import json
 import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from hashlib import sha256
 from urllib.parse import urlsplit
 
+import msgspec
+
+from mooncake_api.instance_protocol import (
+    REGISTER_HEADER,
+    REGISTER_PATH,
+    RegistrationMessage,
+    signed_head,
+)
 from mooncake_engine.config import Role
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.server.server_options import ServerOptions
 
 log = logging.getLogger(__name__)
 
-PATH = "/register"
-HEADER = "X-Mooncake-Register"
 _TIMEOUT_S = 3.0
 _RETRY_S = 1.0
 _CLOSE_TIMEOUT_S = 2.0
 """Seconds that ``Registration.close`` waits for proxies to receive the last announcement."""
-
-
-@dataclass(frozen=True, slots=True)
-class Announcement:
-    """The registration that an instance sends to proxies.
-
-    Args:
-        url: the URL at which proxies reach the instance.
-        role: the instance's role.
-        lease_s: seconds for which a proxy keeps the instance without a renewal.
-        started_at: Unix time of the start; of two instances at one URL the later one is used.
-    """
-
-    url: str
-    role: Role
-    lease_s: float
-    started_at: float
-
-    def body(self, number: int, *, is_draining: bool) -> bytes:
-        """The encoded announcement. Proxies reject a number that they have seen, as a replay."""
-        fields = {
-            "url": self.url,
-            "role": self.role.value,
-            "lease_s": self.lease_s,
-            "started_at": self.started_at,
-            "number": number,
-            "is_draining": is_draining,
-        }
-        return json.dumps(fields).encode()
 
 
 def check_registration(host: str, options: ServerOptions) -> None:
@@ -72,20 +45,10 @@ def check_registration(host: str, options: ServerOptions) -> None:
 def registration_of(role: Role, options: ServerOptions, url: str) -> Registration:
     """The registration of an instance that listens at ``url``, with the proxies of its options."""
     own = options.register_url or url
-    announcement = Announcement(own, role, options.register_lease_s, time.time())
-    return Registration(options.register, options.register_secret, announcement)
-
-
-def signed_head(secret: bytes, words: str, body: bytes) -> str:
-    """The value of the signature header, which the proxy verifies: ``WORDS.SHA256-OF-BODY.HMAC``.
-
-    Args:
-        secret: the key of the HMAC.
-        words: the text to sign beside the body's digest.
-        body: the body of the request.
-    """
-    text = f"{words}.{sha256(body).hexdigest()}"
-    return f"{text}.{hmac.digest(secret, text.encode(), 'sha256').hex()}"
+    message = RegistrationMessage(
+        own, time.time(), role=role.value, lease_s=options.register_lease_s
+    )
+    return Registration(options.register, options.register_secret, message)
 
 
 class Registration:
@@ -94,12 +57,12 @@ class Registration:
     Args:
         proxies: the proxies' URLs, with the admin port where they have one.
         secret: the secret that proxies and instances share.
-        announcement: the announcement to send.
+        message: what is sent, but for its number.
     """
 
-    def __init__(self, proxies: Sequence[str], secret: str, announcement: Announcement) -> None:
+    def __init__(self, proxies: Sequence[str], secret: str, message: RegistrationMessage) -> None:
         self._secret = secret.encode()
-        self._announcement = announcement
+        self._message = message
         self._leaving = threading.Event()
         self._threads = [
             threading.Thread(
@@ -130,8 +93,8 @@ class Registration:
         while not self._leaving.wait(pause_s):
             is_accepted = self._announce(proxy, number, was_accepted, is_draining=False)
             if is_accepted and not was_accepted:
-                log.info("registered at %s as %s", proxy, self._announcement.url)
-            renewal_s = self._announcement.lease_s / 3
+                log.info("registered at %s as %s", proxy, self._message.url)
+            renewal_s = self._message.lease_s / 3
             pause_s = renewal_s if is_accepted else min(renewal_s, _RETRY_S)
             was_accepted, number = is_accepted, number + 1
         if was_accepted:
@@ -142,9 +105,9 @@ class Registration:
     ) -> bool:
         """Send an announcement; returns whether the proxy accepted it. Of consecutive failures only
         the first is logged."""
-        body = self._announcement.body(number, is_draining=is_draining)
+        message = msgspec.structs.replace(self._message, number=number, is_draining=is_draining)
         try:
-            self._post(proxy, body)
+            self._post(proxy, msgspec.json.encode(message))
         except (OSError, http.client.HTTPException, _Rejected) as exc:
             if was_accepted is not False:
                 log.warning("not registered at %s: %s; retrying", proxy, exc or type(exc))
@@ -156,10 +119,13 @@ class Registration:
         is_tls = parts.scheme == "https"
         connect = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
         connection = connect(parts.hostname or "", parts.port, timeout=_TIMEOUT_S)
-        signed = signed_head(self._secret, "instance", body)
-        headers = {"Content-Type": "application/json", HEADER: signed, "Connection": "close"}
+        headers = {
+            "Content-Type": "application/json",
+            REGISTER_HEADER: signed_head(self._secret, "instance", body),
+            "Connection": "close",
+        }
         try:
-            connection.request("POST", f"{parts.path.rstrip('/')}{PATH}", body, headers)
+            connection.request("POST", f"{parts.path.rstrip('/')}{REGISTER_PATH}", body, headers)
             response = connection.getresponse()
             answer = response.read(2000).decode(errors="replace")
         finally:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mooncake_engine.config_checks import check_url, is_http_url
+from mooncake_api.instance_protocol import MIN_KEY_CHARACTERS, is_http_url
+from mooncake_engine.config_checks import check_url
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.process.worker_counts import MAX_WORKERS
 from mooncake_engine.text.reasoning import REASONING_PARSERS, detect_reasoning
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 AUTO, NONE = "auto", "none"
-MIN_KEY_CHARACTERS = 16
-"""Length of an API key below which there is a warning."""
 ACCESS_LOGS = ("off", "errors", "all")
 OF_ONE_INSTANCE = (
     "api_keys",
@@ -33,8 +32,7 @@ OF_ONE_INSTANCE = (
 
 def read_keys(path: Path | None) -> frozenset[str]:
     """The API keys in a file, one per line; empty lines and ``#`` comments are skipped. Without a
-    file there are no keys. Short ones are accepted with a warning: unlike a secret between programs
-    they can be tried only against the server, and some clients can't send others.
+    file there are no keys. Short ones are accepted with a warning.
 
     Raises:
         ConfigError: the file can't be read, or holds no key, which would lock out all clients.

@@ -12,13 +12,11 @@ from pathlib import Path
 import msgspec
 from msgspec import Struct
 
+from mooncake_api.instance_protocol import MIN_KEY_CHARACTERS
 from mooncake_proxy.errors import DECODE_ERRORS, ConfigError, Unauthorized
 
 logger = logging.getLogger(__name__)
 STRUCTURED = (".json", ".yaml", ".yml")
-# Length of a key below which there is a warning. Short ones are accepted: unlike a secret between
-# programs they can be tried only against the proxy, and some clients can't send others.
-MIN_KEY_CHARACTERS = 16
 
 
 class ApiKey(Struct, frozen=True, forbid_unknown_fields=True):

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from msgspec import Raw, Struct, field
 
 from mooncake_api import RequestRejected
+from mooncake_api.instance_protocol import BATCH_PRIORITY, SAFE_REQUEST_ID, TIMEOUT_HEADER
 from mooncake_proxy.api.openai_bodies import (
     Fields,
     OpenAIEndpoint,
@@ -37,12 +38,10 @@ if TYPE_CHECKING:
 # Client headers forwarded to instances. Trace headers only if the proxy creates no spans itself.
 FORWARDED = (b"authorization",)
 FORWARDED_UNTRACED = (*FORWARDED, b"traceparent", b"tracestate")
-TIMEOUT_HEADER = b"x-request-timeout"
-_SANE_ID = re.compile(rb"[A-Za-z0-9._:\-]{1,128}")
+_TIMEOUT_HEADER = TIMEOUT_HEADER.lower().encode()
+_SAFE_ID = re.compile(SAFE_REQUEST_ID.encode())
 _BYTES_PER_TOKEN = 4
 _LIST_BEGINS = ord("[")
-# Requests with this `priority` or a larger value are batch work: no user waits for the answer.
-BATCH_PRIORITY = 1000
 
 # Request ids are unique across processes, without a system call per request.
 _id_prefix = os.urandom(8).hex()
@@ -57,7 +56,7 @@ def new_request_id() -> str:
 def request_id_of(headers: dict[bytes, bytes]) -> str:
     """The client's X-Request-Id if it is safe in headers and logs, else a new one."""
     given = headers.get(b"x-request-id")
-    if given is not None and _SANE_ID.fullmatch(given):
+    if given is not None and _SAFE_ID.fullmatch(given):
         return given.decode("ascii")
     return new_request_id()
 
@@ -228,7 +227,7 @@ def time_limit(headers: dict[bytes, bytes], parsed: ParsedRequest, limit_s: floa
     """
     if parsed.timeout is not None and parsed.timeout > 0.0:
         limit_s = min(limit_s, parsed.timeout)
-    asked = headers.get(TIMEOUT_HEADER)
+    asked = headers.get(_TIMEOUT_HEADER)
     if asked is None:
         return limit_s
     try:
@@ -237,7 +236,7 @@ def time_limit(headers: dict[bytes, bytes], parsed: ParsedRequest, limit_s: floa
         seconds = -1.0
     if not 0.0 < seconds < float("inf"):
         shown = asked.decode("latin-1")
-        raise BadRequest(f"X-Request-Timeout {shown!r}: wanted a positive number of seconds")
+        raise BadRequest(f"{TIMEOUT_HEADER} {shown!r}: wanted a positive number of seconds")
     return min(seconds, limit_s)
 
 

@@ -1,12 +1,10 @@
-"""Encoding and parsing of HTTP/1.1 heads and chunks, signed headers, and URLs of instances."""
+"""Encoding and parsing of HTTP/1.1 heads and chunks, and URLs of instances."""
 
 from __future__ import annotations
 
-import hmac
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import sha256
 from http import HTTPStatus
 from urllib.parse import urlsplit
 
@@ -97,31 +95,3 @@ class Origin:
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.authority}{self.prefix}"
-
-
-# ---------------------------------------------------------------- signed headers
-
-# A header is signed with a shared secret, so that bodies from unauthenticated senders need not be
-# read. Its value is `WORDS.SHA256-OF-BODY.HMAC`: the digests are hexadecimal, the sender chooses
-# the words. Used by peer proxies and by instances that register themselves.
-
-
-def signed_head(secret: bytes, words: str, body: bytes) -> str:
-    """The signed header's value for `body`."""
-    text = f"{words}.{sha256(body).hexdigest()}"
-    return f"{text}.{hmac.digest(secret, text.encode(), 'sha256').hex()}"
-
-
-def signed_digest(secret: bytes, value: bytes) -> str | None:
-    """The digest of the body for which the header is signed; None if the signature is wrong."""
-    text, _, signature = value.rpartition(b".")
-    wanted = hmac.digest(secret, text, "sha256").hex().encode()
-    if not hmac.compare_digest(wanted, signature):
-        return None
-    return text.rpartition(b".")[2].decode("latin-1")
-
-
-def is_signed(secret: bytes, value: bytes, body: bytes) -> bool:
-    """Whether the header is signed with the secret, and for this body."""
-    digest = signed_digest(secret, value)
-    return digest is not None and hmac.compare_digest(digest, sha256(body).hexdigest())

@@ -11,7 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from msgspec import Struct
 
-DP_RANK_HEADER = b"x-data-parallel-rank"
+from mooncake_api import instance_protocol
+
+DP_RANK_HEADER = instance_protocol.DP_RANK_HEADER.lower().encode()
 # Bound of the number of ranks that an instance reports; a larger number would be a mistake.
 MAX_DP_RANKS = 1024
 

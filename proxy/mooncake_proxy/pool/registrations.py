@@ -12,10 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-from msgspec import Struct
 
+from mooncake_api.instance_protocol import (
+    REGISTER_HEADER,
+    RegistrationMessage,
+    is_signed,
+    signed_digest,
+)
 from mooncake_proxy.errors import DECODE_ERRORS, BadRequest, Conflict, Forbidden, Refusal
-from mooncake_proxy.http1.http_wire import Origin, is_signed, signed_digest
+from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.pool.instances import Instance, Role
 from mooncake_proxy.pool.membership import (
     ChangeOperation,
@@ -27,28 +32,13 @@ from mooncake_proxy.pool.model_pools import ModelPools
 
 logger = logging.getLogger(__name__)
 SOURCE = "register"
-HEADER = b"x-mooncake-register"
+HEADER = REGISTER_HEADER.lower().encode()
 MAX_LEASE_S = 600.0
 # Bound of the instances whose last message number is kept.
 MAX_KNOWN_INSTANCES = 4096
 
 
-class Registration(Struct):
-    """A registration message of an instance.
-
-    `started_at` is the instance's start in seconds since 1970: of two instances with the same URL,
-    the later one counts. `number` increases with every message.
-    """
-
-    url: str
-    started_at: float
-    number: int
-    role: Role = Role.BOTH
-    lease_s: float = 15.0
-    is_draining: bool = False
-
-
-_decode = msgspec.json.Decoder(Registration).decode
+_decode = msgspec.json.Decoder(RegistrationMessage).decode
 
 
 @dataclass(slots=True)
@@ -93,6 +83,7 @@ class Registrations:
             raise Forbidden("not signed with this proxy's --register-secret-file")
         try:
             message = _decode(body)
+            role = Role(message.role)
         except DECODE_ERRORS as exc:
             raise BadRequest(f"registration: {exc}") from exc
         if not 0 < message.lease_s <= MAX_LEASE_S:
@@ -103,7 +94,7 @@ class Registrations:
         change = MembershipChange(
             ChangeOperation.DRAIN if message.is_draining else ChangeOperation.ADD,
             url,
-            message.role,
+            role,
             remove=message.is_draining,
             source=SOURCE,
             lease_s=message.lease_s,

@@ -17,10 +17,11 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from mooncake_api.instance_protocol import is_signed, signed_digest, signed_head
 from mooncake_proxy.api.admin_routes import RESERVATIONS_PATH
 from mooncake_proxy.errors import DECODE_ERRORS, BadRequest, Forbidden, UpstreamError
 from mooncake_proxy.http1.connection_pool import ConnectionPool
-from mooncake_proxy.http1.http_wire import Origin, is_signed, signed_digest, signed_head
+from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.routing.conductor_fleet import OWNER
 from mooncake_proxy.routing.reservation_sharing import (

@@ -19,10 +19,10 @@ from support.proxy_conductor import conductor_of, settings
 from support.proxy_fakes import FakeDeployment, fake_deployment
 from support.proxy_fakes_client import BODY, post
 
+from mooncake_api.instance_protocol import signed_head
 from mooncake_conductor.policies.situation import Plan
 from mooncake_proxy.config_from_options import config_from
 from mooncake_proxy.errors import ConfigError
-from mooncake_proxy.http1.http_wire import signed_head
 from mooncake_proxy.ops.worker_link import (
     PeerProxyMessage,
     WorkerLink,

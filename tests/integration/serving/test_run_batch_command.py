@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from support.fake_engine import FakeEngine, upper_case
 
+from mooncake_api.instance_protocol import BATCH_PRIORITY
 from mooncake_engine.errors import ConfigError, Overloaded
-from mooncake_engine.messages import BATCH_PRIORITY, EngineRequest
+from mooncake_engine.messages import EngineRequest
 from mooncake_engine.process import batch_runner
 from mooncake_engine.process.batch_runner import Batch, BatchFailed, authorization, run_batch
 

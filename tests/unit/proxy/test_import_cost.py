@@ -7,7 +7,8 @@ from support.programs import imported_by
 ONLY_TO_SERVE = {
     "uvloop",
     "numpy",
-    "mooncake_api",
+    "mooncake_api.api_formats",
+    "mooncake_api.request_body",
     "mooncake_conductor.conductor",
     "mooncake_conductor.errors",
     "mooncake_proxy.api.application",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings, strategies as st
 from support.scheduling import Bench, token_of
 
-from mooncake_engine.messages import BATCH_PRIORITY
+from mooncake_api.instance_protocol import BATCH_PRIORITY
 from mooncake_engine.scheduling.request import RequestStatus
 
 NO_EOS: frozenset[int] = frozenset()

@@ -7,7 +7,7 @@ import random
 import pytest
 from support.scheduling import Bench, token_of
 
-from mooncake_engine.messages import BATCH_PRIORITY
+from mooncake_api.instance_protocol import BATCH_PRIORITY
 from mooncake_engine.scheduling import pool_saves
 from mooncake_engine.scheduling.pool_loads import (
     MAX_HINT_TIMEOUT_S,

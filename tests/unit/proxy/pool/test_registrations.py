@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from mooncake_api.instance_protocol import signed_head
 from mooncake_proxy.errors import BadRequest, ConfigError, Conflict, Forbidden
-from mooncake_proxy.http1.http_wire import Origin, signed_head
+from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext, ClientLimits
 from mooncake_proxy.pool.instances import InstanceSpec, InstanceState, Role
 from mooncake_proxy.pool.membership import MembershipChange
