@@ -36,6 +36,7 @@ CLASSES = {
     f"{CONNECTOR}/v1/metrics.py": ("KVConnectorStats", "KVConnectorPromMetrics"),
     f"{CONNECTOR}/factory.py": ("KVConnectorFactory",),
     "v1/request.py": ("Request", "RequestStatus"),
+    "multimodal/inputs.py": ("MultiModalFeatureSpec", "PlaceholderRange"),
     "v1/core/kv_cache_manager.py": ("KVCacheBlocks",),
     "v1/core/block_pool.py": ("BlockPool",),
     "v1/core/sched/output.py": ("NewRequestData", "CachedRequestData", "SchedulerOutput"),

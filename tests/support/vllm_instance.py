@@ -62,6 +62,11 @@ class FakeRequest:
     cache_salt: str | None = None
 
 
+def picture(offset: int) -> Any:
+    """A picture whose tokens begin at this position of a request's prompt."""
+    return SimpleNamespace(mm_position=SimpleNamespace(offset=offset))
+
+
 @dataclass
 class RankReports:
     """The ranks' reports to vLLM: each request id with the ranks that reported it."""

@@ -26,6 +26,7 @@ from support.vllm_instance import HOST
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.engine.arg_utils import EngineArgs
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.plugins import load_general_plugins
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -81,6 +82,11 @@ def answer_to(prompt: Sequence[int], num_tokens: int) -> list[int]:
     for _ in range(num_tokens):
         tokens.append(kv_of(tokens)[-1] % VOCABULARY)
     return tokens[len(prompt) :]
+
+
+def picture(at: int) -> MultiModalFeatureSpec:
+    """A picture that one token of a prompt stands for."""
+    return MultiModalFeatureSpec(None, "image", "a picture", PlaceholderRange(at, 1))
 
 
 class WrongKV(AssertionError):
@@ -332,9 +338,11 @@ class VllmInstance:
         *,
         is_refused: bool = False,
         is_session: bool = False,
+        picture_at: int | None = None,
     ) -> None:
         """Add a request; one that the front end has rejected is aborted at once, as in vLLM. A
-        session continues with the next prompt of the same name, until its client ends it."""
+        session continues with the next prompt of the same name, until its client ends it. One token
+        of the prompt may stand for a picture."""
         sampling = SamplingParams(
             max_tokens=num_tokens,
             temperature=0,
@@ -350,6 +358,7 @@ class VllmInstance:
             block_hasher=self._hasher,
             abort_immediately=is_refused,
             resumable=is_session,
+            mm_features=None if picture_at is None else [picture(picture_at)],
         )
         self.answers.setdefault(name, Answer()).finish = ""
         self.scheduler.add_request(request)

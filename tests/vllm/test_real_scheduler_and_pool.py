@@ -339,6 +339,37 @@ def test_all_turns_of_a_session_are_saved(
 
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)
+@pytest.mark.parametrize("windows", [(0, 0), (CHUNK, 0)])
+@pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
+def test_prompts_are_saved_and_loaded_up_to_their_first_picture(
+    store: StoreService, is_async: bool, windows: tuple[int, int]
+) -> None:
+    """The turn with the picture comes at once after the last step of the turn before it."""
+    options: dict[str, Any] = {"windows": windows, "num_blocks": 3 * NUM_ROOMY_BLOCKS}
+    with (
+        pooled(store, is_async=is_async, **options) as first,
+        pooled(store, is_async=is_async, **options) as second,
+    ):
+        num_tokens = 2 * CHUNK - len(PROMPTS[3]) % CHUNK + 1
+        first.submit("r", PROMPTS[3], num_tokens, is_session=True)
+        first.submit("r", STEM[:3], 1, is_session=True, picture_at=1)
+        told = [*PROMPTS[3], *answer_to(PROMPTS[3], num_tokens)[:-1], *STEM[:3]]
+        num_chunks = (len(told) - 2) // CHUNK
+        assert num_chunks > len(PROMPTS[3]) // CHUNK
+        step_until(first, lambda: first.figures()["pool_num_saved_chunks"] == num_chunks)
+        first.abort("r")
+        settle([first], 30)
+        second.submit("r", told, 4, picture_at=len(told) - 2)
+        step_until(second, lambda: second.figures()["pool_num_loaded_chunks"] == num_chunks)
+        second.abort("r")
+        settle([second], 30)
+        for each in (first, second):
+            assert each.num_free == each.num_blocks - 1
+            assert each.figures()["hook_errors"] == 0
+            assert each.leftovers() == []
+
+
+@pytest.mark.parametrize("store", [MANY], indirect=True)
 def test_preempted_request_loads_its_saved_kv(store: StoreService) -> None:
     with pooled(store, is_async=False) as instance:
         pair = Pair((instance, instance))

@@ -21,6 +21,25 @@ class RequestStatus(Protocol):
         ...
 
 
+class PlaceholderRange(Protocol):
+    """``vllm.multimodal.inputs.PlaceholderRange``: the tokens in a prompt that stand for an item of
+    media, from ``offset`` on."""
+
+    @property
+    def offset(self) -> int:
+        """The first one's position."""
+        ...
+
+
+class MultiModalFeatureSpec(Protocol):
+    """``vllm.multimodal.inputs.MultiModalFeatureSpec``: an item of media, such as a picture."""
+
+    @property
+    def mm_position(self) -> PlaceholderRange:
+        """Its tokens in the prompt."""
+        ...
+
+
 class Request(Protocol):
     """``vllm.v1.request.Request``.
 
@@ -33,7 +52,7 @@ class Request(Protocol):
     prompt_token_ids: list[int] | None
     cache_salt: str | None
     prompt_embeds: Any
-    mm_features: Sequence[Any]
+    mm_features: Sequence[MultiModalFeatureSpec]
     lora_request: Any
     kv_transfer_params: dict[str, Any] | None
     num_computed_tokens: int

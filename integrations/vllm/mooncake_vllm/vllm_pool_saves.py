@@ -9,10 +9,14 @@ request ends. After that its blocks are held until all copies are complete.
 Blocks of sliding windows, which vLLM frees as the window moves, are held from the step that fills a
 chunk until the chunk is saved (``WindowBlocks``). So with windows, chunks of the answer, too, are
 saved while it is computed, and each chunk is offered once.
+
+Chunks that contain media, and all after them, are not saved: their token ids don't say which media
+they are. vLLM itself gives the blocks before them the same hashes as without media.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -108,8 +112,12 @@ class SavedRequest:
 
     @property
     def num_prompt_chunks(self) -> int:
-        """Number of whole chunks in its prompt."""
-        return len(self.request.prompt_token_ids or []) // self.identity.chunk_tokens
+        """Number of whole chunks in its prompt that may be saved."""
+        return self.num_plain_chunks(len(self.request.prompt_token_ids or []))
+
+    def num_plain_chunks(self, num_tokens: int = sys.maxsize) -> int:
+        """Number of whole chunks in its first tokens that may be saved."""
+        return min(num_tokens, num_plain_tokens(self.request)) // self.identity.chunk_tokens
 
     def take_held(self, stop: int) -> list[int]:
         """Remove and return the held blocks of the chunks before ``stop``."""
@@ -119,8 +127,11 @@ class SavedRequest:
     def drop_uncomputed(self) -> list[int]:
         """Remove and return the held blocks of chunks that no step computes: drafts were rejected,
         or a session's turn has ended. vLLM still has them."""
-        num_computed = self.request.num_computed_tokens // self.identity.chunk_tokens
-        late = [chunk for chunk in self.held if chunk >= num_computed]
+        return self.drop_held_from(self.request.num_computed_tokens // self.identity.chunk_tokens)
+
+    def drop_held_from(self, first: int) -> list[int]:
+        """Remove and return the held blocks of a chunk and those after it."""
+        late = [chunk for chunk in self.held if chunk >= first]
         self.num_held -= len(late)
         return [block for chunk in late for block in self.held.pop(chunk)]
 
@@ -247,12 +258,8 @@ class PoolSaves:
             saved = self._current.pop(request.request_id, None)
         if saved is None:
             return False
-        if not is_plain(request):  # maybe only since its next turn, which has not run
-            self._windows.release(saved.drop_held())
-            self._windows.free_released()
-            return False
         num_whole = num_certain_tokens(request, saved.first_step)
-        stop = num_whole // saved.identity.chunk_tokens
+        stop = saved.num_plain_chunks(num_whole)
         if self._windows.exist:
             # vLLM's own tables have lost the blocks that the windows have passed.
             tables, stop = saved.tables, min(stop, saved.num_held)
@@ -322,16 +329,18 @@ class PoolSaves:
                 saved.first_step = FirstStep(request.num_preemptions, num_initial_tokens)
                 saved.num_saved = saved.num_known  # copies from blocks that it lost are discarded
             saved.was_refused = False
-        if is_unsaved or not is_plain(request):
+        if is_unsaved:
             self._windows.release(saved.drop_held())
+        # The new turn of a session may bring media, from the middle of a chunk on.
+        self._windows.release(saved.drop_held_from(saved.num_plain_chunks()))
         saved.can_hold = True
-        has_chunks = self._windows.exist or saved.num_saved < saved.num_prompt_chunks
-        if is_plain(request) and has_chunks:
+        last = saved.num_plain_chunks() if self._windows.exist else saved.num_prompt_chunks
+        if saved.num_saved < last:
             saved.tables = [list(table) for table in tables]
             for chunk, blocks in saved.held.items():
                 self._windows.restore(saved.tables, chunk, blocks)
             self._filling[name] = saved
-        else:  # the new turn of a session may bring pictures
+        else:
             self._filling.pop(name, None)
 
     def _hold(self, saved: SavedRequest, num_scheduled: int) -> None:
@@ -343,7 +352,7 @@ class PoolSaves:
         """
         if not self._windows.exist:
             return
-        num_filled = num_scheduled // saved.identity.chunk_tokens
+        num_filled = saved.num_plain_chunks(num_scheduled)
         while saved.can_hold and saved.num_held < num_filled:
             blocks = self._windows.hold(saved.tables, saved.num_held)
             if blocks is None:  # later chunks can't be loaded without this one
@@ -360,7 +369,7 @@ class PoolSaves:
             return False
         num_whole = num_computed_so_far(saved.request, saved.first_step)
         last = saved.num_held if self._windows.exist else saved.num_prompt_chunks
-        stop = min(num_whole // saved.identity.chunk_tokens, last)
+        stop = min(saved.num_plain_chunks(num_whole), last)
         may_have_more = stop < last or (self._windows.exist and saved.can_hold)
         return self._save(saved, saved.tables, stop) and may_have_more
 
@@ -393,11 +402,12 @@ class PoolSaves:
         return any(copy.saved is saved for copy in self._copies.values())
 
 
-def is_plain(request: Request) -> bool:
-    """Whether a request's KV depends on nothing but its token ids and cache salt."""
-    return (
-        request.lora_request is None and request.prompt_embeds is None and not request.mm_features
-    )
+def num_plain_tokens(request: Request) -> int:
+    """Number of leading tokens whose KV depends on nothing but token ids and the cache salt; if all
+    of a request's do, a number that no request has."""
+    if request.lora_request is not None or request.prompt_embeds is not None:
+        return 0
+    return min((each.mm_position.offset for each in request.mm_features), default=sys.maxsize)
 
 
 def num_certain_tokens(request: Request, first_step: FirstStep | None) -> int:

@@ -40,7 +40,7 @@ from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.rank_link import Ranks, ReportLoad, ReportSend
 from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import join_tables
-from mooncake_vllm.vllm_pool_saves import PoolSaves, count_tokens, is_plain
+from mooncake_vllm.vllm_pool_saves import PoolSaves, count_tokens, num_plain_tokens
 from mooncake_vllm.vllm_scheduler_side import STALLED_SHARE, Instance, StepWatch, rope_order
 from mooncake_vllm.vllm_window_blocks import WindowBlocks
 from mooncake_vllm.vllm_worker_side import LoadOrder, WorkerKind
@@ -343,9 +343,10 @@ class PoolSchedulerSide:
         """Look up a request's chunks in the stores; returns None if none of them could be
         loaded."""
         self._saves.note_known(request.request_id, 0)  # an earlier look-up's may be evicted
-        if not is_plain(request):
-            return None
-        num_keys = num_loadable_chunks(count_tokens(request), self._chunk_tokens)
+        num_keys = min(
+            num_loadable_chunks(count_tokens(request), self._chunk_tokens),
+            num_plain_tokens(request) // self._chunk_tokens,
+        )
         keys = self._saves.first_keys(request.request_id, num_keys)
         if not keys:
             return None

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.vllm_instance import FakeRequest
+from support.vllm_instance import FakeRequest, picture
 
 from mooncake_hal.kv.geometry import KVGroup
 from mooncake_kv.pool.pool_events import ChunksCopied, SaveRequest
@@ -196,16 +196,30 @@ def test_next_turn_of_session_is_saved_under_its_own_keys() -> None:
     assert save.keys == chunk_keys(IDENTITY, it.request.prompt_token_ids[:48])
 
 
-def test_turn_of_session_with_pictures_is_not_saved() -> None:
-    """Its token ids don't say which pictures. Chunks of the turn before are still to be saved."""
+def test_turn_of_session_is_saved_up_to_its_first_picture() -> None:
+    """So is what the last step of the turn before computed, which ended when the client went on."""
     it = Saves()
     it.begin()
     it.compute(16)
     it.copy_all()
-    it.request.mm_features = ["a picture"]
-    it.begin(num_initial_tokens=16)
+    it.request.num_computed_tokens = 24
+    it.request.mm_features = [picture(39), picture(34)]
+    it.begin(num_initial_tokens=24)
+    it.compute(40)
+    it.request.output_token_ids = [7]
+    assert it.end()
+    it.copy_all()
+    assert it.client.judged == [(0, 2, True), (2, 3, True), (3, 4, True)]
+
+
+def test_request_with_an_adapter_is_not_saved() -> None:
+    it = Saves()
+    it.request.lora_request = "an adapter"
+    it.begin()
     it.compute(40)
     assert not it.client.saves
+    it.request.output_token_ids = [7]
+    assert not it.end()
 
 
 def test_next_turn_of_session_offers_refused_chunks_again() -> None:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from support.vllm_instance import FakeRequest
+from support.vllm_instance import FakeRequest, picture
 
 from mooncake_hal.kv.geometry import KVGroup
 from mooncake_kv.errors import KVConfigError
@@ -236,13 +236,32 @@ def test_rejected_drafts_hold_no_blocks_while_vllm_has_no_step_for_the_request()
     assert it.copy() == [(1, 2)]
 
 
-def test_nothing_is_held_after_a_session_that_ends_before_its_turn_with_pictures() -> None:
+def test_turn_before_one_with_pictures_is_saved() -> None:
+    """The step that was to compute its third chunk did not complete it, as drafts were rejected;
+    now the first picture begins within that chunk."""
+    it = Instance()
+    it.begin(num_tokens=3 * CHUNK)
+    assert it.pool.held == [*range(51, 57)]
+    it.request.num_computed_tokens = 3 * CHUNK - 2
+    it.request.mm_features = [picture(3 * CHUNK - 1)]
+    it.begin(num_initial_tokens=3 * CHUNK - 2)
+    it.step(num_tokens=0)
+    assert it.copy() == [(0, 2)]
+    it.windows.free_released()
+    assert it.pool.held == []
+
+
+@pytest.mark.parametrize("offset", [STEP - 1, STEP])
+def test_session_that_ends_before_its_turn_with_pictures_is_saved(offset: int) -> None:
     """vLLM appends the pictures when its client sends them, before the turn runs."""
     it = Instance()
     it.begin()
     assert it.windows.num_held > 0
-    it.request.mm_features = ["a picture"]
-    assert not it.end("FINISHED_ABORTED")
+    it.request.mm_features = [picture(offset)]
+    it.request.num_computed_tokens = STEP
+    assert it.end("FINISHED_ABORTED")
+    assert it.copy() == [(0, offset // CHUNK)]
+    it.windows.free_released()
     assert it.windows.num_held == 0
 
 
