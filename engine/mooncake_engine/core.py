@@ -197,6 +197,11 @@ class EngineCore:
         self._num_generated += sum([len(update.token_ids) for update in updates])
         return updates
 
+    @property
+    def has_work(self) -> bool:
+        """Whether a step has anything to do. The core's thread only."""
+        return not self._inbox.empty() or self._scheduler.has_work
+
     def reset_prefix_cache(self) -> bool:
         """Drop all cached prefixes. Returns False, and drops nothing, while any block is in use.
         The core's thread only; other threads post ``ResetPrefixCache``."""

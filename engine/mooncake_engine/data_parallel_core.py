@@ -102,6 +102,10 @@ class DataParallelCore:
     def abandon_step(self) -> EngineDead:
         return self._cores[0].abandon(self.watch.timeout_message(), self._thread)
 
+    @property
+    def has_work(self) -> bool:
+        return not self._inbox.is_empty or any(core.has_work for core in self._cores)
+
     def reset_prefix_cache(self) -> bool:
         """Drop the cached prefixes of each idle rank; True if all ranks were idle."""
         return all([core.reset_prefix_cache() for core in self._cores])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 
 from mooncake_engine.admission import check_request
 from mooncake_engine.assembly import RunningEngine, build_engine
@@ -63,6 +64,8 @@ class LLMEngine:
         self._core = engine.core
         self._info = engine.info
         self._tokenizer = tokenizer
+        # Part of the core's request ids: the core may still end a request whose id is used again.
+        self._serials = count()
         self._live: dict[str, list[str]] = {}  # the core's request ids of live outputs, by request
         self._outputs: dict[str, _LiveOutput] = {}  # by the core's request id
         self._is_closed = False
@@ -130,13 +133,14 @@ class LLMEngine:
         sampling = sampling_params or SamplingParams()
         self._check_grammar(sampling)
         is_group = sampling.num_candidates > 1
+        name = f"{request_id}-{next(self._serials)}"
         common = EngineRequest(
-            request_id,
+            name,
             ids,
             sampling,
             priority=priority,
             timeout_s=timeout_s,
-            group=request_id if is_group else None,
+            group=name if is_group else None,
         )
         self._begin(request_id, [self._command(common, i) for i in range(sampling.num_candidates)])
         return ids
@@ -149,7 +153,14 @@ class LLMEngine:
             self._forget(name)
 
     def reset_prefix_cache(self) -> bool:
-        """Drop all cached prefixes. Returns False, and drops nothing, while requests use blocks."""
+        """Drop all cached prefixes. Returns False, and drops nothing, while requests use blocks.
+
+        Raises:
+            EngineDead: the engine died, or was closed.
+        """
+        self._check_open()
+        while not self._live and self._core.has_work:  # it has yet to end requests that ended here
+            self._core.step()
         return self._core.reset_prefix_cache()
 
     def step(self) -> list[OutputUpdate]:

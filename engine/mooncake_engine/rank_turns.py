@@ -37,6 +37,11 @@ class Inbox(Generic[T]):
         except OSError:
             return  # full, so the consumer wakes anyway; or closed
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether ``take`` would yield nothing."""
+        return self._items.empty()
+
     def take(self) -> Iterator[T]:
         """Remove and yield all items."""
         with contextlib.suppress(BlockingIOError):

@@ -110,6 +110,19 @@ def test_the_prefix_cache_can_be_reset(llm: LLM) -> None:
     assert llm.generate(prompt)[0].num_cached_tokens == 0
 
 
+@pytest.mark.parametrize("steps_in_flight", [1, 2])
+def test_the_prefix_cache_can_be_reset_after_a_stop_string(
+    byte_tokenizer: Tokenizer, steps_in_flight: int
+) -> None:
+    """Which the core does not know: the caller has its output while the core's request lives."""
+    running = scripted_engine(ScriptedExecutor(), steps_in_flight=steps_in_flight)
+    llm = LLM.from_engine(LLMEngine(running, byte_tokenizer))
+    [output] = llm.generate("count" * 10, SamplingParams(stop=("TC",)))
+    assert output.outputs[0].text == "COUN"
+    assert llm.reset_prefix_cache()
+    assert llm.generate("count" * 10)[0].num_cached_tokens == 0
+
+
 def test_chat_with_one_conversation_or_several(llm: LLM, executor: ScriptedExecutor) -> None:
     conversation = [{"role": "user", "content": "hi"}]
     llm.chat(conversation)
@@ -193,7 +206,22 @@ def test_an_aborted_request_gets_no_more_updates(
     engine.abort_request("a")
     engine.abort_request("unknown")
     assert finish(engine) == {("b", 0): "ILK"}
-    assert executor.live.keys() <= {"b-0"}
+    assert executor.live.keys() <= {"b-1-0"}
+    engine.add_request("a", "tea")
+    assert finish(engine) == {("a", 0): "TEA"}
+
+
+def test_id_is_free_again_as_soon_as_its_request_was_aborted(engine: LLMEngine) -> None:
+    engine.add_request("a", "milk")
+    engine.step()
+    engine.abort_request("a")
+    engine.add_request("a", "tea")
+    assert finish(engine) == {("a", 0): "TEA"}
+
+
+def test_id_is_free_again_once_a_stop_string_has_ended_its_request(engine: LLMEngine) -> None:
+    engine.add_request("a", "milk", SamplingParams(stop=("I",)))
+    assert finish(engine) == {("a", 0): "M"}
     engine.add_request("a", "tea")
     assert finish(engine) == {("a", 0): "TEA"}
 
@@ -211,7 +239,7 @@ def test_request_of_higher_priority_runs_first(byte_tokenizer: Tokenizer) -> Non
     engine.add_request("later", "milk", priority=1)
     engine.add_request("sooner", "tea", priority=-1)
     finish(engine)
-    assert [request.request_id for request in executor.seen] == ["sooner-0", "later-0"]
+    assert [request.request_id for request in executor.seen] == ["sooner-1-0", "later-0-0"]
 
 
 def test_timed_out_request_fails_with_deadline_exceeded(engine: LLMEngine) -> None:
