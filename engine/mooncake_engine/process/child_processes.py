@@ -98,7 +98,7 @@ class StopSignals:
         return False
 
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -173,6 +173,7 @@ class Child:
         self._log = log
         self._layout = layout
         self._stderr_tail = StderrTail()
+        self._has_dropped_lines = False
 
     def error(self) -> ChildDied:
         """Returns the error to raise for a program that has died."""
@@ -199,7 +200,6 @@ class Child:
             await asyncio.wait({self.ended}, timeout=_KILL_DELAY_S)
         self.kill_group()
         await self.ended
-        self._log.flush()
 
     def kill_group(self) -> None:
         """Kill all remaining processes of its group."""
@@ -220,8 +220,17 @@ class Child:
         async for raw in _lines(stream):
             line = raw.decode(errors="replace").rstrip()
             on_line(line)
+            self._write_log(line)
+
+    def _write_log(self, line: str) -> None:
+        """Write a line to the log, or drop it: a child whose output is not read would block."""
+        try:
             self._log.write(f"{self._layout(self.name, line)}\n")
             self._log.flush()
+        except OSError as exc:  # a full disk, or a closed pipe
+            if not self._has_dropped_lines:
+                self._has_dropped_lines = True
+                logger.warning("can't write the log of %s: %s; lines are missing", self.name, exc)
 
     def _announce(self, line: str) -> None:
         url = _URL.search(line)
@@ -380,7 +389,8 @@ class ChildProcesses:
         rest = (child.stop(self._stop_timeout_s, self._forced) for child in children[:-1])
         await asyncio.gather(*rest)
         for file in self._logs.values():
-            file.close()
+            with suppress(OSError):  # it writes what it could not write before
+                file.close()
 
     def force_stop(self) -> None:
         """Send the second SIGTERM at once to children that are being stopped, or will be."""
@@ -396,7 +406,7 @@ class ChildProcesses:
         if delay_s is None:
             self._fail(child.error())
             return
-        log.error("%s; restarting it in %g s (%s)", child.error(), delay_s, supervised.restarts)
+        logger.error("%s; restarting it in %g s (%s)", child.error(), delay_s, supervised.restarts)
         restarting = asyncio.ensure_future(self._run_again(supervised, child, delay_s))
         self._restarting.add(restarting)
         restarting.add_done_callback(self._restarting.discard)

@@ -77,3 +77,25 @@ def test_line_above_the_limit_is_cut_and_the_child_goes_on(tmp_path: Path) -> No
         assert len(relayed) < 10_000
 
     asyncio.run(main())
+
+
+LONG_OUTPUT = """
+import sys
+print("http://127.0.0.1:1", flush=True)
+sys.stderr.write("a line of its log\\n" * 100_000)  # more than a pipe holds
+sys.stderr.write("Error: the last line\\n")
+sys.exit(3)
+"""
+
+
+def test_full_disk_does_not_block_a_child_or_hide_its_end(tmp_path: Path) -> None:
+    (tmp_path / "full.log").symlink_to("/dev/full")
+
+    async def main() -> None:
+        async with ChildProcesses(tmp_path) as children:
+            child = await children.start("full", [sys.executable, "-c", LONG_OUTPUT])
+            assert await child.ready == "http://127.0.0.1:1"
+            with pytest.raises(ChildDied, match="exited with status 3: Error: the last line"):
+                await children.guard(asyncio.sleep(20))
+
+    asyncio.run(main())
