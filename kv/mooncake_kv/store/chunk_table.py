@@ -513,7 +513,7 @@ class ChunkTable:
         if quota is not None and nbytes > quota:
             return PutRefusal.OVER_QUOTA
         while quota is not None and self._used_bytes[group] + nbytes > quota:
-            victim = self._victims.first(group, chunk.parent)
+            victim = self._victims.first(group, chunk.parent, now)
             if victim is None:
                 return PutRefusal.OVER_QUOTA
             if copy is not None and not self._victims.is_worth(chunk, copy, [victim], now):
@@ -529,7 +529,7 @@ class ChunkTable:
             if copy is not None and not self._victims.is_worth(chunk, copy, victims, now):
                 return PutRefusal.LOW_VALUE
             for victim in victims:
-                freed += rounded_up(victim.chunk.nbytes) if victim.unsafe_until <= now else 0
+                freed += rounded_up(victim.chunk.nbytes)
                 self._evict(victim, "copy" if victim.copy else "room", now)
         return offset
 

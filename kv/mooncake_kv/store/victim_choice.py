@@ -5,10 +5,14 @@ is too small for the new chunk, the arena has chunks of several sizes. Then a gr
 chunks is evicted: the first one in the policy's order that frees a large enough range, or one of
 another group's policy if this one has none. Evicting in policy order alone, until free ranges
 happen to be adjacent, could evict most of an arena for one chunk.
+
+Chunks whose memory an earlier reader may still access are not victims: it would be quarantined, so
+that the chunks would be lost in vain. When a user's session is lost, that may be most of a store.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set as AbstractSet
 
 from mooncake_kv.store.arena_allocator import ArenaAllocator, rounded_up
@@ -17,8 +21,12 @@ from mooncake_kv.store.chunk_store import Chunk, CopyTerms
 from mooncake_kv.store.copy_worth import UseCounts, loss_of_last, worth_of_copy
 from mooncake_kv.store.eviction import EvictionPolicy
 
-MAX_SKIPPED_VICTIMS = 4096
-"""Upper bound of the chunks that an eviction examines, before the store is considered full."""
+MAX_EXAMINED_VICTIMS = 1 << 16
+"""Upper bound of the chunks that an eviction examines, before the store is considered full: as many
+as one user may pin. It takes some ten milliseconds."""
+SKIPPED_PER_VICTIM = 4
+"""If a search has to skip many chunks, it finds one victim in advance for this many of them, so
+that the searches of a batch don't skip all of them again for each victim."""
 MAX_NEIGHBOURS = 4096
 """Upper bound of the memory ranges that the search for adjacent victims examines, which takes a
 millisecond or two."""
@@ -51,11 +59,13 @@ class VictimChoice:
         self._allocator = allocator
         self._uses = uses
         self._ready: dict[int, Entry] = {}  # by offset
+        self._next: dict[str, deque[Entry]] = {}  # by group: victims found in advance
 
     def add(self, entry: Entry) -> None:
         """A chunk has become READY."""
         self._policies[entry.group].add(entry.chunk)
         self._ready[entry.offset] = entry
+        self._next.pop(entry.group, None)
 
     def remove(self, entry: Entry) -> None:
         """A chunk was evicted or dropped."""
@@ -65,22 +75,27 @@ class VictimChoice:
     def touch(self, group: str, keys: Sequence[bytes]) -> None:
         """Chunks of a sequence were used; ``keys`` are in its order."""
         self._policies[group].touch(keys)
+        self._next.pop(group, None)
 
-    def first(self, group: str, protected: bytes | None) -> Entry | None:
+    def first(self, group: str, protected: bytes | None, now: float) -> Entry | None:
         """The first chunk of a group that may be evicted; ``protected`` may not."""
-        for entry in self._in_order(group, protected):
-            return entry
-        return None
+        found = self._next.get(group)
+        while found:
+            entry = found[0]
+            if self._ready.get(entry.offset) is not entry:  # it was evicted or dropped
+                found.popleft()
+            elif _is_evictable(entry, {protected}, now):
+                return entry
+            else:
+                found.clear()
+        found = self._next[group] = self._first_ones(group, protected, now)
+        return found[0] if found else None
 
     def victims_for(self, chunk: Chunk, now: float) -> list[Entry]:
-        """The chunks to evict to free memory for a chunk; empty if that is impossible.
-
-        A single victim with enough memory is returned even if that will be quarantined. The caller
-        then asks again after its eviction, for the next victim.
-        """
+        """The chunks to evict to free memory for a chunk; empty if that is impossible."""
         parent, found = chunk.parent, []
         for group in self._policies:
-            if (entry := self.first(group, parent)) is not None:
+            if (entry := self.first(group, parent, now)) is not None:
                 found.append(entry)
         if not found:
             return []
@@ -100,20 +115,32 @@ class VictimChoice:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _in_order(self, group: str, protected: bytes | None) -> Iterator[Entry]:
-        """Yield the chunks of a group that may be evicted, in its policy's order.
+    def _first_ones(self, group: str, protected: bytes | None, now: float) -> deque[Entry]:
+        """The first chunks of a group that may be evicted, one after the other; one, or more if
+        many others come before it."""
+        found: deque[Entry] = deque()
+        for num_examined, entry in self._in_order(group, {protected}, now):
+            found.append(entry)
+            if len(found) * SKIPPED_PER_VICTIM >= num_examined - len(found):
+                break
+        return found
+
+    def _in_order(
+        self, group: str, blocked: set[bytes | None], now: float
+    ) -> Iterator[tuple[int, Entry]]:
+        """Yield the chunks of a group that may be evicted, in its policy's order, each with the
+        number of chunks examined so far.
 
         A chunk that may not be evicted protects all chunks before it in its sequence, without which
-        it would be useless.
+        it would be useless: their keys are added to ``blocked``.
         """
-        blocked = {protected}
-        for count, key in enumerate(self._policies[group].victims()):
+        for num_examined, key in enumerate(self._policies[group].victims(), 1):
             entry = self._index[key]
-            if key not in blocked and not entry.num_pins and not entry.num_staging_children:
-                yield entry
-            if entry.chunk.parent is not None:
+            if _is_evictable(entry, blocked, now):
+                yield num_examined, entry
+            elif entry.chunk.parent is not None:
                 blocked.add(entry.chunk.parent)
-            if count >= MAX_SKIPPED_VICTIMS:
+            if num_examined >= MAX_EXAMINED_VICTIMS:
                 break
 
     def _neighbours(self, group: str, chunk: Chunk, now: float, left: int) -> list[Entry]:
@@ -126,7 +153,8 @@ class VictimChoice:
             left: upper bound of the memory ranges to examine.
         """
         nbytes, protected = rounded_up(chunk.nbytes), self._sequence_before(chunk)
-        for first in self._in_order(group, chunk.parent):
+        blocked = {chunk.parent}
+        for _, first in self._in_order(group, blocked, now):
             found: list[Entry] = []
             total = 0
             for offset, length, is_free in self._allocator.ranges_from(first.offset):
@@ -141,6 +169,7 @@ class VictimChoice:
                     return found
             if left <= 0:
                 break
+            blocked.add(first.chunk.parent)
         return []
 
     def _sequence_before(self, chunk: Chunk) -> set[bytes]:
@@ -172,7 +201,7 @@ class VictimChoice:
         return loss_of_last(uses, victim.chunk, chunk, terms)
 
 
-def _is_evictable(entry: Entry, protected: AbstractSet[bytes], now: float) -> bool:
+def _is_evictable(entry: Entry, protected: AbstractSet[bytes | None], now: float) -> bool:
     """Whether a READY chunk may be evicted, and its memory would be free at once."""
     is_used = entry.num_pins or entry.num_staging_children or entry.unsafe_until > now
     return not is_used and entry.chunk.key not in protected

@@ -121,9 +121,61 @@ def test_handles_expire_and_memory_of_silent_reader_is_quarantined():
     put(table, chunk("a"))
     (handle,) = table.pin([b"a"], ANNA, 10, 0)
     assert table.reserve([chunk("b")], BERT, 10, 10) == [PutRefusal.NO_SPACE]
-    assert levels(table).quarantine_bytes == GRANULE, "evicted, but possibly still being read"
+    assert table.probe([b"a"]) == [Residence.DRAM], "its memory may still be being read"
     assert table.release([handle.handle_id], ANNA, 10) == [False]
+    table.drop([b"a"], 10)
+    assert levels(table).quarantine_bytes == GRANULE
     assert isinstance(table.reserve([chunk("b")], BERT, 10, 15)[0], WriteHandle)
+    table.check_integrity()
+
+
+def test_put_evicts_none_of_the_chunks_that_a_lost_user_may_still_read():
+    table = table_of(8)
+    put(table, *[chunk(f"{n}") for n in range(8)])
+    table.pin([b"%d" % n for n in range(8)], ANNA, 10, 1)
+    table.abandon_user(ANNA, 2)
+    table.touch([b"0"], 2)
+    assert table.reserve([chunk("x")], BERT, 10, 3) == [PutRefusal.NO_SPACE]
+    assert table.stats.num_evicted == {}
+    put(table, chunk("x"), user=BERT, now=2 + QUARANTINE_S)
+    assert table.stats.num_evicted == {"room": 1}
+    table.check_integrity()
+
+
+def test_many_pinned_chunks_hide_no_victim_and_are_skipped_once_per_batch(monkeypatch):
+    examined = []
+
+    class Counting(TailFirstLRU):
+        def victims(self):
+            for key in super().victims():
+                examined.append(key)
+                yield key
+
+    num_pinned, num_free = 5000, 200
+    settings_of = TableSettings(Counting, QUARANTINE_S)
+    table = ChunkTable((num_pinned + num_free) * GRANULE, settings_of)
+    names = [f"{n}" for n in range(num_pinned + num_free)]
+    put(table, *[chunk(name) for name in names])
+    table.touch([name.encode() for name in names[::-1]], 1)  # so that the pinned ones come first
+    table.pin([name.encode() for name in names[:num_pinned]], ANNA, 10, 1)
+    put(table, *[chunk(f"new {n}") for n in range(num_free)], user=BERT, now=2)
+    assert table.stats.num_evicted == {"room": num_free}
+    assert len(examined) <= num_pinned + num_free
+    table.check_integrity()
+
+
+def test_victims_found_in_advance_are_kept_if_they_are_used_or_pinned_meanwhile():
+    table = table_of(30)
+    put(table, *[chunk(f"{n}") for n in range(30)])
+    table.touch([b"%d" % n for n in range(30)[::-1]], 1)
+    table.pin([b"%d" % n for n in range(16)], ANNA, 10, 1)
+    table.reserve([chunk("x")], BERT, 10, 2)  # evicts 16, and finds 17 to 19
+    table.pin([b"17"], ANNA, 10, 3)
+    table.reserve([chunk("y")], BERT, 10, 3)
+    table.touch([b"19"], 4)
+    table.reserve([chunk("z")], BERT, 10, 4)
+    gone = [n for n in range(30) if table.probe([b"%d" % n]) == [Residence.ABSENT]]
+    assert gone == [16, 18, 20]
     table.check_integrity()
 
 
