@@ -242,9 +242,9 @@ class NodeStore:
             handles = self._table.pin(keys, user, lease_s, now)
             num_hits = len(handles) - handles.count(None)
             self._table.stats.num_dram_hits += num_hits
-            self._table.stats.num_misses += len(keys) - num_hits
             self._moves.touched(keys)
             if num_hits == len(keys) or self._moves.tier is None or self._is_closed:
+                self._table.stats.num_misses += len(keys) - num_hits
                 return done(handles)
             future, begin = self._moves.load(keys, handles, user, lease_s, first_bytes)
         begin()

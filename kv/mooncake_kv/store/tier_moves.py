@@ -175,7 +175,9 @@ class TierMoves:
         if first_bytes is not None:
             self._grant_early(request)
         is_granted = not request.missing  # else the end of its last load grants it
-        if not is_granted:
+        if is_granted:
+            self._count_misses(request)
+        else:
             self._requests.add(request)
 
         def begin() -> None:
@@ -287,7 +289,10 @@ class TierMoves:
         if handle is not None:
             request.handles[position] = structs.replace(handle, tier=Tier.SSD)
             self._table.stats.num_ssd_hits += 1
-            self._table.stats.num_misses -= 1
+
+    def _count_misses(self, request: PinRequest) -> None:
+        """Count what a pin that is granted now has not got."""
+        self._table.stats.num_misses += request.handles.count(None)
 
     def _is_wanted(self, load: _Load) -> bool:
         """Whether a pin waits for a load or reads its chunk; called on a thread of the tier without
@@ -377,6 +382,7 @@ class TierMoves:
 
     def _finish(self, request: PinRequest) -> Callable[[], None]:
         self._requests.discard(request)
+        self._count_misses(request)
         ids = [handle.handle_id for handle in request.handles if handle is not None]
         self._table.extend(ids, request.user, request.lease_s, self._clock())
         return lambda: request.future.set_result(request.handles)

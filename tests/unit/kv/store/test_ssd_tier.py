@@ -547,12 +547,15 @@ def test_hung_drive_delays_a_pin_for_a_bounded_time(opened, monkeypatch):
     assert handles[1] is not None, "chunks in memory are served"
     second = store.user.pin(keys([0]))
     third = store.user.pin(keys([0]))
+    before = store.user.stats().result()
     hung.set()
     monkeypatch.undo()
     ((one,), (two,)) = second.result(WAIT_S), third.result(WAIT_S)
     assert one is not None
     assert two is not None, "one read served both"
-    assert store.user.stats().result().ssd_read_bytes == record_bytes(NBYTES) - PAGE
+    after = store.user.stats().result()
+    assert after.ssd_read_bytes == record_bytes(NBYTES) - PAGE
+    assert (after.num_ssd_hits - before.num_ssd_hits, after.num_misses) == (2, before.num_misses)
 
 
 def test_chunks_on_a_hung_drive_are_unavailable_after_another_drive_was_added(opened, tmp_path):
