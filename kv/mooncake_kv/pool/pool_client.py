@@ -62,13 +62,7 @@ from mooncake_kv.pool.rank_orders import RankOrders
 from mooncake_kv.ranks import SendToRank
 from mooncake_kv.store.chunk_keys import KVIdentity
 from mooncake_kv.store.chunk_layout import chunk_bytes
-from mooncake_kv.store.chunk_store import (
-    ChunkStore,
-    PutRefusal,
-    Residence,
-    Tier,
-    WriteHandle,
-)
+from mooncake_kv.store.chunk_store import ChunkStore, PutRefusal, Residence, Tier, WriteHandle
 
 logger = logging.getLogger(__name__)
 
@@ -442,7 +436,7 @@ class PoolClient:
 
     async def _save(self, save: SaveRequest) -> None:
         grants = _Grants()
-        was_copied = is_unchanged = is_copying = False
+        was_copied = is_unchanged = is_copying = is_late = False
         try:
             async with self._save_slots:
                 grants = await self._reserve(save)
@@ -460,18 +454,23 @@ class PoolClient:
         except KVTransferError as exc:
             logger.warning("%s was not saved: %s", save.save_id, exc)
             self._count_refusals("failed", len(grants.handles))
+            is_late = True
         finally:
             if not was_copied:
                 self._post(ChunksCopied(save.save_id, False, grants.refused_chunk))
             try:
                 # Ranks that have not reported may still write. The store gets their memory back
-                # when the instance disconnects from it, after its ranks are closed.
+                # when they have, or when the instance disconnects from it, after its ranks are
+                # closed.
                 if grants.handles and not is_copying:
                     is_copy = save.copy is not None
                     await self._end_writes(grants, is_complete=is_unchanged, is_copy=is_copy)
             finally:
                 self._saving.discard(save.save_id)
                 self._count_in_flight()
+        if is_late:
+            await self._ranks.await_late(save.save_id)
+            await self._end_writes(grants, is_complete=False, is_copy=False)
 
     async def _write(self, save: SaveRequest, runs: tuple[ChunkRun, ...]) -> str | None:
         """Have all ranks write; returns the error, or None on success."""

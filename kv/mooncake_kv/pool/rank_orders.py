@@ -99,24 +99,34 @@ class RankOrders:
 
         Raises:
             KVTransferError: at least one rank has not reported a save ``REPORT_TIMEOUT_S`` after
-                that timeout, and may still write to the store. Time in which the engine is stalled
-                does not count.
+                that timeout, and may still write to the store; ``await_late`` must follow. Time in
+                which the engine is stalled does not count.
             ConnectorDead: the same of a load: the rank may still write to KV blocks.
         """
         order = _Order(asyncio.get_running_loop().create_future(), on_release=on_release)
         self._orders[order_id] = order
+        is_awaited = False
         try:
             self.broadcast(message)
             limit_s = message.timeout_s + REPORT_TIMEOUT_S
             if await await_reports(order.ended, limit_s, self._has_stalled):
                 return order.ended.result()
+            is_awaited = isinstance(message, SaveRuns)
         finally:
-            del self._orders[order_id]
+            if not is_awaited:
+                del self._orders[order_id]
         silent = [rank for rank in range(self._num_ranks) if rank not in order.reports]
         error = KVTransferError(f"ranks {silent} sent no report of {order_id} within {limit_s:g} s")
         if isinstance(message, LoadRuns):
             raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, error)
         raise error
+
+    async def await_late(self, order_id: str) -> None:
+        """Wait until all ranks have reported a save that ``run`` has given up, however late."""
+        try:
+            await self._orders[order_id].ended
+        finally:
+            del self._orders[order_id]
 
     def cancel(self, order_id: str) -> None:
         """Have the ranks cancel an order. Its reports follow as usual. Ignores unknown orders."""

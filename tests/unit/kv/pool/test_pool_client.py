@@ -119,8 +119,11 @@ class Instance:
         return self.client.load_costs.seconds(ChunkSource(0, Tier.DRAM), nbytes, time.monotonic())
 
     def await_saves(self):
+        self.await_that(lambda: not self.client.stats.saves_in_flight)
+
+    def await_that(self, holds):
         deadline = time.monotonic() + WAIT_S
-        while self.client.stats.saves_in_flight:
+        while not holds():
             assert time.monotonic() < deadline
             time.sleep(0.001)
 
@@ -171,7 +174,7 @@ def test_completed_saves_do_not_block_pending_ones(instance):
 
 
 def test_saving_continues_after_saves_that_a_rank_does_not_report(instance, monkeypatch, caplog):
-    """Their memory stays reserved: the rank may still write to it."""
+    """Their memory stays reserved until it does: the rank may still write to it."""
     client, num_silent = instance.client, pool_client.SAVES_AT_ONCE
     monkeypatch.setattr(rank_orders, "REPORT_TIMEOUT_S", 0.5 - WAIT_S)
     for number in range(num_silent):
@@ -190,6 +193,10 @@ def test_saving_continues_after_saves_that_a_rank_does_not_report(instance, monk
     assert client.stats.num_save_refusals == {"failed": num_silent}
     assert "ranks [0] sent no report of save0 within 0.5 s" in caplog.text
     assert instance.num_staging == num_silent
+    for number in range(num_silent):
+        client.on_rank_message(0, encode(RunsEnded(f"save{number}", None, 0, 0.0)))
+    instance.await_that(lambda: instance.num_staging == 0)
+    assert client.stats.num_saved_chunks == 1
     assert instance.failures.empty()
 
 

@@ -77,7 +77,10 @@ def test_orders_end_whose_rank_stays_silent():
             with pytest.raises(KVTransferError, match=silent):
                 await order
         assert now() == pytest.approx(LIMIT_S)
-        orders.take_report(1, ended("first"))  # late: ignored
+        late = [asyncio.ensure_future(orders.await_late(save.save_id)) for save in SAVES]
+        orders.take_report(1, ended("first"))
+        await asyncio.sleep(1e6)
+        assert [each.done() for each in late] == [True, False]
 
     run_virtually(run())
 
