@@ -31,6 +31,7 @@ from mooncake_hal.deployment import (
 from mooncake_hal.errors import BackendNotFound, BackendUnavailable, DeploymentRefused, HalError
 from mooncake_hal.known_hardware import HardwareInfo
 from mooncake_hal.negotiation import Transports, offered_transports, reserved_ports
+from mooncake_hal.options import read_secret_file
 from mooncake_hal.port_range import MAX_PORT, ReservedPorts
 from mooncake_hal.ports import Port
 from mooncake_hal.registry import Registry
@@ -84,11 +85,11 @@ def run(options: argparse.Namespace) -> int:
     """Run all requested checks; the exit status is 0 if all of them passed.
 
     Raises:
-        DeploymentRefused: a file can't be read.
+        HalError: a file can't be read, or holds no secret.
     """
     checks = []
     plans = [*options.instance, *_from_file(options.file)]
-    secret = _secret(options.secret_file)
+    secret = b"" if options.secret_file is None else _secret(options.secret_file)
     registry = Registry.discover()
     if plans:
         checks += examine_plan(registry, plans)
@@ -259,13 +260,9 @@ def _from_file(path: Path | None) -> list[dict[str, Any]]:
         ) from exc
 
 
-def _secret(path: Path | None) -> bytes:
-    if path is None:
-        return b""
-    try:
-        return path.read_bytes().strip()
-    except OSError as exc:
-        raise DeploymentRefused([f"can't read --secret-file: {exc}"]) from exc
+def _secret(path: Path) -> bytes:
+    advice = "put the deployment's secret there, or omit the option if it has none"
+    return read_secret_file(path, "--secret-file", advice, HalError).encode()
 
 
 @dataclass(frozen=True, slots=True)

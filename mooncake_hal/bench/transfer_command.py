@@ -21,7 +21,7 @@ from mooncake_hal.bench.transfer_speed import (
     transport_mover,
 )
 from mooncake_hal.errors import NativeUnavailable, TransferError
-from mooncake_hal.options import positive_int
+from mooncake_hal.options import byte_count, positive_int
 from mooncake_hal.registry import PluginStatus, Registry
 
 MIB = 1 << 20
@@ -131,11 +131,14 @@ def _complain(text: str) -> None:
 
 def _sizes(text: str) -> tuple[int, ...]:
     try:
-        return tuple(positive_int(part) for part in text.split(","))
-    except argparse.ArgumentTypeError as exc:
+        sizes = tuple(byte_count(part) for part in text.split(","))
+    except argparse.ArgumentTypeError:
+        sizes = ()
+    if not all(sizes) or not sizes:
         raise argparse.ArgumentTypeError(
-            f"wanted sizes of 1 byte or more such as 4096,65536, got {text!r}"
-        ) from exc
+            f"wanted sizes of 1 byte or more such as 4096,64KiB, got {text!r}"
+        )
+    return sizes
 
 
 def _output(text: str) -> Path:

@@ -44,8 +44,8 @@ def test_devices_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
-        (["--pieces", "4096,abc"], "wanted sizes of 1 byte or more such as 4096,65536, got '4096,"),
-        (["--pieces", "0"], "wanted sizes of 1 byte or more such as 4096,65536, got '0'"),
+        (["--pieces", "4096,abc"], "wanted sizes of 1 byte or more such as 4096,64KiB, got '4096,"),
+        (["--pieces", "0"], "wanted sizes of 1 byte or more such as 4096,64KiB, got '0'"),
         (["--size", "0"], "must be a number, at least 1, got '0'"),
         (["--rounds", "0"], "must be a number, at least 1, got '0'"),
         (["--connections", "-1"], "must be a number, at least 1, got '-1'"),

@@ -53,6 +53,19 @@ def test_missing_file_is_named(
     assert "missing" in output
 
 
+@pytest.mark.parametrize(
+    ("content", "wanted"),
+    [("\n", "is empty; put the deployment's secret there"), ("abc", "3 bytes")],
+)
+def test_file_without_a_secret_is_rejected(
+    content: str, wanted: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "secret").write_text(content)
+    arguments = ("--secret-file", str(tmp_path / "secret"), "--transport", "shm")
+    assert cli.main(["doctor", *arguments]) == 1
+    assert wanted in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("content", ["{}", "instances: []", "[]", '{"instances": ["prefill"]}'])
 def test_invalid_plan_file_is_rejected_with_an_example(
     content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
