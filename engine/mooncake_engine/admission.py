@@ -55,6 +55,7 @@ def _check_named_tokens(sampling: SamplingParams, info: EngineInfo) -> None:
     """Reject token ids outside the vocabulary: on a device they would crash the engine."""
     named = {
         "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+        "allowed_token_ids": sampling.allowed_token_ids or (),
         "stop_token_ids": sampling.stop_token_ids,
     }
     for name, token_ids in named.items():

@@ -58,6 +58,8 @@ class SamplingParams:
         skip_special_tokens: whether to leave special tokens out of the text.
         include_stop_str_in_output: whether to keep the stop string in the text.
         logit_bias: ``(token id, value)`` pairs; the values are added to the tokens' logits.
+        allowed_token_ids: the only tokens that may be sampled, at least one; None allows all. With
+            a grammar, its end-of-sequence tokens are allowed, too.
         grammar: grammar that the output must match; it decides when the output may end, and when
             it must.
     """
@@ -82,6 +84,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -111,6 +114,15 @@ class SamplingParams:
             _check_range("seed", self.seed, -(2**63), 2**64 - 1)
         if any(not text for text in self.stop):
             raise InvalidRequest("stop contains an empty string; leave it out", param="stop")
+        self._check_constraints()
+
+    def _check_constraints(self) -> None:
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise InvalidRequest(
+                "allowed_token_ids is empty, so no token could be sampled; leave it out to allow "
+                "all tokens",
+                param="allowed_token_ids",
+            )
         if self.grammar is not None and (self.min_tokens or self.ignore_eos):
             raise InvalidRequest(
                 "a structured output ends when its grammar is complete: it can't be combined with "

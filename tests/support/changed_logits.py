@@ -31,6 +31,7 @@ REQUESTS = {
         repetition_penalty=1.3, frequency_penalty=2.0, presence_penalty=1.0, logit_bias=BIASES
     ),
     "longer": greedy(min_tokens=2, stop_token_ids=(FIRST,), logit_bias=BIASES),
+    "restricted": greedy(allowed_token_ids=(SECOND, THIRD), logit_bias=BIASES),
     "described": greedy(logprobs=3, logit_bias=BIASES),
     "structured": greedy(
         ignore_eos=False, max_tokens=9, grammar=Grammar(GrammarKind.REGEX, "(ab){2}")
@@ -46,6 +47,7 @@ TOKENS = {
     "drawn": (FIRST,) * 4,
     "penalised": (FIRST, SECOND, THIRD, FIRST),
     "longer": (SECOND, SECOND, FIRST),
+    "restricted": (SECOND,) * 4,
     "described": (FIRST,) * 4,
 }
 

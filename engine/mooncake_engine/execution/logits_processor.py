@@ -1,13 +1,13 @@
 """Changes logits as the requests of a batch ask, before tokens are chosen.
 
-The order is: logit bias, penalties, masking of end tokens, grammars. The host copies small tables
-to the device, which applies them to the whole batch at once.
+The order is: logit bias, penalties, masking of end tokens, allowed tokens, grammars. The host
+copies small tables to the device, which applies them to the whole batch at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -35,8 +35,9 @@ a thousand tokens."""
 class LogitsProcessor:
     """Changes the logits of a batch as its requests ask.
 
-    It copies biases and penalties to the device once, the masks of end tokens when they change, and
-    the tokens that grammars allow in each step. It never waits for the device.
+    It copies biases, penalties and ``allowed_token_ids`` to the device once, the masks of end
+    tokens when they change, and the tokens that grammars allow in each step. It never waits for the
+    device.
 
     Args:
         states: the request of each row.
@@ -63,11 +64,13 @@ class LogitsProcessor:
         self._growing = [row for row, state in rows if state.sampling.min_tokens > 0]
         self._ends: tuple[Tensor, ...] = ()
         self._ends_of: list[int] = []
+        self._allowed = {row: state.allowed for row, state in rows if state.allowed is not None}
+        self._allowed_masks: tuple[Tensor, ...] = ()
         self._grammars = [(row, s.grammar) for row, s in rows if s.grammar is not None]
 
     def has_effect(self) -> bool:
         """Whether ``apply`` would change any logits in this step."""
-        is_lasting = self._bias or self._penalties is not None or self._grammars
+        is_lasting = self._bias or self._penalties is not None or self._allowed or self._grammars
         return bool(is_lasting or self._end_masked())
 
     def apply(self, logits: Tensor) -> None:
@@ -82,7 +85,11 @@ class LogitsProcessor:
         if self._penalties is not None:
             self._penalties.apply(logits)
         self._mask_ends(logits)
-        self._mask_forbidden(logits)
+        if self._allowed:
+            if not self._allowed_masks:
+                self._allowed_masks = self._masks(self._allowed, logits.shape[1])
+            _forbid_others(logits, *self._allowed_masks)
+        self._follow_grammars(logits)
 
     def _end_masked(self) -> list[int]:
         """Rows whose requests have fewer than ``min_tokens`` output tokens."""
@@ -110,22 +117,22 @@ class LogitsProcessor:
         eos_token_ids = () if sampling.ignore_eos else self._eos_token_ids
         return (*eos_token_ids, *sampling.stop_token_ids)
 
-    def _mask_forbidden(self, logits: Tensor) -> None:
-        """Mask the tokens that grammars forbid. The host copies one bit per token."""
+    def _follow_grammars(self, logits: Tensor) -> None:
+        """Mask the tokens that grammars forbid."""
         found = ((row, grammar.allowed()) for row, grammar in self._grammars)
         allowed = {row: tokens for row, tokens in found if tokens is not None}
-        if not allowed:
-            return
-        vocab_size = logits.shape[1]
+        if allowed:
+            _forbid_others(logits, *self._masks(allowed, logits.shape[1]))
+
+    def _masks(self, allowed: Mapping[int, bytes], vocab_size: int) -> tuple[Tensor, ...]:
+        """Copy masks of allowed tokens by row to the device, one bit per token; returns the
+        arguments of ``_forbid_others``."""
         packed = np.zeros((len(allowed), -(-vocab_size // 8)), dtype=np.uint8)
         for bits, tokens in zip(packed, allowed.values(), strict=True):
             known = np.frombuffer(tokens, dtype=np.uint8)[: len(bits)]
             bits[: len(known)] = known
         arrays = (np.array(list(allowed), dtype=np.int64), packed, _FORBIDDEN_OF_BYTE)
-        rows, on_device, forbidden_of_byte = to_device(self._device, arrays)
-        eights = forbidden_of_byte.index_select(0, on_device.view(-1).int())
-        forbidden = eights.view(len(allowed), -1).view(torch.bool)[:, :vocab_size]
-        logits[rows] = logits[rows].masked_fill_(forbidden, -math.inf)
+        return tuple(to_device(self._device, arrays))
 
     def _cells(self, given: Sequence[_RowCells]) -> tuple[Tensor, ...]:
         """Copy cells to the device: rows and token ids, [n] int64, and values, [n] float32. Empty
@@ -140,3 +147,17 @@ class LogitsProcessor:
             np.concatenate(values),
         )
         return tuple(to_device(self._device, arrays))
+
+
+def _forbid_others(logits: Tensor, rows: Tensor, packed: Tensor, forbidden_of_byte: Tensor) -> None:
+    """Mask the tokens that some rows don't allow, in place.
+
+    Args:
+        logits: [batch, vocab] float32.
+        rows: [n] int64, the rows with a mask.
+        packed: [n, bytes] uint8, a bit per token: whether it is allowed.
+        forbidden_of_byte: ``_FORBIDDEN_OF_BYTE``.
+    """
+    eights = forbidden_of_byte.index_select(0, packed.view(-1).int())
+    forbidden = eights.view(len(packed), -1).view(torch.bool)[:, : logits.shape[1]]
+    logits[rows] = logits[rows].masked_fill_(forbidden, -math.inf)

@@ -44,6 +44,9 @@ class GrammarState:
         assert grammar is not None, "a request without a grammar has no grammar state"
         self.failure: str | None = None
         self._matcher = self._begin(find_vocabulary, grammar)
+        allowed_token_ids = new_request.sampling.allowed_token_ids
+        if self._matcher is not None and allowed_token_ids is not None:
+            self._matcher.restrict(token_mask(allowed_token_ids))
         for token_id in new_request.token_ids[new_request.num_prompt_tokens :]:
             self.accept(token_id)
 
@@ -79,6 +82,13 @@ class GrammarState:
         except InvalidRequest as exc:  # the front end did not check the grammar
             self.failure = str(exc)
             return None
+
+
+def token_mask(token_ids: Sequence[int]) -> bytes:
+    """The mask of some tokens, at least one, in the form of ``GrammarMatcher.allowed``."""
+    has_token = np.zeros(max(token_ids) + 1, dtype=np.bool_)
+    has_token[np.array(token_ids, dtype=np.int64)] = True
+    return np.packbits(has_token, bitorder="little").tobytes()
 
 
 class BiasedTokens(NamedTuple):
@@ -139,6 +149,12 @@ class SamplingState(Protocol):
         """The request's ``logit_bias``; None if it has none."""
         ...
 
+    @property
+    def allowed(self) -> bytes | None:
+        """The mask of the request's ``allowed_token_ids``; None if it has none, or a grammar, whose
+        mask then includes them."""
+        ...
+
 
 class CachedRequest:
     """One running request.
@@ -156,6 +172,7 @@ class CachedRequest:
     """
 
     __slots__ = (
+        "allowed",
         "bias",
         "cache_salt",
         "counts",
@@ -189,7 +206,10 @@ class CachedRequest:
         self.num_output_placeholders = 0
         sampling = new_request.sampling
         self.is_host_bound = sampling.prompt_logprobs is not None
-        self.bias = biased_tokens(sampling.logit_bias)  # here, as batches change with each step
+        # here, as batches change with each step
+        self.bias = biased_tokens(sampling.logit_bias)
+        allowed = None if grammar is not None else sampling.allowed_token_ids
+        self.allowed = None if allowed is None else token_mask(allowed)
 
     @property
     def num_output_tokens(self) -> int:

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import msgspec
 
+from mooncake_api.instance_protocol import DP_RANK_HEADER, TIMEOUT_HEADER
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.kv_connector import read_kv_transfer_params
 from mooncake_engine.messages import EngineInfo, EngineRequest
@@ -51,8 +52,6 @@ from mooncake_engine.text.limits import check_prompt, check_text_size, choice_sa
 from mooncake_engine.text.reasoning import after_reasoning, reasoning_state
 from mooncake_engine.text.tokenizer import Tokenizer
 
-TIMEOUT_HEADER = "X-Request-Timeout"
-DP_RANK_HEADER = "X-data-parallel-rank"
 _MAX_TIMEOUT_S = 86_400
 _MAX_RANK_DIGITS = 6
 _MAX_SALT_CHARACTERS = 1024
@@ -186,13 +185,7 @@ class InputProcessor:
         prompts: Sequence[Prompt],
     ) -> RequestContext:
         is_streamed, streaming = bool(request.stream), _stream_options(request)
-        num_choices = len(prompts) * sampling.num_candidates
-        if num_choices > _MAX_CHOICES:
-            raise InvalidRequest(
-                f"a request may have at most {_MAX_CHOICES} choices, got {num_choices}: "
-                f"{len(prompts)} prompts with {sampling.num_candidates} each",
-                param="n",
-            )
+        num_choices = _num_choices(sampling, len(prompts))
         kv_transfer = read_kv_transfer_request(
             request.kv_transfer_params, num_choices, stream=is_streamed
         )
@@ -261,6 +254,29 @@ class InputProcessor:
         return tuple(choices)
 
 
+def _num_choices(sampling: SamplingParams, num_prompts: int) -> int:
+    """The number of a request's choices.
+
+    Raises:
+        InvalidRequest: there are too many, or they name too many tokens.
+    """
+    num_choices = num_prompts * sampling.num_candidates
+    if num_choices > _MAX_CHOICES:
+        raise InvalidRequest(
+            f"a request may have at most {_MAX_CHOICES} choices, got {num_choices}: "
+            f"{num_prompts} prompts with {sampling.num_candidates} each",
+            param="n",
+        )
+    num_allowed = len(sampling.allowed_token_ids or ())
+    if num_choices * num_allowed > _MAX_ALLOWED_TOKENS:
+        raise InvalidRequest(
+            f"allowed_token_ids times the number of choices may be at most {_MAX_ALLOWED_TOKENS}, "
+            f"got {num_allowed} ids for {num_choices} choices",
+            param="allowed_token_ids",
+        )
+    return num_choices
+
+
 def _cache_salt(given: str | None) -> str:
     """Raises InvalidRequest for a salt that is empty (as vLLM does) or too long."""
     if given is not None and not 0 < len(given) <= _MAX_SALT_CHARACTERS:
@@ -325,6 +341,8 @@ def _stream_options(request: GenerationFields) -> StreamOptions:
 
 _MAX_PROMPTS = 1024
 _MAX_CHOICES = 4096
+_MAX_ALLOWED_TOKENS = 4 << 20
+"""Tokens in ``allowed_token_ids`` times choices: each choice has its own copy in the core."""
 _CHARACTERS_PER_MESSAGE = 16
 
 

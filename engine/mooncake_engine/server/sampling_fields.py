@@ -137,13 +137,11 @@ def _sampling(
             f"got {len(stop_token_ids)}",
             param="stop_token_ids",
         )
-    num_ends = len({*stop_token_ids, *info.eos_token_ids})
-    if request.min_tokens and num_ends >= info.vocab_size:
-        raise InvalidRequest(
-            "min_tokens can't be honoured, because every token would end the output",
-            param="min_tokens",
-        )
     _check_token_ids("stop_token_ids", stop_token_ids, info)
+    allowed_token_ids = _allowed_token_ids(request.allowed_token_ids, info)
+    if request.min_tokens:
+        ends = {*stop_token_ids, *(() if request.ignore_eos else info.eos_token_ids)}
+        _check_may_continue(ends, allowed_token_ids, info)
     return SamplingParams(
         **{**defaults.values, **given},
         stop=_stops(request.stop),
@@ -151,7 +149,23 @@ def _sampling(
         max_tokens=defaults.limit(max_tokens),
         logprobs=logprobs,
         logit_bias=_logit_bias(request.logit_bias or {}, info),
+        allowed_token_ids=allowed_token_ids,
     )
+
+
+def _check_may_continue(
+    ends: set[int], allowed_token_ids: tuple[int, ...] | None, info: EngineInfo
+) -> None:
+    """Raises InvalidRequest if every token that may be sampled would end the output."""
+    if allowed_token_ids is None:
+        may_continue = len(ends) < info.vocab_size
+    else:
+        may_continue = not ends.issuperset(allowed_token_ids)
+    if not may_continue:
+        raise InvalidRequest(
+            "min_tokens can't be honoured, because every token would end the output",
+            param="min_tokens",
+        )
 
 
 def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
@@ -184,6 +198,19 @@ def _logit_bias(given: dict[int, float], info: EngineInfo) -> tuple[tuple[int, f
                 param="logit_bias",
             )
     return tuple(given.items())
+
+
+def _allowed_token_ids(given: list[int] | None, info: EngineInfo) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    if len(given) > info.vocab_size:
+        raise InvalidRequest(
+            f"allowed_token_ids must hold at most {info.vocab_size} ids, as many as the vocabulary "
+            f"has, got {len(given)}",
+            param="allowed_token_ids",
+        )
+    _check_token_ids("allowed_token_ids", given, info)
+    return tuple(given)
 
 
 def _check_token_ids(name: str, token_ids: tuple[int, ...] | list[int], info: EngineInfo) -> None:

@@ -42,7 +42,6 @@ _ALTERNATIVES = {
     "images": "text",
     "documents": "messages",
     "bad_words": "logit_bias",
-    "allowed_token_ids": "structured_outputs",
 }
 _REJECTED = frozenset(
     {

@@ -33,10 +33,20 @@ _MAX_COMPILED_CHARACTERS = 2 << 20
 
 
 class GrammarMatcher:
-    """The position of one output in its grammar."""
+    """The position of one output in its grammar.
 
-    def __init__(self, matcher: Any) -> None:
+    Args:
+        matcher: the library's matcher.
+        eos_token_ids: the tokens that may end the output.
+        among: mask of the tokens that the request allows beside these; None allows all.
+    """
+
+    def __init__(
+        self, matcher: Any, eos_token_ids: Sequence[int] = (), among: bytes | None = None
+    ) -> None:
         self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
+        self._among = among
 
     def accept(self, token_id: int) -> None:
         """Advance by the output's next token."""
@@ -45,19 +55,32 @@ class GrammarMatcher:
 
     def copy(self) -> GrammarMatcher:
         """An independent matcher at the same position."""
-        return GrammarMatcher(self._matcher.deep_copy())
+        return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, self._among)
+
+    def restrict(self, mask: bytes) -> None:
+        """Allow only the tokens of a mask, of the form of ``allowed``, and the end of the output,
+        on which the grammar alone decides."""
+        ends = sum(1 << token_id for token_id in set(self._eos_token_ids))
+        num_bytes = max(len(mask), (ends.bit_length() + 7) // 8)
+        self._among = (int.from_bytes(mask, "little") | ends).to_bytes(num_bytes, "little")
 
     def allowed(self) -> bytes:
         """The mask of tokens that may come next: one bit per token id, lowest bit first.
 
         Raises:
-            GrammarFailed: the grammar is too complex to continue, or a token contradicts it.
+            GrammarFailed: the grammar is too complex to continue, or a token contradicts it, or
+                it allows no token that the request allows.
         """
         mask: bytes = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
         if self._matcher.is_error():
             reason = short_reason(self._matcher.get_error())
             raise GrammarFailed(f"the grammar can't be followed any further: {reason}")
-        return mask
+        if self._among is None:
+            return mask
+        both = int.from_bytes(mask, "little") & int.from_bytes(self._among, "little")
+        if not both:
+            raise GrammarFailed("the grammar allows none of allowed_token_ids here")
+        return both.to_bytes(len(mask), "little")
 
 
 class Vocabulary:
@@ -87,6 +110,7 @@ class Vocabulary:
         self._compiler = GrammarCompiler(table, partial(tokenizer.encode, add_special_tokens=False))
         self._process = GrammarProcess(table)
         atexit.register(self._process.close)
+        self._eos_token_ids = tuple(eos_token_ids)
         self._lock = threading.Lock()
         self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
 
@@ -117,12 +141,12 @@ class Vocabulary:
             compiled = self._compiled.get(grammar)
             if compiled is not None:
                 self._compiled.move_to_end(grammar)
-                return GrammarMatcher(compiled.deep_copy())
+                return GrammarMatcher(compiled.deep_copy(), self._eos_token_ids)
         compiled = self._compiler.compile(grammar)
         with self._lock:
             self._compiled[grammar] = compiled
             self._evict()
-            return GrammarMatcher(compiled.deep_copy())
+            return GrammarMatcher(compiled.deep_copy(), self._eos_token_ids)
 
     def _evict(self) -> None:
         """Evict the least recently used grammars. A compiled grammar takes some hundred bytes of

@@ -113,6 +113,12 @@ CASES: dict[str, Json] = {
     "long prompt": {"prompt": PAGE[:1900], "max_tokens": 40, "temperature": 0},
     "seeded": {"prompt": PAGE[:70], "max_tokens": 30, "temperature": 2.0, "seed": 5},
     "penalties": {"prompt": PAGE[:90], "max_tokens": 20, "temperature": 0, "presence_penalty": 2},
+    "allowed tokens": {
+        "prompt": PAGE[:90],
+        "max_tokens": 20,
+        "temperature": 0,
+        "allowed_token_ids": list(range(60, 110)),
+    },
     "several": {"prompt": PAGE[:70], "max_tokens": 9, "temperature": 2.0, "seed": 1, "n": 3},
     "logprobs": {"prompt": PAGE[:200], "max_tokens": 12, "temperature": 0, "logprobs": 3},
     "stop string": {"prompt": PAGE[:200], "max_tokens": 200, "temperature": 0, "stop": ["er", "!"]},

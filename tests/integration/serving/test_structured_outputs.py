@@ -19,6 +19,7 @@ from openai import OpenAI
 from support.pd import ask, ask_pair, instance, pair, prompt_of, wait_until, write_model
 
 from mooncake_engine.async_engine import AsyncEngine
+from mooncake_engine.errors import GrammarFailed
 from mooncake_engine.llm import LLM
 from mooncake_engine.messages import EngineRequest, FinishReason
 from mooncake_engine.sampling_params import Grammar, GrammarKind, SamplingParams
@@ -105,6 +106,18 @@ def test_unconstrained_requests_in_batch_are_not_masked(llm: LLM) -> None:
     assert [together[i].outputs[0].text for i in (0, 2)] == ["ababab"] * 2
     assert together[1].outputs == alone.outputs
     assert together[3].outputs == punished.outputs
+
+
+def test_allowed_token_ids_restrict_a_grammar(llm: LLM) -> None:
+    """Its end is always allowed; one that allows none of them fails the request."""
+    free, sampled = Grammar(GrammarKind.REGEX, "[a-z]{9}"), tuple(b"xyz")
+    restricted = SamplingParams(grammar=free, allowed_token_ids=sampled, max_tokens=None)
+    [fine] = llm.generate(["Tea"], restricted)
+    assert re.fullmatch("[xyz]{9}", fine.outputs[0].text)
+    assert fine.outputs[0].finish_reason is FinishReason.STOP
+    impossible = replace(restricted, grammar=Grammar(GrammarKind.REGEX, "[a-z]{3}[0-9]"))
+    with pytest.raises(GrammarFailed, match="the grammar allows none of allowed_token_ids"):
+        llm.generate(["Tea"], impossible)
 
 
 def test_preempted_answer_keeps_its_grammar_state(model_dir: Path) -> None:

@@ -30,9 +30,11 @@ def test_keeping_kv_is_rejected_where_peers_cannot_read_it() -> None:
 def test_token_ids_outside_the_vocabulary_are_rejected() -> None:
     with pytest.raises(InvalidRequest, match=r"logit_bias must be token ids in \[0, 50\), got 50"):
         check(SamplingParams(logit_bias=((50, 1.0),)))
+    with pytest.raises(InvalidRequest, match=r"allowed_token_ids must be .* got 50"):
+        check(SamplingParams(allowed_token_ids=(1, 50)))
     with pytest.raises(InvalidRequest, match=r"stop_token_ids must be .* got -1"):
         check(SamplingParams(stop_token_ids=(-1,)))
 
 
 def test_token_ids_inside_the_vocabulary_are_accepted() -> None:
-    check(SamplingParams(logit_bias=((49, 1.0),), stop_token_ids=(0,)))
+    check(SamplingParams(logit_bias=((49, 1.0),), stop_token_ids=(0,), allowed_token_ids=(49,)))

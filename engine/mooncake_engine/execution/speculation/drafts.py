@@ -37,6 +37,7 @@ class DraftState:
     counts: TokenCounts | None
     grammar: GrammarState | None
     bias: BiasedTokens | None
+    allowed: bytes | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,7 +104,16 @@ def advance(state: SamplingState, token_id: int) -> DraftState | None:
             return None
     counts = None if state.counts is None else state.counts.after(token_id)
     position = state.num_output_tokens + 1
-    return DraftState(state.row, state.sampling, state.seed, position, counts, grammar, state.bias)
+    return DraftState(
+        state.row,
+        state.sampling,
+        state.seed,
+        position,
+        counts,
+        grammar,
+        state.bias,
+        state.allowed,
+    )
 
 
 def _depends_on_position(state: SamplingState) -> bool:

@@ -12,7 +12,7 @@ import torch
 from mooncake_engine.execution import logits_processor
 from mooncake_engine.execution.logits_processor import LogitsProcessor
 from mooncake_engine.execution.penalties import TokenCounts
-from mooncake_engine.execution.request_table import BiasedTokens, biased_tokens
+from mooncake_engine.execution.request_table import BiasedTokens, biased_tokens, token_mask
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_hal.backend_parts import to_device
 
@@ -43,9 +43,12 @@ class State:
     row: int = 0
     seed: int = 0
     bias: BiasedTokens | None = field(init=False)
+    allowed: bytes | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.bias = biased_tokens(self.sampling.logit_bias)
+        allowed = self.sampling.allowed_token_ids
+        self.allowed = None if allowed is None else token_mask(allowed)
 
 
 def changed(states: list[State], vocab_size: int) -> torch.Tensor:
@@ -81,6 +84,18 @@ def test_biases_and_masked_end_tokens_change_only_their_cells() -> None:
     assert torch.equal(changed([biased, State(), both, endless], 6), expected)
 
 
+def test_all_but_allowed_token_ids_are_masked() -> None:
+    """After the biases and beside a grammar of another request."""
+    allowing = State(SamplingParams(allowed_token_ids=(0, 9, 4), logit_bias=((1, 9.0), (4, 2.5))))
+    last = State(SamplingParams(allowed_token_ids=(18,)))
+    states = [State(), allowing, State(grammar=Allowing({3}, 3)), last]
+    expected = torch.zeros(4, 19)
+    expected[1:] = -math.inf
+    expected[1, [0, 9]], expected[1, 4] = 0.0, 2.5
+    expected[2, 3] = expected[3, 18] = 0.0
+    assert torch.equal(changed(states, 19), expected)
+
+
 def test_constant_parameters_are_copied_to_the_device_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Masked end tokens are copied again when a row has reached its min_tokens."""
     copies: list[int] = []
@@ -94,20 +109,22 @@ def test_constant_parameters_are_copied_to_the_device_once(monkeypatch: pytest.M
         State(SamplingParams(logit_bias=((1, 2.5),))),
         State(SamplingParams(min_tokens=2)),
         State(SamplingParams(min_tokens=3)),
+        State(SamplingParams(allowed_token_ids=(1, 2))),
     ]
     processor = LogitsProcessor(states, EOS, CPU)
     may_end, num_copies = [], []
     for _ in range(4):
-        logits = torch.zeros(3, 6)
+        logits = torch.zeros(4, 6)
         processor.apply(logits)
         assert logits[0].tolist() == [0, 2.5, 0, 0, 0, 0]
-        may_end.append((logits[1:, 2] == 0).tolist())
+        assert (logits[3] == 0).tolist() == [False, True, True, False, False, False]
+        may_end.append((logits[1:3, 2] == 0).tolist())
         num_copies.append(len(copies))
         assert processor.has_effect()
         for state in states:
             state.num_output_tokens += 1
     assert may_end == [[False, False], [False, False], [True, False], [True, True]]
-    assert num_copies == [2, 2, 3, 3]
+    assert num_copies == [3, 3, 4, 4]
 
 
 def test_logit_bias_is_parsed_once_per_request() -> None:

@@ -271,6 +271,7 @@ NEEDS: list[dict[str, Any]] = [
     {"presence_penalty": 0.5},
     {"min_tokens": 3},
     {"logit_bias": ((7, 9.0),)},
+    {"allowed_token_ids": (3, 7, 20)},
 ]
 
 

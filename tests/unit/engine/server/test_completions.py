@@ -196,6 +196,7 @@ def test_every_sampling_field_reaches_the_engine(client: AsgiClient, engine: Fak
         stop=["!"],
         stop_token_ids=[7],
         logit_bias={"65": -1},
+        allowed_token_ids=[65, 7],
         priority=3,
         best_of=1,
         user="somebody",
@@ -206,6 +207,7 @@ def test_every_sampling_field_reaches_the_engine(client: AsgiClient, engine: Fak
     assert {name: getattr(sampling, name) for name in fields} == fields
     assert (sampling.stop, sampling.stop_token_ids) == (("!",), (7,))
     assert sampling.logit_bias == ((65, -1.0),)
+    assert sampling.allowed_token_ids == (65, 7)
     assert engine.seen[0].priority == 3
 
 

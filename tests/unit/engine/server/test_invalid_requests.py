@@ -54,6 +54,15 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
         "logit_bias",
         "at most 1024 tokens, got 1025",
     ),
+    ({"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids", "is empty, so no token"),
+    ({"prompt": "x", "allowed_token_ids": [-1]}, "allowed_token_ids", "in [0, 258), got -1"),
+    ({"prompt": "x", "allowed_token_ids": [7, 258]}, "allowed_token_ids", "[0, 258), got 258"),
+    ({"prompt": "x", "allowed_token_ids": [7] * 259}, "allowed_token_ids", "at most 258 ids"),
+    (
+        {"prompt": "x", "allowed_token_ids": [7, 8], "stop_token_ids": [7, 8], "min_tokens": 1},
+        "min_tokens",
+        "every token would end the output",
+    ),
     ({"prompt": "x", "logit_bias": {"tea": 1}}, "logit_bias", "expected `int`, got `str`"),
     ({"prompt": "x", "stream_options": {}}, "stream_options", "needs stream: true"),
     (

@@ -9,6 +9,7 @@ import pytest
 from support.asgi import AsgiClient
 from support.fake_engine import FakeEngine
 
+from mooncake_engine.server import input_processor
 from mooncake_engine.text.tokenizer import Tokenizer
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -123,3 +124,16 @@ def test_too_many_ids_are_not_detokenised(client: AsgiClient) -> None:
     error = refusal(client, "/detokenize", tokens=[1] * ((1 << 20) + 1))
     assert error["param"] == "tokens"
     assert "at most 1048576 ids" in error["message"]
+
+
+def test_allowed_tokens_of_all_choices_are_bounded(
+    client: AsgiClient, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each choice has its own copy of them in the core."""
+    monkeypatch.setattr(input_processor, "_MAX_ALLOWED_TOKENS", 20)
+    fields = {"prompt": ["tea", "milk"], "allowed_token_ids": [65, 66, 67, 68, 69]}
+    error = refusal(client, COMPLETIONS, **fields, n=3)
+    assert error["param"] == "allowed_token_ids"
+    assert "got 5 ids for 6 choices" in error["message"]
+    assert not engine.seen
+    assert client.post(COMPLETIONS, **fields, n=2).status_code == 200
