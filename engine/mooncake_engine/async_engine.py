@@ -24,7 +24,7 @@ from mooncake_engine.core_messages import (
     Core,
     LoadProgress,
     PrepareGrammar,
-    ReadFigures,
+    RefreshReport,
     ResetPrefixCache,
     Wake,
 )
@@ -44,7 +44,7 @@ from mooncake_kv.params import TransferMode
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
-_FIGURES_TIMEOUT_S = 0.5
+_REFRESH_TIMEOUT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -182,26 +182,26 @@ class AsyncEngine:
         return await self._ask(ResetPrefixCache)
 
     async def refresh(self) -> None:
-        """Bring ``stats`` up to date, if the core replies within ``_FIGURES_TIMEOUT_S``."""
-        if self._core.figures_lag:
+        """Bring ``stats`` up to date, if the core replies within ``_REFRESH_TIMEOUT_S``."""
+        if self._core.report_lags:
             with suppress(asyncio.TimeoutError, EngineDead):
-                await asyncio.wait_for(self._ask(ReadFigures), _FIGURES_TIMEOUT_S)
+                await asyncio.wait_for(self._ask(RefreshReport), _REFRESH_TIMEOUT_S)
 
     def stats(self) -> EngineStats:
         """Returns a snapshot for metrics. Any thread."""
-        return self._core.stats()
+        return self._core.report().stats
 
     def compatibility(self) -> CompatibilityReport | None:
         """Returns the peers it can't exchange KV with; None without a connector. Any thread."""
-        return self._core.compatibility()
+        return self._core.report().compatibility
 
     def kv_event_endpoints(self) -> KVEventEndpoints | None:
         """Returns the endpoints of its KV events; None if it publishes none. Any thread."""
-        return self._core.kv_event_endpoints()
+        return self._core.report().kv_event_endpoints
 
     def topology(self) -> Topology | None:
         """Returns where peers reach this instance; None without a connector. Any thread."""
-        return self._core.topology()
+        return self._core.report().topology
 
     def check_health(self) -> None:
         """Raise EngineDead, with its first cause, if the core has died."""

@@ -23,6 +23,7 @@ from mooncake_engine.core_messages import (
     AbortRequest,
     AddRequest,
     Command,
+    CoreReport,
     PrepareGrammar,
     ResetPrefixCache,
 )
@@ -37,13 +38,10 @@ from mooncake_engine.scheduling.scheduler import Scheduler
 from mooncake_engine.scheduling.step_plan import ExpertRound, StepPlan
 from mooncake_engine.step_watchdog import StepWatch
 from mooncake_kv.connector import (
-    CompatibilityReport,
     ConnectorFailed,
     LeaseEnded,
     LoadEnded,
-    Topology,
 )
-from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.pool.pool_events import PoolEvent
 
 logger = logging.getLogger(__name__)
@@ -74,7 +72,7 @@ class EngineCore:
         block_bytes: bytes of one KV block, on all ranks together.
     """
 
-    figures_lag = False
+    report_lags = False
 
     def __init__(
         self,
@@ -211,8 +209,17 @@ class EngineCore:
         """Prove that no block is lost or owned twice. The core's thread only."""
         self._scheduler.check_integrity()
 
-    def stats(self) -> EngineStats:
-        """Returns a snapshot, whose figures may be one step apart. Any thread."""
+    def report(self) -> CoreReport:
+        """Returns how the core is now. Any thread."""
+        connector, events = self._connector, self._scheduler.blocks.events
+        return CoreReport(
+            self._stats(),
+            None if connector is None else connector.compatibility(),
+            None if connector is None else connector.topology(),
+            None if events is None else events.endpoints,
+        )
+
+    def _stats(self) -> EngineStats:
         blocks, pool = self._scheduler.blocks, self._scheduler.chunk_pool
         return EngineStats(
             num_running=self._scheduler.num_running,
@@ -237,19 +244,6 @@ class EngineCore:
             pool_store=None if pool is None else pool.store_stats,
             pool_stores=() if pool is None else pool.store_reports,
         )
-
-    def compatibility(self) -> CompatibilityReport | None:
-        """Returns the peers it can't exchange KV with; None without a connector. Any thread."""
-        return None if self._connector is None else self._connector.compatibility()
-
-    def kv_event_endpoints(self) -> KVEventEndpoints | None:
-        """Returns the endpoints of its KV events; None if it publishes none. Any thread."""
-        events = self._scheduler.blocks.events
-        return None if events is None else events.endpoints
-
-    def topology(self) -> Topology | None:
-        """Returns where peers reach this instance; None without a connector. Any thread."""
-        return None if self._connector is None else self._connector.topology()
 
     def close(self) -> None:
         """Close the connector, then the ranks, whose memory the connector uses. Idempotent."""

@@ -30,14 +30,14 @@ from mooncake_engine.core_messages import (
     UPDATES,
     Ask,
     Command,
+    CoreReport,
     Failed,
     LoadProgress,
     Message,
     PrepareGrammar,
     ProgressHandler,
-    ReadFigures,
+    RefreshReport,
     Reply,
-    Report,
     ResetPrefixCache,
     Start,
     Started,
@@ -55,8 +55,6 @@ from mooncake_engine.errors import (
 from mooncake_engine.messages import EngineStats, TokenUpdate
 from mooncake_engine.step_watchdog import STATE_BYTES, StepWatch
 from mooncake_hal.command_line import LogSettings, describe_exit, import_path
-from mooncake_kv.connector import CompatibilityReport, Topology
-from mooncake_kv.kv_events import KVEventEndpoints
 
 _POLL_S = 0.1
 """Seconds that a step waits for updates."""
@@ -102,7 +100,7 @@ class CoreConnection:
         end_reason: returns the reason once the connection has ended; may block to find it out.
     """
 
-    figures_lag = True
+    report_lags = True
 
     def __init__(
         self, connection: Connection, watch: StepWatch, end_reason: Callable[[], EngineDead]
@@ -116,7 +114,7 @@ class CoreConnection:
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._replies: dict[int, Callable[[bool], None]] = {}
-        self._report = Report(EngineStats(), None, None, None)
+        self._report = CoreReport(EngineStats(), None, None, None)
 
     def note_started(self, started: Started) -> None:
         """Store what the core reported when it became ready."""
@@ -134,7 +132,7 @@ class CoreConnection:
         message = self._receive()
         if isinstance(message, list):
             return message
-        if isinstance(message, Report):
+        if isinstance(message, CoreReport):
             self._report = message
         elif isinstance(message, Reply):
             self._replies.pop(message.number)(message.value)
@@ -144,24 +142,15 @@ class CoreConnection:
         """Send a command to the core. Any thread. If the core is gone, ``step`` raises that."""
         if isinstance(command, Wake):
             return  # ``step`` never waits for long
-        if isinstance(command, (ResetPrefixCache, PrepareGrammar, ReadFigures)):
+        if isinstance(command, (ResetPrefixCache, PrepareGrammar, RefreshReport)):
             number = next(self._numbers)
             self._replies[number] = command.reply
             self._send(Ask(number, replace(command, reply=no_reply)))
         else:
             self._send(command)
 
-    def stats(self) -> EngineStats:
-        return self._report.stats
-
-    def compatibility(self) -> CompatibilityReport | None:
-        return self._report.compatibility
-
-    def topology(self) -> Topology | None:
-        return self._report.topology
-
-    def kv_event_endpoints(self) -> KVEventEndpoints | None:
-        return self._report.kv_event_endpoints
+    def report(self) -> CoreReport:
+        return self._report
 
     def abandon_step(self) -> EngineDead:
         """Returns the error to report; the process that started the core terminates it."""

@@ -58,9 +58,8 @@ class PrepareGrammar:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadFigures:
-    """Refresh ``stats`` and the other figures of a core whose ``figures_lag``; ``reply`` is called
-    once they are current."""
+class RefreshReport:
+    """Bring ``report`` up to date where ``report_lags``; ``reply`` is called once it is."""
 
     reply: Callable[[bool], None]
 
@@ -75,7 +74,7 @@ Command = (
     | AbortRequest
     | ResetPrefixCache
     | PrepareGrammar
-    | ReadFigures
+    | RefreshReport
     | Wake
     | Event
     | PoolEvent
@@ -89,9 +88,8 @@ class Core(Protocol):
     watch: StepWatch
 
     @property
-    def figures_lag(self) -> bool:
-        """Whether ``stats`` and the other figures may be out of date, as reports of another process
-        are."""
+    def report_lags(self) -> bool:
+        """Whether ``report`` may be out of date, as that of another process is."""
 
     @property
     def post(self) -> Callable[[Command], None]: ...
@@ -103,13 +101,7 @@ class Core(Protocol):
 
     def abandon_step(self) -> EngineDead: ...
 
-    def stats(self) -> EngineStats: ...
-
-    def compatibility(self) -> CompatibilityReport | None: ...
-
-    def topology(self) -> Topology | None: ...
-
-    def kv_event_endpoints(self) -> KVEventEndpoints | None: ...
+    def report(self) -> CoreReport: ...
 
     def close(self) -> None: ...
 
@@ -153,7 +145,7 @@ class Ask:
     """A command that is answered by a ``Reply`` with the same number."""
 
     number: int
-    command: ResetPrefixCache | PrepareGrammar | ReadFigures
+    command: ResetPrefixCache | PrepareGrammar | RefreshReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,9 +162,17 @@ class Reply:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """A core's figures, for API processes to serve from. Sent about ten times a second if they have
-    changed, before the last update of each request, and in response to ``ReadFigures``."""
+class CoreReport:
+    """How a core is. A core in a process of its own sends it to API processes about ten times a
+    second if it has changed, before the last update of each request, and in response to
+    ``RefreshReport``.
+
+    Args:
+        stats: a snapshot for metrics, whose numbers may be one step apart.
+        compatibility: the peers it can't exchange KV with; None without a connector.
+        topology: where peers reach this instance; None without a connector.
+        kv_event_endpoints: the endpoints of its KV events; None if it publishes none.
+    """
 
     stats: EngineStats
     compatibility: CompatibilityReport | None
@@ -186,7 +186,7 @@ class Started:
 
     info: EngineInfo
     compiles_grammars: bool
-    report: Report
+    report: CoreReport
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,4 +202,4 @@ class Failed:
     reason: str
 
 
-Message = LoadProgress | Started | Reply | Report | Failed
+Message = LoadProgress | Started | Reply | CoreReport | Failed

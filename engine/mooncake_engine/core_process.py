@@ -35,11 +35,11 @@ from mooncake_engine.core_messages import (
     Ask,
     Command,
     Core,
+    CoreReport,
     Failed,
     Message,
-    ReadFigures,
+    RefreshReport,
     Reply,
-    Report,
     Start,
     Started,
     Stop,
@@ -62,7 +62,7 @@ PARENT_GONE = 3
 """Exit status of a core whose parent died."""
 
 REPORT_INTERVAL_S = 0.1
-"""Seconds between two reports of figures."""
+"""Seconds between two reports."""
 MAX_UNSENT_BYTES = 64 << 20
 """Maximum bytes of updates queued for one front end that does not read them, behind the message
 that is being sent: a million tokens of 60 bytes each. A single message may be larger, for example
@@ -90,7 +90,7 @@ class FrontEnd:
     def __init__(self, connection: Connection, name: str) -> None:
         self.connection = connection
         self.name = name
-        self.reported: Report | None = None
+        self.reported: CoreReport | None = None
         self._socket = socket.socket(fileno=os.dup(connection.fileno()))
         self._lock = threading.Lock()
         self._unsent: deque[memoryview] = deque()  # messages; the first may be sent in part
@@ -121,8 +121,8 @@ class FrontEnd:
         waiting = self._num_queued_bytes
         return not waiting or waiting + num_bytes <= MAX_UNSENT_BYTES
 
-    def report(self, report: Report) -> None:
-        """Send the figures if they have changed and no other message is still unsent."""
+    def send_report(self, report: CoreReport) -> None:
+        """Send a report if it has changed and no other message is still unsent."""
         if report != self.reported and not self._unsent:
             self.reported = report
             self.send_message(report)
@@ -210,7 +210,7 @@ class CoreProcess:
         gc.collect()
         gc.freeze()
         core = engine.core
-        self._parent.send_message(Started(engine.info, core.compiles_grammars, _report_of(core)))
+        self._parent.send_message(Started(engine.info, core.compiles_grammars, core.report()))
         threading.Thread(target=self._report, args=(core,), name="reports", daemon=True).start()
         for number, front in enumerate(self._fronts[1:], start=1):
             name = f"requests-{number}"
@@ -221,10 +221,10 @@ class CoreProcess:
         batches = {self._parent: updates} if len(self._fronts) == 1 else self._by_front(updates)
         finished = [update.request_id for update in updates if update.finish is not None]
         ended = {self._served_by.pop(name) for name in finished}
-        if ended:  # figures include a finished request before its client sees the end
-            report = _report_of(core)
+        if ended:  # the report includes a finished request before its client sees the end
+            report = core.report()
             for front in ended:
-                front.report(report)
+                front.send_report(report)
         for front, batch in batches.items():
             encoded = encode_updates(batch)
             if not self._dropped and front.can_queue(len(encoded)):
@@ -283,8 +283,8 @@ class CoreProcess:
             logger.debug("%s has closed its connection", worker.name)
 
     def _act(self, core: Core, front: FrontEnd, message: Ask | Command) -> None:
-        if isinstance(message, Ask) and isinstance(message.command, ReadFigures):
-            front.report(_report_of(core))
+        if isinstance(message, Ask) and isinstance(message.command, RefreshReport):
+            front.send_report(core.report())
             front.send_message(Reply(message.number, True))
         elif isinstance(message, Ask):
             core.post(replace(message.command, reply=partial(self._reply, front, message.number)))
@@ -298,19 +298,15 @@ class CoreProcess:
         front.send_message(Reply(number, value))
 
     def _report(self, core: Core) -> None:
-        """Thread main: report changed figures to all front ends."""
+        """Thread main: send changed reports to all front ends."""
         while not self._stopping.wait(REPORT_INTERVAL_S):
-            report = _report_of(core)
+            report = core.report()
             for front in self._fronts:
-                front.report(report)
+                front.send_report(report)
 
     def _give_up(self, core: Core) -> None:
         """Give up a step that has timed out. Called on the watchdog's thread."""
         self.fail(core.abandon_step())
-
-
-def _report_of(core: Core) -> Report:
-    return Report(core.stats(), core.compatibility(), core.topology(), core.kv_event_endpoints())
 
 
 def main(arguments: list[str]) -> int:

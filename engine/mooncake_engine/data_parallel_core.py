@@ -20,17 +20,17 @@ from mooncake_engine.core_messages import (
     AbortRequest,
     AddRequest,
     Command,
+    CoreReport,
     PrepareGrammar,
     ResetPrefixCache,
 )
 from mooncake_engine.errors import EngineDead
-from mooncake_engine.messages import EngineStats, TokenUpdate, total_stats
+from mooncake_engine.messages import TokenUpdate, total_stats
 from mooncake_engine.rank_turns import Inbox, RankTurns
 from mooncake_engine.scheduling.dp_placement import RequestPlacement
 from mooncake_engine.scheduling.step_plan import ExpertRound
 from mooncake_engine.step_watchdog import StepWatch
-from mooncake_kv.connector import CompatibilityReport, Topology
-from mooncake_kv.kv_events import KVEventEndpoints
+from mooncake_kv.connector import CompatibilityReport
 
 Posted = tuple[int | None, Command]
 """A command and its data-parallel rank; None if it is for all, or not placed yet."""
@@ -92,8 +92,8 @@ class DataParallelCore:
         return updates
 
     @property
-    def figures_lag(self) -> bool:
-        return self._cores[0].figures_lag
+    def report_lags(self) -> bool:
+        return self._cores[0].report_lags
 
     @property
     def compiles_grammars(self) -> bool:
@@ -114,32 +114,17 @@ class DataParallelCore:
         for core in self._cores:
             core.check_integrity()
 
-    def stats(self) -> EngineStats:
-        """Returns a snapshot of all ranks together and of each rank. Any thread."""
-        return total_stats([core.stats() for core in self._cores])
-
-    def compatibility(self) -> CompatibilityReport | None:
-        """Combines the reports of all ranks: a peer that can't exchange KV with one of them can't
-        with any; received bytes are summed up."""
-        reports = [report for core in self._cores if (report := core.compatibility()) is not None]
-        if not reports:
-            return None
-        refused = dict.fromkeys(instance_id(peer) for r in reports for peer in r.refused_peers)
-        received: Counter[str] = Counter()
-        for report in reports:
-            for peer, nbytes in report.bytes_received.items():
-                received[instance_id(peer)] += nbytes
-        return CompatibilityReport(reports[0].engine_id, tuple(refused), dict(received))
-
-    def kv_event_endpoints(self) -> KVEventEndpoints | None:
-        """Returns the endpoints of the first rank, with those of the others in it."""
-        first, *others = [core.kv_event_endpoints() for core in self._cores]
-        return first and replace(first, other_dp_ranks=tuple(each for each in others if each))
-
-    def topology(self) -> Topology | None:
-        """Returns the topology of the first rank, with the number of ranks."""
-        topology = self._cores[0].topology()
-        return topology and replace(topology, dp_size=len(self._cores))
+    def report(self) -> CoreReport:
+        """Returns how all ranks together are, and the statistics of each. Any thread."""
+        reports = [core.report() for core in self._cores]
+        topology, endpoints = reports[0].topology, [each.kv_event_endpoints for each in reports]
+        others = tuple(each for each in endpoints[1:] if each)
+        return CoreReport(
+            total_stats([each.stats for each in reports]),
+            _combined([each.compatibility for each in reports if each.compatibility is not None]),
+            topology and replace(topology, dp_size=len(self._cores)),
+            endpoints[0] and replace(endpoints[0], other_dp_ranks=others),
+        )
 
     def close(self) -> None:
         """Close the connectors of all cores, then their ranks. Idempotent."""
@@ -201,6 +186,19 @@ class DataParallelCore:
         awaited = CountDown(len(self._cores), partial(command.reply, True))
         for core in self._cores:
             core.act(PrepareGrammar(command.grammar, awaited.note))
+
+
+def _combined(reports: Sequence[CompatibilityReport]) -> CompatibilityReport | None:
+    """Combines the reports of all ranks: a peer that can't exchange KV with one of them can't with
+    any; received bytes are summed up."""
+    if not reports:
+        return None
+    refused = dict.fromkeys(instance_id(peer) for r in reports for peer in r.refused_peers)
+    received: Counter[str] = Counter()
+    for report in reports:
+        for peer, nbytes in report.bytes_received.items():
+            received[instance_id(peer)] += nbytes
+    return CompatibilityReport(reports[0].engine_id, tuple(refused), dict(received))
 
 
 _DP_MARK = "-dp"

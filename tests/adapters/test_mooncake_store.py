@@ -107,7 +107,7 @@ def test_an_engine_keeps_its_kv_in_a_mooncake_store(master, tmp_path):
         plain, _ = two_turns(core)
     with engine(model, pool) as core:
         pooled, num_cached = two_turns(core)
-        stats = core.stats().kv_pool
+        stats = core.report().stats.kv_pool
     assert pooled == plain
     assert num_cached == (200 + 39) // CHUNK * CHUNK
     assert (stats.num_loads, stats.num_failed_loads) == (1, 0)

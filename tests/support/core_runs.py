@@ -89,4 +89,4 @@ def serve_all(core: EngineCore | DataParallelCore, requests: Sequence[EngineRequ
             updates[update.request_id].append(update)
             num_live -= update.finish is not None
         core.check_integrity()
-    return Outcome(updates, core.stats())
+    return Outcome(updates, core.report().stats)

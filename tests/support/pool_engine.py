@@ -63,7 +63,7 @@ def ask(core: EngineCore, prompts: Sequence[Tokens], sampling: SamplingParams = 
 def settle(core: EngineCore) -> None:
     """Step until all saves have completed."""
     deadline = time.monotonic() + SETTLE_S
-    while (pool := core.stats().kv_pool) is not None and pool.saves_in_flight:
+    while (pool := core.report().stats.kv_pool) is not None and pool.saves_in_flight:
         core.step()
         assert time.monotonic() < deadline, f"saves did not complete in time: {pool}"
 

@@ -366,7 +366,7 @@ class _Instance:
         self._workers = workers
         self._requests = _AllWorkersRequests(workers)
         self._draining = Draining(options.shutdown_timeout_s, self._requests, self._num_held)
-        self._stats_log = StatsLog(core.stats, options.log_stats_interval_s)
+        self._stats_log = StatsLog(lambda: core.report().stats, options.log_stats_interval_s)
         self._stall: EngineDead | None = None
 
     def load(self, on_progress: Callable[[str, float], None]) -> None:
@@ -426,7 +426,7 @@ class _Instance:
         self._draining.stop(time.monotonic())
 
     def _num_held(self) -> int:
-        return num_held(self._core.stats())
+        return num_held(self._core.report().stats)
 
     def _abandon_step(self) -> None:
         """Abandon a step that has not returned in time. Runs in the watchdog's thread."""

@@ -75,7 +75,7 @@ def test_layers_are_loaded_and_saved_between_piecewise_graphs(
     replays.clear()
     with engine(model, "dram=64M,chunk=128,load=always", **options) as core:
         pooled, num_cached = two_turns(core)
-        stats = core.stats().kv_pool
+        stats = core.report().stats.kv_pool
         core.check_integrity()
     assert replays["replays"]
     assert pooled == plain

@@ -175,14 +175,14 @@ def test_request_goes_to_rank_with_its_prefix(core: DataParallelCore) -> None:
     prompt = random_prompt(100, 64)
     request = EngineRequest("first", prompt, SamplingParams(max_tokens=2, ignore_eos=True))
     serve_all(core, [replace(request, data_parallel_rank=1)])
-    hits = [part.prefix_cache_hits for part in core.stats().by_dp_rank]
+    hits = [part.prefix_cache_hits for part in core.report().stats.by_dp_rank]
     serve_all(core, [replace(request, request_id="second")])
-    found = [part.prefix_cache_hits for part in core.stats().by_dp_rank]
+    found = [part.prefix_cache_hits for part in core.report().stats.by_dp_rank]
     assert found == [hits[0], hits[1] + 48]  # three blocks of 16 before the last token
 
 
 def test_each_rank_publishes_its_own_blocks(core: DataParallelCore) -> None:
-    endpoints = core.kv_event_endpoints()
+    endpoints = core.report().kv_event_endpoints
     assert endpoints is not None
     prompts = [random_prompt(300 + rank, 64) for rank in range(2)]
     sampling = SamplingParams(max_tokens=1, ignore_eos=True)
@@ -208,7 +208,7 @@ def replayed(endpoint: str | None, until: tuple[int, ...]) -> list[EventBatch]:
 def test_requests_are_spread_and_choices_of_one_prompt_stay_together(
     core: DataParallelCore,
 ) -> None:
-    before = [part.prompt_tokens for part in core.stats().by_dp_rank]
+    before = [part.prompt_tokens for part in core.report().stats.by_dp_rank]
     sampling = SamplingParams(temperature=1.0, max_tokens=4, ignore_eos=True)
     pair = [
         EngineRequest(f"n{index}", random_prompt(200), replace(sampling, seed=index), group="n")
@@ -216,7 +216,7 @@ def test_requests_are_spread_and_choices_of_one_prompt_stay_together(
     ]
     others = [EngineRequest(f"o{n}", random_prompt(201 + n), sampling) for n in range(3)]
     serve_all(core, [pair[0], others[0], pair[1], *others[1:]])
-    after = [part.prompt_tokens for part in core.stats().by_dp_rank]
+    after = [part.prompt_tokens for part in core.report().stats.by_dp_rank]
     assert [a - b for a, b in zip(after, before, strict=True)] == [3 * 37, 2 * 37]
 
 
@@ -226,21 +226,21 @@ def test_abort_ends_request_on_any_rank(core: DataParallelCore) -> None:
         request = EngineRequest(f"endless{rank}", (5, 9), endless, data_parallel_rank=rank)
         core.post(AddRequest(request))
     core.step()
-    assert [part.num_running for part in core.stats().by_dp_rank] == [1, 1]
+    assert [part.num_running for part in core.report().stats.by_dp_rank] == [1, 1]
     core.post(AbortRequest("endless1"))
     core.step()
-    assert [part.num_running for part in core.stats().by_dp_rank] == [1, 0]
+    assert [part.num_running for part in core.report().stats.by_dp_rank] == [1, 0]
     core.post(AbortRequest("endless0"))
     core.step()
     core.step()  # the ranks drop them
-    assert core.stats().num_running == 0
-    assert core.stats().kv_cache_usage == 0
+    assert core.report().stats.num_running == 0
+    assert core.report().stats.kv_cache_usage == 0
     core.check_integrity()
 
 
 def test_every_rank_counts_expert_choices_of_all_ranks(core: DataParallelCore) -> None:
     serve_all(core, [replace(request, data_parallel_rank=0) for request in requests()[:2]])
-    load = core.stats().experts
+    load = core.report().stats.experts
     assert load is not None
     assert load.num_tokens % 3 == 0  # choices
     assert load.num_sent_rows > 0
@@ -256,7 +256,7 @@ def test_rebalanced_experts_change_no_tokens(core: DataParallelCore) -> None:
     asked = requests(dp_size=2)
     expected = serve_all(core, asked).answers
     deadline = time.monotonic() + 60
-    while not (load := core.stats().experts) or not (load.num_placements and load.num_moved):
+    while not (load := core.report().stats.experts) or not (load.num_placements and load.num_moved):
         assert time.monotonic() < deadline, load
         assert serve_all(core, asked).answers == expected
     assert serve_all(core, asked).answers == expected
@@ -275,7 +275,9 @@ def test_slow_rank_only_delays_the_others(core: DataParallelCore) -> None:
     assert serve_all(core, asked).answers == expected
     assert time.monotonic() - started > 0.9
     waking.join()
-    while not (parts := core.stats().by_dp_rank)[0].waited_s[0]["experts"]["all_to_all"] > 0.5:
+    while (
+        not (parts := core.report().stats.by_dp_rank)[0].waited_s[0]["experts"]["all_to_all"] > 0.5
+    ):
         assert time.monotonic() - started < 60, parts[0].waited_s
         serve_all(core, asked[1:])  # ranks report it with a step, once a second
 

@@ -25,7 +25,7 @@ OPEN = {**OVER_TCP, "secret": "of the deployment"}
 
 def check_published(of: Instance, host: str, ports: PortRange) -> None:
     """Check that side channel and ranks publish that host, and ports of that range."""
-    topology = of.core.topology()
+    topology = of.core.report().topology
     assert topology is not None
     advertised = [(topology.host, topology.port)]
     for rank in topology.ranks:

@@ -40,7 +40,7 @@ def _ask(core, seed, plain):
 def _until_back(core, plain, seed):
     deadline = time.monotonic() + TIMEOUT_S
     while not _ask(core, seed, plain):
-        assert time.monotonic() < deadline, core.stats().kv_pool
+        assert time.monotonic() < deadline, core.report().stats.kv_pool
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)

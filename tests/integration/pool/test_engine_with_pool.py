@@ -41,9 +41,9 @@ def test_next_turn_loads_prompt_and_answer(model, monkeypatch):
         plain, _ = two_turns(core)
     with engine(model) as core:
         pooled, num_cached = two_turns(core)
-        stats = core.stats().kv_pool
+        stats = core.report().stats.kv_pool
         monkeypatch.setattr(pool_stores, "STATS_AGE_S", 0.0)
-        store = core.stats().pool_store
+        store = core.report().stats.pool_store
     assert (store.num_puts, store.num_dram_hits) == (stats.num_saved_chunks, 7)
     assert pooled == plain
     assert num_cached == (200 + 39) // CHUNK * CHUNK
@@ -104,7 +104,7 @@ def test_layer_is_saved_while_later_layers_are_computed(model, monkeypatch):
     prompt = random_prompt(5, 4 * CHUNK)
     with engine(model) as core:
         ask(core, [prompt], ONE)
-        stats = core.stats().kv_pool
+        stats = core.report().stats.kv_pool
     assert waited == [True]
     assert (stats.num_saved_chunks, stats.num_saves, stats.num_layerwise_saves) == (4, 1, 1)
 
@@ -127,7 +127,7 @@ def test_step_started_before_any_layer_waits_for_first_layer(model, monkeypatch)
     release_at_once(monkeypatch)
     with engine(model) as core:
         pooled, _ = two_turns(core)
-        stats = core.stats().kv_pool
+        stats = core.report().stats.kv_pool
     assert [list(awaited) for awaited in begun] == [[1]], "the step waits for the first layer"
     assert pooled == plain
     assert (stats.num_loads, stats.num_failed_loads) == (1, 0)
@@ -180,11 +180,11 @@ def test_first_layer_is_loaded_before_ssd_reads_other_layers(model, monkeypatch,
         arrived(self, stop)
 
     with engine_with_prompt_on_ssd(model, monkeypatch, tmp_path) as (core, prompt, plain):
-        before = core.stats().kv_pool
+        before = core.report().stats.kv_pool
         monkeypatch.setattr(SsdDirectory, "read_sections", read_late)
         monkeypatch.setattr(_RunningLoad, "arrived", tell)
         pooled, cached = ask(core, [prompt], ONE)
-        stats = core.stats().kv_pool.since(before)
+        stats = core.report().stats.kv_pool.since(before)
     assert (pooled, cached) == (plain, [4 * CHUNK])
     assert seen[:1] == [0]
     assert len(num_read) >= 4
@@ -216,12 +216,12 @@ def test_step_output_is_dropped_when_later_layer_fails(model, monkeypatch, tmp_p
         wait_for(self, layer)
 
     with engine_with_prompt_on_ssd(model, monkeypatch, tmp_path) as (core, prompt, plain):
-        before = core.stats().kv_pool
+        before = core.report().stats.kv_pool
         release_at_once(monkeypatch)
         monkeypatch.setattr(SsdDirectory, "read_sections", read_wrong)
         monkeypatch.setattr(_RunningLoad, "wait_for", tell)
         pooled, _ = ask(core, [prompt], ONE)
-        stats = core.stats().kv_pool.since(before)
+        stats = core.report().stats.kv_pool.since(before)
     assert pooled == plain
     assert len(faults) == 1
     assert (stats.num_loads, stats.num_failed_loads, stats.num_loaded_chunks) == (1, 1, 0)
@@ -284,8 +284,8 @@ def test_chunks_of_other_store_are_copied_while_own_store_has_space(model, tmp_p
                 answers, cached = ask(core, [prompt], ONE)
                 assert (answers, cached) == (plain[prompts.index(prompt)], [4 * CHUNK])
                 forget(core)
-                found.append(dict(core.stats().kv_pool.num_found_chunks))
-            stats = core.stats().kv_pool
+                found.append(dict(core.report().stats.kv_pool.num_found_chunks))
+            stats = core.report().stats.kv_pool
     finally:
         store.end()
     assert found[0] == {"remote_dram": 4}

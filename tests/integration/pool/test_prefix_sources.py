@@ -88,14 +88,14 @@ def _source(store, epoch=None, num_tokens=HELD, port=None):
 
 
 def _hints(core):
-    return core.stats().kv_pool.num_prefix_hints
+    return core.report().stats.kv_pool.num_prefix_hints
 
 
 def test_chunks_of_other_instances_store_are_loaded(model, core, store):
     answer = _filled(model, store)
     assert _ask(core, [_source(store)]) == (answer, HELD)
     assert _hints(core) == {"found": 1}
-    stats = core.stats().kv_pool
+    stats = core.report().stats.kv_pool
     assert (stats.num_loads, stats.num_failed_loads) == (1, 0)
     assert stats.num_found_chunks == {"remote_dram": HELD // CHUNK}
 
@@ -201,7 +201,7 @@ def test_frozen_store_costs_at_most_the_timeout(model, core, store, is_known, am
             return
         # The store's index is in memory that this host shares: only the read of its chunks waits.
         assert _hints(core)["found"] == 1
-        while not core.stats().kv_pool.num_failed_loads:
+        while not core.report().stats.kv_pool.num_failed_loads:
             core.step()
             assert time.monotonic() - began < TIMEOUT_S
     finally:
@@ -221,7 +221,7 @@ def test_store_lost_before_its_chunks_are_read(model, core, store, monkeypatch):
     pool = core._scheduler._pool.chunk_pool
     monkeypatch.setattr(pool, "start_load", pool._client.start_load)
     assert _ask(core, [source]) == (answer, 0)
-    stats = core.stats().kv_pool
+    stats = core.report().stats.kv_pool
     assert (stats.num_loads, stats.num_failed_loads) == (1, 1)
 
 

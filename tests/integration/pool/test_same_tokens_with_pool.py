@@ -32,7 +32,7 @@ def _compare(model, **options):
         plain, _ = two_turns(core)
     with engine(model, **options) as core:
         pooled, num_cached = two_turns(core)
-        stats = core.stats().kv_pool
+        stats = core.report().stats.kv_pool
         core.check_integrity()
     assert pooled == plain
     assert stats.num_failed_loads == 0
@@ -75,8 +75,8 @@ def test_data_parallel_rank_loads_what_another_saved(models, family, tp_size):
         settle(core)
         forget(core)
         swapped = _on_ranks(core, {0: other, 1: first})
-        by_rank = [rank.kv_pool.num_loaded_chunks for rank in core.stats().by_dp_rank]
-        total = core.stats().kv_pool
+        by_rank = [rank.kv_pool.num_loaded_chunks for rank in core.report().stats.by_dp_rank]
+        total = core.report().stats.kv_pool
         core.check_integrity()
     assert [*pooled, *swapped] == [answer for answers in plain for answer in answers]
     assert by_rank == [90 // CHUNK, 200 // CHUNK]
@@ -102,7 +102,7 @@ def test_several_choices_of_one_prompt(models):
         first, _ = ask(core, [prompt], SEEDED, n=3)
         forget(core)
         second, cached = ask(core, [prompt], SEEDED, n=3)
-        assert core.stats().kv_pool.num_loads == 1
+        assert core.report().stats.kv_pool.num_loads == 1
     assert [first, second] == plain
     assert max(cached) == 150 // CHUNK * CHUNK
 
@@ -117,7 +117,7 @@ def test_preemption_during_loads(models):
         first, _ = ask(core, prompts)
         forget(core)
         again, _ = ask(core, prompts)
-        stats = core.stats()
+        stats = core.report().stats
     assert first == again == plain
     assert stats.num_preemptions > 0
     assert stats.kv_pool.num_loaded_chunks > 0

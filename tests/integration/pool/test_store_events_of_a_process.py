@@ -59,7 +59,7 @@ def test_saved_prompts_and_answers_are_published(tmp_path: Path) -> None:
             request = EngineRequest("r", prompt, GREEDY, cache_salt="team-a")
             answer = serve_all(core, [request]).answers["r"]
             settle(core)
-            [report] = core.stats().pool_stores
+            [report] = core.report().stats.pool_stores
             assert report.metrics is not None
             with urllib.request.urlopen(f"http://{report.metrics}/metrics", timeout=60) as page:
                 assert b"mooncake_store_puts_total" in page.read()

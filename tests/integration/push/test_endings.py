@@ -268,7 +268,7 @@ def test_prefill_with_unstoppable_write_is_not_considered_dead(
 
     async def main() -> None:
         async with push_pair(model, lease_s=0.5, transfer_timeout_s=0.5, **GATED) as both:
-            topology = both.prefill.core.topology()
+            topology = both.prefill.core.report().topology
             assert topology is not None
             gate.ignores_cancellation = True
             gate.close()

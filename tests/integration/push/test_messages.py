@@ -35,7 +35,9 @@ def run(model: Path, scenario: Scenario) -> None:
         async with instance(model) as single:
             expected = (await ask(single, PROMPT)).tokens
         async with push_pair(model, lease_s=LEASE_S) as both:
-            host, port = (getattr(both.decode.core.topology(), name) for name in ("host", "port"))
+            host, port = (
+                getattr(both.decode.core.report().topology, name) for name in ("host", "port")
+            )
             async with relay(host, port) as between:
                 dispatch = both.dispatch
 

@@ -101,7 +101,7 @@ def test_preempted_between_chunks(model_dir: Path, oracle: PreTrainedModel) -> N
     ) as tight:
         for output in tight.generate(prompts, long):
             check(output, oracle)
-        assert tight._engine._core.stats().num_preemptions > 0
+        assert tight._engine._core.report().stats.num_preemptions > 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

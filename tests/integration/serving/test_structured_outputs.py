@@ -128,7 +128,7 @@ def test_preempted_answer_keeps_its_grammar_state(model_dir: Path) -> None:
     with LLM(model_dir, **options) as tight:
         for output in tight.generate(["one", "two", "six"], sampling):
             assert re.fullmatch("[a-z]{200}", output.outputs[0].text)
-        assert tight._engine._core.stats().num_preemptions > 0
+        assert tight._engine._core.report().stats.num_preemptions > 0
 
 
 def test_choices_of_one_prompt_keep_separate_grammar_states(model_dir: Path) -> None:
@@ -142,7 +142,7 @@ def test_choices_of_one_prompt_keep_separate_grammar_states(model_dir: Path) -> 
             texts = [answer.text for answer in output.outputs]
             assert len(set(texts)) == 3
             assert all(re.fullmatch("[a-z]{150}", text) for text in texts)
-        assert tight._engine._core.stats().num_preemptions > 0
+        assert tight._engine._core.report().stats.num_preemptions > 0
 
 
 def test_pair_gives_same_answer(model_dir: Path) -> None:

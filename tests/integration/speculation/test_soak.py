@@ -82,7 +82,7 @@ def test_every_draft_is_accepted(tmp_path: Path, *, async_scheduling: bool) -> N
         ]
         begin_and_abort(core, doomed, numbers.randrange(1, 6))
         assert serve_all(core, requests).answers == expected
-    stats = core.stats()
+    stats = core.report().stats
     assert stats.speculation is not None
     assert stats.speculation.num_draft_tokens > 100
     assert stats.speculation.num_accepted_tokens > 0.99 * stats.speculation.num_draft_tokens

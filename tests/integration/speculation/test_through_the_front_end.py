@@ -77,7 +77,7 @@ def test_grammars_constrain_drafts(model: Path, method: SpeculativeMethod) -> No
     with LLM(model, num_kv_blocks=128, threads=1, speculative_config=speculation) as llm:
         prompts = [f"tea and {number} cups" for number in range(len(sampling))]
         assert llm.generate(prompts, sampling) == plain
-        stats = llm._engine._core.stats().speculation
+        stats = llm._engine._core.report().stats.speculation
         assert stats is not None
         assert stats.num_accepted_tokens > 0
 

@@ -30,7 +30,7 @@ def test_core_counts_the_tokens_of_its_steps() -> None:
     updates = []
     while not any(update.finish for update in updates):
         updates += core.step()
-    sizes = core.stats().step_sizes
+    sizes = core.report().stats.step_sizes
     assert sizes.num_steps[:3] == [3, 0, 1]  # the prompt's three tokens, then one each
     assert sizes.num_tokens == 6
     core.close()

@@ -33,7 +33,7 @@ def test_core_counts_the_blocks_of_its_requests() -> None:
     core.post(AddRequest(EngineRequest("a", prompt, SamplingParams(max_tokens=4))))
     for _ in range(3):
         core.step()
-    held = core.stats().kv_byte_seconds
+    held = core.report().stats.kv_byte_seconds
     assert held["running"] > 0
     assert held["running"] % 3000 == 0, "three blocks, for whole seconds"
     assert held["leased"] == held["reserved"] == held["swapped"] == 0
