@@ -170,7 +170,9 @@ class StoreClient:
             future.set_result(found)
             return future
         miss = [Residence.ABSENT] * len(keys)
-        return self._ask(ProbeKeys(tuple(keys)), Probed, lambda reply: list(reply.found), miss)
+        return self._ask(
+            ProbeKeys(tuple(keys)), Probed, lambda reply: _each(reply.found, keys), miss
+        )
 
     def pin(
         self,
@@ -181,14 +183,16 @@ class StoreClient:
     ) -> Future[list[ReadHandle | None]]:
         miss: list[ReadHandle | None] = [None] * len(keys)
         request = PinKeys(tuple(keys), lease_s, first_bytes)
-        return self._ask(request, Pinned, lambda reply: list(reply.handles), miss, PIN_TIMEOUT_S)
+        return self._ask(
+            request, Pinned, lambda reply: _each(reply.handles, keys), miss, PIN_TIMEOUT_S
+        )
 
     def await_bytes(self, handles: Sequence[ReadHandle], beyond: int) -> Future[int]:
         request = AwaitBytes(tuple(handles), beyond)
         return self._ask(request, Arrived, lambda reply: reply.num_bytes, 0, PIN_TIMEOUT_S)
 
     def release(self, handles: Sequence[ReadHandle]) -> Future[list[bool]]:
-        return self._end(ReleaseHandles(tuple(handles)), len(handles))
+        return self._end(ReleaseHandles(tuple(handles)), handles)
 
     def reserve(
         self,
@@ -200,7 +204,7 @@ class StoreClient:
     ) -> Future[list[WriteHandle | PutRefusal]]:
         miss: list[WriteHandle | PutRefusal] = [PutRefusal.UNREACHABLE] * len(chunks)
         request = ReserveChunks(tuple(chunks), lease_s, copy, is_use)
-        return self._ask(request, Reserved, self._granted, miss)
+        return self._ask(request, Reserved, lambda reply: self._granted(reply, chunks), miss)
 
     def commit(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
         return self._end_writes(handles, are_complete=True)
@@ -277,19 +281,20 @@ class StoreClient:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _granted(self, reply: Reserved) -> list[WriteHandle | PutRefusal]:
-        granted = (grant for grant in reply.grants if isinstance(grant, WriteHandle))
-        self._writing.update(handle.handle_id for handle in granted)
-        return list(reply.grants)
+    def _granted(self, reply: Reserved, chunks: Sequence[Chunk]) -> list[WriteHandle | PutRefusal]:
+        grants = _each(reply.grants, chunks)
+        self._writing.update(each.handle_id for each in grants if isinstance(each, WriteHandle))
+        return grants
 
     def _end_writes(
         self, handles: Sequence[WriteHandle], *, are_complete: bool
     ) -> Future[list[bool]]:
         self._writing.difference_update(handle.handle_id for handle in handles)
-        return self._end(EndWrites(tuple(handles), are_complete), len(handles))
+        return self._end(EndWrites(tuple(handles), are_complete), handles)
 
-    def _end(self, request: StoreRequest, count: int) -> Future[list[bool]]:
-        return self._ask(request, Ended, lambda reply: list(reply.valid), [False] * count)
+    def _end(self, request: StoreRequest, handles: Sequence[object]) -> Future[list[bool]]:
+        miss = [False] * len(handles)
+        return self._ask(request, Ended, lambda reply: _each(reply.valid, handles), miss)
 
     def _ask(
         self,
@@ -496,3 +501,14 @@ class StoreClient:
             pending, self._misses = self._misses, {}
         for future, miss in pending.items():
             future.set_result(miss)
+
+
+def _each(results: Sequence[Result], asked: Sequence[object]) -> list[Result]:
+    """One result per item.
+
+    Raises:
+        BadFrame: the reply has another number of them.
+    """
+    if len(results) != len(asked):
+        raise BadFrame(f"a store replied with {len(results)} results for {len(asked)} items")
+    return list(results)

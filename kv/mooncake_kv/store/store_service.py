@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
@@ -86,6 +86,8 @@ SIGNAL_POLL_S = 0.5
 DRAIN_POLL_S = 0.02
 MAX_TICKETS = 1024
 """Upper bound of the pending replies that one user has not collected."""
+MAX_OPERATIONS = 16
+"""Upper bound of the operator requests of one user that run at the same time, each on a thread."""
 UNSEEN_WRITERS_S = 600.0
 """Seconds before memory is reused whose writers can't be observed: processes on other hosts or in
 other pid namespaces. A process that is frozen in the middle of a copy for longer than this, and
@@ -226,6 +228,8 @@ class StoreService:
         former = self._clients.get(request.client)
         if former is user:
             return
+        if user.client:
+            raise RequestRejected("another user has opened this session")
         self._clients[request.client] = user
         if former is None:
             return
@@ -272,6 +276,7 @@ class _SessionUser:
         self.transfer_timeout_s = 0.0
         self.ending: asyncio.Task[None] | None = None
         self._is_drained = False
+        self._operations: list[Future[Any]] = []
         self._tickets: dict[int, _Ticket] = {}
         self._last_ticket = 0
         self._listing: tuple[Tier, _Listing] | None = None
@@ -356,11 +361,11 @@ class _SessionUser:
             case GetStats():
                 return StatsReply(self._store.stats())
             case ListChunks(tier, after):
-                return self._when_done(_on_a_thread(lambda: self._page(tier, after)), ChunkPage)
+                return self._operate(lambda: self._page(tier, after), ChunkPage)
             case DropKeys(keys, tenant):
-                return self._when_done(_on_a_thread(lambda: self._drop(keys, tenant)), CountReply)
+                return self._operate(lambda: self._drop(keys, tenant), CountReply)
             case VerifyRecords():
-                return self._when_done(_on_a_thread(self._store.verify), lambda n: Verified(*n))
+                return self._operate(self._store.verify, lambda n: Verified(*n))
         return None
 
     def _page(self, tier: Tier, after: bytes) -> tuple[Chunk, ...]:
@@ -378,6 +383,16 @@ class _SessionUser:
             chunks = [c for found in self._store.chunks().values() for c in found]
             keys = [c.key for c in chunks if tenant in (None, c.tenant)]
         return self._store.drop(keys)
+
+    def _operate(
+        self, call: Callable[[], Result], make: Callable[[Result], StoreReply]
+    ) -> StoreReply:
+        self._operations = [each for each in self._operations if not each.done()]
+        if len(self._operations) >= MAX_OPERATIONS:
+            raise RequestRejected(f"{MAX_OPERATIONS} requests of this user are being executed")
+        future = _on_a_thread(call)
+        self._operations.append(future)
+        return self._when_done(future, make)
 
     def _when_done(
         self, future: Future[Result], make: Callable[[Result], StoreReply]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 from msgspec import structs
 
-from mooncake_hal.errors import AccessDenied, PeerLost
+from mooncake_hal.errors import AccessDenied, PeerLost, RequestRejected
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.session.aio import AsyncSession
@@ -36,8 +36,14 @@ from mooncake_kv.store.store_client import StoreClient
 from mooncake_kv.store.store_messages import (
     MAX_KEYS,
     ChunkPage,
+    OpenSession,
+    Pending,
+    Poll,
     ProbeKeys,
     ReserveChunks,
+    Verified,
+    VerifyRecords,
+    decode_reply,
     decode_request,
     encode_message,
 )
@@ -504,6 +510,56 @@ def test_invalid_messages_are_rejected(served, client, monkeypatch):
     assert client.drop([b"key"]).result(WAIT_S) == 0
     monkeypatch.undo()
     assert client.stats().result(WAIT_S) is not None, "the session continues"
+
+
+def test_reply_with_too_few_results_is_a_miss(served, client, monkeypatch):
+    put(client, 1)
+    monkeypatch.setattr(client, "_index", None)
+    user = next(iter(served.service._users.values()))
+    handle = user.handle
+
+    def shortened(request):
+        reply = handle(request)
+        (name,) = reply.__struct_fields__
+        return structs.replace(reply, **{name: getattr(reply, name)[1:]})
+
+    monkeypatch.setattr(user, "handle", shortened)
+    keys = [chunk(n).key for n in (1, 2)]
+    assert client.probe(keys).result(WAIT_S) == [Residence.ABSENT] * 2
+    assert client.pin(keys).result(WAIT_S) == [None] * 2
+    assert client.release([]).result(WAIT_S) == []
+    reserved = client.reserve([chunk(2), chunk(3)]).result(WAIT_S)
+    assert reserved == [PutRefusal.UNREACHABLE] * 2
+    assert not client._writing
+
+
+def test_session_has_one_user(served, client):
+    with pytest.raises(RequestRejected, match="another user has opened this session"):
+        ask(client, OpenSession("other", b"other", 1.0, ()))
+    assert ask(client, OpenSession("user", client._client, 1.0, ())).arena == client.arena
+    assert list(served.service._clients) == [client._client]
+
+
+def test_threads_of_a_user_are_bounded(served, client, monkeypatch):
+    monkeypatch.setattr("mooncake_kv.store.store_service.MAX_OPERATIONS", 2)
+    is_over = threading.Event()
+    monkeypatch.setattr(served.store, "verify", lambda: (int(is_over.wait(WAIT_S)), 0))
+    running = [ask(client, VerifyRecords()) for _ in range(2)]
+    with pytest.raises(RequestRejected, match="2 requests of this user are being executed"):
+        ask(client, VerifyRecords())
+    assert [each.name for each in threading.enumerate()].count("store-operator") == 2
+    is_over.set()
+    for pending in running:
+        while isinstance(reply := ask(client, Poll(pending.ticket)), Pending):
+            pass
+        assert reply == Verified(1, 0)
+    assert client.verify().result(WAIT_S) == (1, 0)
+
+
+def ask(client, request):
+    """The store's reply to one message in the client's session."""
+    asked = client._session.request(encode_message(request), timeout=WAIT_S)
+    return decode_reply(client._loop.run(asked, WAIT_S))
 
 
 class Garbage:
