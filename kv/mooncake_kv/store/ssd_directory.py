@@ -141,9 +141,18 @@ class SsdDirectory:
         self._lock_file = _lock_directory(self.config.path)
         try:
             self._open_segments()
-        except OSError as exc:
+            has_room = self._num_segments() > 0 or self._can_grow()
+        except (OSError, StoreIOError) as exc:
             self.close()
-            raise KVConfigError(f"{self.config.path} can't be used for a store: {exc}") from exc
+            raise _unusable(self.config.path, exc) from exc
+        if not has_room:
+            logger.warning(
+                "%s: nothing is stored there until its file system has more free space, a segment "
+                "of %d bytes and %d bytes beside it: free some, or lower --ssd-min-free-bytes",
+                self.config.path,
+                self.config.segment_bytes,
+                self.config.min_free_bytes,
+            )
 
     @property
     def max_chunk_bytes(self) -> int:
@@ -516,6 +525,13 @@ def _records_in(
         offset = end
 
 
+def _unusable(path: Path, error: OSError | StoreIOError) -> KVConfigError:
+    advice = ""
+    if isinstance(error, PermissionError):
+        advice = f"; give it, and the files in it, to the store's user (uid {os.geteuid()})"
+    return KVConfigError(f"{path} can't be used for a store: {error}{advice}")
+
+
 def _lock_directory(path: Path) -> int:
     try:
         file = os.open(path / LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -526,10 +542,7 @@ def _lock_directory(path: Path) -> int:
             "create it"
         ) from exc
     except OSError as exc:
-        advice = ""
-        if isinstance(exc, PermissionError):
-            advice = f"; give it, and the files in it, to the store's user (uid {os.geteuid()})"
-        raise KVConfigError(f"{path} can't be used for a store: {exc}{advice}") from exc
+        raise _unusable(path, exc) from exc
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as exc:

@@ -212,9 +212,15 @@ def test_directory_serves_one_store(tmp_path):
     opened(config(tmp_path)).close()
 
 
-def test_user_who_lacks_permission_is_named(tmp_path, monkeypatch):
-    def refuse(*_):
-        raise PermissionError(errno.EACCES, "Permission denied")
+@pytest.mark.parametrize("refused", ["mooncake-kv.lock", "segment-00000000.kv"])
+def test_user_who_lacks_permission_is_named(tmp_path, monkeypatch, refused):
+    (tmp_path / "segment-00000000.kv").touch()
+    open_file = os.open
+
+    def refuse(path, *options):
+        if path.name == refused:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return open_file(path, *options)
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(KVConfigError, match=rf"to the store's user \(uid {os.geteuid()}\)"):
@@ -228,10 +234,24 @@ def test_unusable_directory_is_rejected(tmp_path):
         opened(config(tmp_path, segments=2))
 
 
-def test_no_segment_is_added_below_min_free_bytes(tmp_path):
+def test_no_segment_is_added_below_min_free_bytes(tmp_path, caplog):
+    opened(config(tmp_path)).close()
+    assert "nothing is stored there" not in caplog.text
     directory = opened(SsdDirectoryConfig(tmp_path, 3 * SEGMENT, SEGMENT, min_free_bytes=1 << 60))
+    assert "nothing is stored there until its file system has more free space" in caplog.text
     assert directory.append(NBYTES) is None
     directory.close()
+
+
+def test_directory_whose_free_space_is_unknown_is_unlocked(tmp_path, monkeypatch):
+    def refuse(_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "statvfs", refuse)
+        with pytest.raises(KVConfigError, match="the free space can't be determined"):
+            opened(config(tmp_path))
+    opened(config(tmp_path)).close()
 
 
 def test_full_disk_is_an_error_of_that_write_and_leaves_no_file(tmp_path, monkeypatch):
