@@ -4,6 +4,7 @@ I/O."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -34,7 +35,7 @@ class RemotePrompt:
     Args:
         name: the connector's name for it: the id of the first request that wanted it.
         key: identifies the prompt; the same for all children of a request.
-        num_tokens: number of tokens whose KV the peer holds.
+        tokens: the tokens whose KV the peer holds.
         num_more: number of the request's prompt tokens after those, which are computed here.
         members: live requests that want it.
         state: the state of its transfer.
@@ -43,7 +44,7 @@ class RemotePrompt:
 
     name: str
     key: PeerKey
-    num_tokens: int
+    tokens: Sequence[int]
     num_more: int
     members: set[str] = field(default_factory=set)
     state: PromptState = PromptState.EXPECTED
@@ -73,13 +74,21 @@ class RemotePrompts:
         with self._lock:
             return key in self._by_key
 
-    def expect(self, request_id: str, key: PeerKey, num_tokens: int, num_more: int = 0) -> bool:
+    def is_another(self, key: PeerKey, tokens: Sequence[int]) -> bool:
+        """Whether requests with other tokens than these expect the KV that this key names."""
+        with self._lock:
+            prompt = self._by_key.get(key)
+            return prompt is not None and prompt.tokens != tokens
+
+    def expect(
+        self, request_id: str, key: PeerKey, tokens: Sequence[int], num_more: int = 0
+    ) -> bool:
         """Add a request; returns whether it is the first for this prompt."""
         with self._lock:
             prompt = self._by_key.get(key)
             is_first = prompt is None
             if prompt is None:
-                prompt = RemotePrompt(request_id, key, num_tokens, num_more)
+                prompt = RemotePrompt(request_id, key, tokens, num_more)
                 self._by_key[key] = self._by_name[request_id] = prompt
             prompt.members.add(request_id)
             self._by_request[request_id] = prompt
@@ -97,7 +106,7 @@ class RemotePrompts:
                 return 0
             if prompt.state is not PromptState.EXPECTED:
                 return 0 if prompt.loader == request_id else None
-            remaining = prompt.num_tokens - num_computed
+            remaining = len(prompt.tokens) - num_computed
             return remaining if remaining + prompt.num_more > 1 else 0
 
     def begin(self, request_id: str) -> str | None:

@@ -81,7 +81,7 @@ def transferred_prompt(request: Request) -> list[int]:
     token that the peer sampled if a proxy has appended it."""
     prompt, raw = request.prompt_token_ids or [], request.kv_transfer_params or {}
     is_continued = (
-        bool(raw.get("do_remote_prefill"))
+        bool(prompt and raw.get("do_remote_prefill"))
         and raw.get("first_token_delivered") is True
         and raw.get("num_prompt_tokens") == len(prompt) - 1
         and raw.get("last_token_id") == prompt[-1]
@@ -253,10 +253,18 @@ class SchedulerSide:
         if LATER_CHOICE.match(request_id) and not self._prompts.is_known(key):
             self._note_separate_choice(request_id)
             return
-        num_computed_here = len(request.prompt_token_ids or ()) - len(transferred_prompt(request))
-        if self._prompts.expect(
-            request_id, key, len(transferred_prompt(request)), num_computed_here
-        ):
+        tokens = transferred_prompt(request)
+        if self._prompts.is_another(key, tokens):
+            # Unlike after other refusals, the peer is not notified: its KV is still expected.
+            logger.warning(
+                "%s runs without KV transfer: its parameters name the KV of another request, whose "
+                "prompt is not the same",
+                request_id,
+            )
+            self.num_refused += 1
+            return
+        num_computed_here = len(request.prompt_token_ids or ()) - len(tokens)
+        if self._prompts.expect(request_id, key, tokens, num_computed_here):
             self._connector.on_new_request(request_id, params)
 
     def num_to_load(self, request: Request, num_computed: int) -> int | None:

@@ -387,3 +387,37 @@ def test_ranks_with_different_metadata_are_rejected(tmp_path: Path) -> None:
         running("p", tmp_path, ranks, CONFIG),
     ):
         pass
+
+
+@pytest.mark.parametrize("prompt", [PROMPT[:4], [*PROMPT[:-1], 1]], ids=["shorter", "other tokens"])
+def test_request_that_names_the_kv_of_another_prompt_computes_its_own(
+    stack: ExitStack, tmp_path: Path, prompt: list[int]
+) -> None:
+    """vLLM would end for all requests if more tokens were to be loaded than its prompt has. The
+    other request still loads its KV."""
+    prefill, decode = start(stack, tmp_path)
+    params = prefill.prefill(FakeRequest("p", PROMPT, SEND), P_BLOCKS)
+    request = FakeRequest("d", PROMPT, params)
+    decode.scheduler.on_new_request(request)
+    named = {"num_prompt_tokens": None, "prompt_digest": None}
+    other = FakeRequest("other", prompt, params | named)
+    decode.scheduler.on_new_request(other)
+    assert decode.admit(other, [7]) == 0
+    assert decode.scheduler.request_finished(other, [[7]]) == (False, None)
+    assert decode.scheduler.stats()["refused_requests"] == 1
+    assert decode.admit(request, D_BLOCKS) == len(PROMPT)
+    decode.step_until(decode.reports.received, "d")
+    prefill.step_until(prefill.reports.sent, "p")
+    assert not decode.reports.failed
+
+
+def test_params_of_a_request_without_token_ids_are_refused(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    """Its prompt consists of embeddings, so it has no last token that a proxy may have appended."""
+    _, decode = start(stack, tmp_path)
+    params = {"do_remote_prefill": True, "first_token_delivered": True, "num_prompt_tokens": -1}
+    request = replace(FakeRequest("d", [], params), prompt_token_ids=None, prompt_embeds=object())
+    decode.scheduler.on_new_request(request)
+    assert decode.admit(request, D_BLOCKS) == 0
+    assert decode.scheduler.stats()["refused_requests"] == 1
