@@ -267,8 +267,8 @@ class EngineStats:
         experts: load of experts that are divided over ranks; None without such experts.
         waited_s: for each rank, time that its host has waited in collectives; empty if there is
             only one rank, and in the sum over data-parallel ranks.
-        pool_stores: what routers should know of the stores that it uses, first of the one that it
-            saves to.
+        pool_stores: what routers should know of the stores that it uses; see
+            ``PoolStores.reports``.
         by_dp_rank: snapshots of the data-parallel ranks; empty if there is only one.
     """
 

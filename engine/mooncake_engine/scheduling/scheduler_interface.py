@@ -150,7 +150,7 @@ class ChunkPool(Protocol):
 
     @property
     def store_reports(self) -> tuple[StoreReport, ...]:
-        """What routers should know of the stores, first of the one that saves go to."""
+        """What routers should know of the stores: see ``PoolStores.reports``."""
         ...
 
     def keys(self, request: Request, num_chunks: int) -> list[bytes]:

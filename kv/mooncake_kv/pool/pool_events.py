@@ -24,7 +24,7 @@ class ChunkSource(NamedTuple):
     """Where a chunk can be loaded from.
 
     Args:
-        store: number of the store; 0 is the store to which this instance saves.
+        store: number of the store; 0 is ``PoolStores.home``.
         tier: the tier that has the chunk.
     """
 

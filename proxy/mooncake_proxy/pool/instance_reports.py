@@ -32,7 +32,7 @@ class KVEventEndpoints(Struct, frozen=True):
 
 
 class StoreLocation(Struct, frozen=True):
-    """Address of the node store to which an instance saves KV, and the store's epoch.
+    """Address of a node store, and the store's epoch.
 
     After a restart, in a new epoch, the store holds nothing of what was published before.
     """
@@ -45,9 +45,11 @@ class StoreLocation(Struct, frozen=True):
 class PoolUse(Struct, frozen=True):
     """An instance's use of the KVCache pool.
 
-    `store` is None if other instances can't read what it saves, `kv_events` if the store does not
-    publish what it holds. `metrics` is HOST:PORT of a store's own metrics. `other_stores` are those
-    that it loads from without saving to them.
+    `store`, `kv_events` and `metrics` are of the first store in its configuration, to which it
+    saves, and None while that can't be used: then saves go to the first of `other_stores`, which
+    are the others that can be used. `store` is None, too, if other instances can't read what it
+    saves, and `kv_events` if the store does not publish what it holds. `metrics` is HOST:PORT of a
+    store's own metrics.
     """
 
     store: StoreLocation | None = None

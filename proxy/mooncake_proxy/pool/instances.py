@@ -199,8 +199,9 @@ class Instance(RequestLoad):
 
     @property
     def stores(self) -> tuple[PoolUse, ...]:
-        """The node stores that it uses, first the one that it saves to, with hosts in place of
-        wildcards in their addresses. Stores without a location are on its host."""
+        """The node stores that it uses, with hosts in place of wildcards in their addresses: first
+        the one that it saves to, without addresses while that can't be used. Stores without a
+        location are on its host."""
         use = self.compatibility.kv_pool
         if use is None:
             return ()
