@@ -172,10 +172,9 @@ class ConductorFleet:
             self._expect_costs(instance)
         self._names = {slot: entry.instance.name for slot, entry in self._entries.items()}
         for slot, entry in self._entries.items():
-            use = entry.instance.compatibility.kv_pool
-            self.conductor.fleet.share_prefixes(
-                slot, sends=use is not None and use.store is not None, fetches=use is not None
-            )
+            stores = entry.instance.stores
+            is_reached = any(use.store is not None for use in stores)
+            self.conductor.fleet.share_prefixes(slot, sends=is_reached, fetches=bool(stores))
             self.holdings.update_subscriptions(slot, now)
 
     def cached_on_ranks(self, instance: Instance, keys: Keys) -> list[int]:
@@ -315,14 +314,15 @@ class ConductorFleet:
         """The node stores that a decision fetches from, and how many leading tokens each holds.
 
         One store may hold several runs of chunks. A run may be in any store of its instance: the
-        first one is named that has published its last chunk, else the one that it saves to.
+        first one is named that others reach and that has published its last chunk, else the first
+        one that others reach: the instance saves to it, if it can't to those before it.
         """
         found: dict[StoreLocation, int] = {}
         for fetch in fetches:
             end = fetch.start + fetch.num_chunks
-            stores = self._entries[fetch.source].instance.stores
-            published = (use for use in stores if self._is_in(use, keys[end - 1]))
-            use = next(published, stores[0] if stores else None)
+            uses = [use for use in self._entries[fetch.source].instance.stores if use.store]
+            published = (use for use in uses if self._is_in(use, keys[end - 1]))
+            use = next(published, uses[0] if uses else None)
             if use is not None and use.store is not None:
                 found[use.store] = end * CHUNK_TOKENS
         return tuple(

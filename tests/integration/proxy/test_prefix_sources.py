@@ -121,10 +121,26 @@ def test_store_that_has_published_the_prefix_is_named(
                 _use_pool(fake, 7701 + number)
                 other = {"host": "10.0.0.9", "port": 7709, "epoch": "e"}
                 fake.behaviour.kv_pool["other_stores"] = [
-                    {"store": other, "kv_events": {"endpoint": publishing}}
+                    {"kv_events": {"endpoint": publishing}},  # that others can't reach
+                    {"store": other, "kv_events": {"endpoint": publishing}},
                 ]
             await s.app.checker.check_all()
             conductor_of(s).pairs.sync_with_pool(s.app.router.now())  # subscribes
+            _, params = await _second_turn(s)
+            assert [source["port"] for source in params["prefix_sources"]] == [7709]
+
+    uvloop.run(main())
+
+
+def test_next_store_is_named_while_the_first_one_cannot_be_used() -> None:
+    """The holder saves to the next one then."""
+
+    async def main() -> None:
+        async with fake_deployment(2, 1, **settings()) as s:
+            other = {"host": "10.0.0.9", "port": 7709, "epoch": "e"}
+            for fake in s.prefills:
+                fake.behaviour.kv_pool = {"saved": 1, "found": {}}
+                fake.behaviour.kv_pool["other_stores"] = [{"store": other}]
             _, params = await _second_turn(s)
             assert [source["port"] for source in params["prefix_sources"]] == [7709]
 
