@@ -10,7 +10,7 @@ from mooncake_proxy.errors import NotFound
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.instances import Instance, InstancePool
 from mooncake_proxy.pool.model_pools import ModelPools
-from mooncake_proxy.routing.router import RequestRouter
+from mooncake_proxy.routing.router import RequestRouter, SharedState
 
 if TYPE_CHECKING:
     from mooncake_proxy.routing.reservation_sharing import ReservationSharing
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 class ModelRouters:
     """All routers, by pool; created on first use.
 
-    `first` serves instances without a model name, and owns what all routers share: metrics, retry
-    budget, suspects, metaserver, tracing, background tasks.
+    `first` serves instances without a model name, and gives access to what all routers share.
     """
 
     def __init__(self, config: ProxyConfig, client: ClientContext, *, seed: int | None = None):
         self.pools = ModelPools(client)
-        self.first = RequestRouter(config, client, self.pools.unnamed, seed=seed)
+        self._config, self._client = config, client
+        self._shared = SharedState(config, seed)
+        self.first = RequestRouter(config, client, self.pools.unnamed, self._shared)
         self._routers: dict[InstancePool, RequestRouter] = {self.pools.unnamed: self.first}
         self._listeners: list[Callable[[RequestRouter], None]] = []
         self._sharing: ReservationSharing | None = None
@@ -61,7 +62,8 @@ class ModelRouters:
         router = self._routers.get(pool)
         if router is None:
             [model, *_] = [instance.spec.model for instance in pool]
-            router = self._routers[pool] = self.first.for_model(model, pool)
+            router = RequestRouter(self._config, self._client, pool, self._shared, model)
+            self._routers[pool] = router
             for listen in self._listeners:
                 listen(router)
         return router

@@ -7,7 +7,6 @@ that exchanges the request with one instance.
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import math
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -102,10 +101,34 @@ class RoundRobinTurns:
         return self.decode
 
 
-class RequestRouter:
-    """Routing state of one proxy process for one model: pool, prefix index, retry budget, metrics.
+class SharedState:
+    """What the routers of all models in one proxy process share."""
 
-    What does not depend on the model is shared with the routers of other models, see `for_model`.
+    def __init__(self, config: ProxyConfig, seed: int | None) -> None:
+        self.metrics = ProxyMetrics()
+        self.budget = RetryBudget(config.retry_ratio, config.retry_reserve)
+        self.suspects = SuspectBodies()
+        self.passive = PassiveHealth(config.eject_after)
+        self.metaserver = Metaserver()
+        self.rng = Random(seed)
+        # None: requests are not traced.
+        self.tracing = None if config.otlp_endpoint is None else load_tracing(config.otlp_endpoint)
+        self.background: set[asyncio.Task[None]] = set()
+        # By model name.
+        self.tokenizers = {
+            model: load_tokenizer(folder) for model, folder in config.tokenizers.items()
+        }
+
+
+class RequestRouter:
+    """Routing state of one proxy process for one model: pool, prefix index, conductor.
+
+    Args:
+        config: the checked configuration.
+        client: shared state of the connections to instances.
+        pool: the model's instances.
+        shared: what the routers of all models share.
+        model: the model's name; empty for instances without one.
     """
 
     def __init__(
@@ -113,21 +136,23 @@ class RequestRouter:
         config: ProxyConfig,
         client: ClientContext,
         pool: InstancePool,
-        *,
-        seed: int | None = None,
+        shared: SharedState,
+        model: str = "",
     ) -> None:
         self.config = config
         self.client = client
         # Loop time in seconds.
         self.now = client.loop.time
-        self.metrics = ProxyMetrics()
+        self.metrics = shared.metrics
         self._record_gap = self.metrics.between_tokens_seconds.recorder()
         self._slo_tbt_s = math.inf if config.slo_tbt_s is None else config.slo_tbt_s
-        self.budget = RetryBudget(config.retry_ratio, config.retry_reserve)
-        self.suspects = SuspectBodies()
-        self.passive = PassiveHealth(config.eject_after)
-        self.metaserver = Metaserver()
-        self._rng = Random(seed)
+        self.budget = shared.budget
+        self.suspects = shared.suspects
+        self.passive = shared.passive
+        self.metaserver = shared.metaserver
+        self.tracing = shared.tracing
+        self._rng = shared.rng
+        self._background = shared.background
         # If the conductor routes, these are used for requests that it does not place.
         self._prefill_policy = POLICIES.get(config.prefill_policy, least_loaded)
         self._decode_policy = POLICIES.get(config.decode_policy, least_loaded)
@@ -138,27 +163,6 @@ class RequestRouter:
         # chooses, because it knows the load of its ranks better.
         self._prefill_rank_policy = RANK_POLICIES.get(config.prefill_policy)
         self._decode_rank_policy = RANK_POLICIES.get(config.decode_policy)
-        # None: requests are not traced.
-        self.tracing = None if config.otlp_endpoint is None else load_tracing(config.otlp_endpoint)
-        self._background: set[asyncio.Task[None]] = set()
-        self._tokenizers = {
-            model: load_tokenizer(folder) for model, folder in config.tokenizers.items()
-        }
-        self._init_model_state("", pool)
-
-    def for_model(self, model: str, pool: InstancePool) -> RequestRouter:
-        """Create a router for another model's pool.
-
-        It shares with this one what does not depend on the model: metrics, retry budget, suspects,
-        metaserver, tracing, background tasks.
-        """
-        router = copy.copy(self)
-        router._init_model_state(model, pool)
-        return router
-
-    def _init_model_state(self, model: str, pool: InstancePool) -> None:
-        """Initialise the state that belongs to one model (empty name: instances without one)."""
-        config = self.config
         self.model = model
         self.pool = pool
         self.prefixes = PrefixIndex()
@@ -167,8 +171,8 @@ class RequestRouter:
         self.conductor = self._load_conductor(model)
         # None without a tokenizer.
         self.prompt_tokens: PromptTokens | None = None
-        if (tokenizer := self._tokenizers.get(model)) is not None:
-            self.prompt_tokens = PromptTokens(tokenizer, pool, self.client, self.spawn)
+        if (tokenizer := shared.tokenizers.get(model)) is not None:
+            self.prompt_tokens = PromptTokens(tokenizer, pool, client, self.spawn)
 
     def _load_conductor(self, model: str) -> ConductorRouting | None:
         """Create the model's conductor if one is configured. Imported only then: it needs numpy."""
