@@ -28,6 +28,19 @@ class AllRequestsFailed(EngineError):
     """Every request of a replay failed."""
 
 
+class ResultsNotWritten(EngineError):
+    """The result file of a run can't be written, and the run's figures are in the message.
+
+    Args:
+        path: the file.
+        cause: why.
+        table: the run's figures.
+    """
+
+    def __init__(self, path: Path, cause: OSError, table: str) -> None:
+        super().__init__(f"can't write {path}: {cause.strerror}; the run's figures were\n{table}")
+
+
 @dataclass(frozen=True, slots=True)
 class Replay:
     """A replay of a trace against an endpoint.
@@ -233,13 +246,18 @@ def bench(args: argparse.Namespace) -> Report:
     Raises:
         ConfigError: an option or the trace is invalid; nothing was sent.
         ExchangeFailed, AllRequestsFailed: the endpoint does not answer.
+        ResultsNotWritten: the disk is full.
     """
     replay, objective = _replay(args), _objective(args)
     as_json, as_page = (_writable(f"{args.out}.{ending}") for ending in ("json", "html"))
     earlier = None if args.compare is None else Report.read(args.compare)
     report = asyncio.run(_run(args, replay, objective))
-    as_json.write_bytes(report.json())
-    as_page.write_text(page(report, earlier), encoding="utf-8")
+    files = ((as_json, report.json()), (as_page, page(report, earlier).encode()))
+    for path, content in files:
+        try:
+            path.write_bytes(content)
+        except OSError as exc:
+            raise ResultsNotWritten(path, exc, report.table()) from exc
     return report
 
 

@@ -25,7 +25,7 @@ from mooncake_engine.process.progress_bar import ProgressBar
 from mooncake_engine.replay.latency_summary import Record
 from mooncake_engine.replay.prompt_tokenizer import PromptTokenizer
 from mooncake_engine.replay.replay_client import ExchangeFailed, ReplayClient, TargetServer
-from mooncake_engine.replay.replay_command import AllRequestsFailed
+from mooncake_engine.replay.replay_command import AllRequestsFailed, ResultsNotWritten
 from mooncake_engine.replay.serving_options import (
     CHAT_BACKENDS,
     dataset_of,
@@ -191,6 +191,7 @@ def bench_serve(args: argparse.Namespace) -> str:
     Raises:
         ConfigError: an option or the dataset is invalid; nothing was sent.
         ExchangeFailed, AllRequestsFailed: the endpoint does not answer.
+        ResultsNotWritten: the disk is full.
     """
     return asyncio.run(_bench_serve(args))
 
@@ -216,10 +217,14 @@ async def _bench_serve(args: argparse.Namespace) -> str:
     if all(record.error is not None for record in records):
         raise AllRequestsFailed(f"all requests failed; the first with: {records[0].error}")
     result = serving_result(records, duration_s, targets)
+    table = serving_table(result, targets, setting)
     if path is not None:
         omitted = () if args.save_detailed else DETAILS
-        _save(path, setting | result, omitted, appends=args.append_result)
-    return serving_table(result, targets, setting)
+        try:
+            _save(path, setting | result, omitted, appends=args.append_result)
+        except OSError as exc:
+            raise ResultsNotWritten(path, exc, table) from exc
+    return table
 
 
 def _server(args: argparse.Namespace) -> TargetServer:
@@ -310,6 +315,5 @@ def _result_path(args: argparse.Namespace, setting: dict[str, Any]) -> Path | No
 
 def _save(path: Path, result: dict[str, Any], omitted: Sequence[str], *, appends: bool) -> None:
     text = json.dumps({name: value for name, value in result.items() if name not in omitted})
-    before = path.read_text(encoding="utf-8") if appends else ""
-    separator = "\n" if before else ""
-    path.write_text(before + separator + text, encoding="utf-8")
+    with path.open("a" if appends else "w", encoding="utf-8") as file:
+        file.write(f"\n{text}" if file.tell() else text)

@@ -15,7 +15,7 @@ from support.fake_engine import FakeEngine, upper_case
 from mooncake_engine.cli import build_parser
 from mooncake_engine.errors import ConfigError, EngineError, Overloaded
 from mooncake_engine.messages import EngineRequest
-from mooncake_engine.replay.replay_command import bench
+from mooncake_engine.replay.replay_command import ResultsNotWritten, bench
 
 TRACE = [
     {"timestamp": 0, "input_length": 30, "output_length": 4, "hash_ids": [1, 2]},
@@ -54,6 +54,14 @@ def test_every_request_is_sent_and_counted(
     found = json.loads(trace.with_name("result.json").read_bytes())
     assert found["summary"]["num_requests"] == 3
     assert trace.with_name("result.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize("name", ["result.json", "result.html"])
+def test_figures_of_a_run_outlive_a_full_disk(served: Any, trace: Path, name: str) -> None:
+    trace.with_name(name).symlink_to("/dev/full")
+    with pytest.raises(ResultsNotWritten, match=rf"{name}: No space left on device") as caught:
+        bench(arguments(trace, served.url, "--model", "fake", "--tokens-per-word", "5"))
+    assert "requests: 3 in " in str(caught.value)
 
 
 def test_prompts_share_prefixes_as_in_trace(served: Any, trace: Path) -> None:

@@ -100,6 +100,19 @@ def test_results_are_appended_and_named(served: Any, tmp_path: Path) -> None:
     assert names[0].startswith("mine-infqps-concurrency2-fake-")
 
 
+def test_figures_of_a_run_outlive_a_full_disk(
+    served: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "all.jsonl").symlink_to("/dev/full")
+    argv = ["bench", "serve", "--base-url", served.url, "--tokenizer", str(TINY_LLAMA)]
+    argv += ["--num-prompts", "1", "--input-len", "8", "--output-len", "3"]
+    argv += ["--append-result", "--result-dir", str(tmp_path), "--result-filename", "all.jsonl"]
+    assert main(argv) == 1
+    stderr = capsys.readouterr().err
+    assert "all.jsonl: No space left on device; the run's figures were" in stderr
+    assert "Mean TTFT (ms):" in stderr
+
+
 def test_failures_are_counted_and_total_failure_is_an_error(
     served: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
