@@ -175,8 +175,13 @@ class Tokenizer:
             hf_tokenizer = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False, use_fast=True
             )
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as exc:
+        except (OSError, ValueError, ImportError) as exc:
             raise CheckpointError(f"can't load the tokenizer in {directory}: {exc}") from exc
+        except (AttributeError, KeyError, TypeError) as exc:  # JSON of another form than expected
+            raise CheckpointError(
+                f"can't load the tokenizer in {directory}: one of its JSON files is not what "
+                f"transformers expects: {exc!r}"
+            ) from exc
         if not getattr(hf_tokenizer, "is_fast", False):
             raise CheckpointError(
                 f"the tokenizer in {directory} has no fast version; add its tokenizer.json"

@@ -113,6 +113,14 @@ def test_incomplete_tokenizer_is_rejected(tmp_path: Path) -> None:
         Tokenizer.load(directory)
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_tokenizer_file_of_another_form_is_rejected(tmp_path: Path, name: str) -> None:
+    directory = write_byte_tokenizer(tmp_path)
+    (directory / name).write_text("[]")
+    with pytest.raises(CheckpointError, match=r"one of its JSON files is not what .* expects: \w+"):
+        Tokenizer.load(directory)
+
+
 def test_decoder_that_cannot_stream_is_rejected(tmp_path: Path) -> None:
     directory = write_byte_tokenizer(tmp_path)
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
