@@ -14,29 +14,36 @@ from mooncake_conductor.index.holder_sets import Tier
 
 
 class PublisherHoldings:
-    """The publishers of one instance: its ranks, then the node stores that publish.
+    """The publishers of one instance: its ranks, and the node stores that publish.
 
     Args:
         index: receives what the instance as a whole holds.
         num_ranks: number of its data-parallel ranks.
-        num_stores: number of publishing stores.
     """
 
-    def __init__(self, index: ChunkHoldings, num_ranks: int, num_stores: int = 0) -> None:
+    def __init__(self, index: ChunkHoldings, num_ranks: int) -> None:
         self._index = index
         self._num_ranks = num_ranks
         # Per tier: chunk key -> bit mask of the publishers that hold it.
         self._holders: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
         self._unhealthy = 0
-        self.publishers = tuple(
-            OnePublisher(self, number) for number in range(num_ranks + num_stores)
-        )
+        self.ranks = tuple(OnePublisher(self, number) for number in range(num_ranks))
+        # Publishers get the bits of those that were removed, or else masks would grow with them.
+        self._num_bits = num_ranks
+        self._removed: list[OnePublisher] = []
 
     def add_store(self) -> OnePublisher:
         """Add a publishing store."""
-        store = OnePublisher(self, len(self.publishers))
-        self.publishers = (*self.publishers, store)
-        return store
+        if self._removed:
+            return self._removed.pop()
+        self._num_bits += 1
+        return OnePublisher(self, self._num_bits - 1)
+
+    def remove_store(self, store: OnePublisher, slot: int) -> None:
+        """Remove a store, and what only it holds."""
+        store.set_healthy(slot, True)
+        store.cleared(slot)
+        self._removed.append(store)
 
     def leading_chunks(self, keys: Iterable[int]) -> list[int]:
         """Leading chunks of a prompt in device memory, per rank."""

@@ -7,7 +7,7 @@ it. Owned by `ConductorFleet`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING
@@ -22,7 +22,11 @@ from mooncake_conductor.index.event_stream import (
 from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, Keys
 from mooncake_conductor.index.published_blocks import BlockNames, PublishedBlocks
-from mooncake_conductor.index.publisher_holdings import PublisherHoldings, SharedHoldings
+from mooncake_conductor.index.publisher_holdings import (
+    OnePublisher,
+    PublisherHoldings,
+    SharedHoldings,
+)
 from mooncake_conductor.simulator.engine_models import ChunkCache
 from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 from mooncake_proxy.pool.instances import Instance
@@ -47,14 +51,12 @@ class _SlotHoldings:
     estimated: ChunkCache | None
     # Where the estimate is applied.
     on_devices: ChunkHoldings
-    # Event endpoints of its data-parallel ranks and of the stores that it uses.
+    # Event endpoints of its data-parallel ranks, and their publisher names.
     ranks: tuple[KVEventEndpoints, ...] = ()
-    stores: tuple[KVEventEndpoints, ...] = ()
-    # Publisher names of its ranks.
     rank_names: list[str] = field(default_factory=list)
-    # Holdings of each publisher, if there are several; those of each store, used now or before.
+    # Holdings of each publisher, if there are several; those of the stores that it uses.
     by_publisher: PublisherHoldings | None = None
-    of_stores: dict[KVEventEndpoints, ChunkHoldings] = field(default_factory=dict)
+    stores: dict[KVEventEndpoints, OnePublisher] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -95,11 +97,17 @@ class FleetHoldings:
         """Add an instance that has got a slot."""
         self._slots[slot] = _SlotHoldings(instance, ChunkCache(self._num_chunks), self._index)
 
+    @property
+    def has_publishers(self) -> bool:
+        """Whether any instance or store publishes events."""
+        return bool(self._streams)
+
     def leave(self, slot: int) -> None:
         """Remove the instance that has lost its slot."""
         held = self._slots.pop(slot)
         self._unsubscribe(held.rank_names)
-        self._leave_stores(slot, held.stores)
+        for endpoints in held.stores:
+            self._leave_store(slot, endpoints)
 
     def discard_estimate(self, slot: int) -> None:
         """Discard the estimate of an instance that is down: it may restart with empty caches.
@@ -112,36 +120,47 @@ class FleetHoldings:
             held.on_devices.cleared(slot)
 
     def update_subscriptions(self, slot: int, now: float) -> None:
-        """Subscribe to the events of an instance and its stores, if these endpoints changed."""
+        """Subscribe to the events of an instance and its stores, if these endpoints changed. While
+        stores come and go, the subscriptions to its ranks stay, as what these hold may not be known
+        a second time."""
         held = self._slots[slot]
         own, stores = held.instance.kv_events, held.instance.store_kv_events
         ranks = () if own is None else (own, *own.other_dp_ranks)
-        if (ranks, stores) == (held.ranks, held.stores):
-            return
-        if ranks == held.ranks and held.by_publisher is not None:
-            self._replace_stores(slot, stores, held.by_publisher, now)
-            return
+        for endpoints in [each for each in held.stores if each not in stores]:
+            assert held.by_publisher is not None, "an instance with stores has several publishers"
+            self._leave_store(slot, endpoints)
+            held.by_publisher.remove_store(held.stores.pop(endpoints), slot)
+        if ranks != held.ranks or (stores and held.by_publisher is None):
+            self._subscribe_to_ranks(slot, ranks, has_stores=bool(stores))
+        for endpoints in stores:
+            if endpoints not in held.stores:
+                assert held.by_publisher is not None
+                held.stores[endpoints] = held.by_publisher.add_store()
+                self._join_store(slot, endpoints, held.stores[endpoints], now)
+
+    def _subscribe_to_ranks(
+        self, slot: int, ranks: tuple[KVEventEndpoints, ...], *, has_stores: bool
+    ) -> None:
+        """Subscribe to an instance's ranks afresh: of its stores, too, nothing is known then, until
+        it joins their users again."""
+        held = self._slots[slot]
         self._unsubscribe(held.rank_names)
         self._index.cleared(slot)
         self._index.set_healthy(slot, True)
-        former, held.ranks, held.stores = held.stores, ranks, stores
+        held.ranks = ranks
         held.estimated = ChunkCache(self._num_chunks)
         held.by_publisher = None
+        held.stores = {}
         publishers: Sequence[ChunkHoldings] = (self._index,)
-        num_ranks = max(1, len(ranks))
-        if num_ranks > 1 or stores:
-            held.by_publisher = PublisherHoldings(self._index, num_ranks, len(stores))
-            publishers = held.by_publisher.publishers
+        if len(ranks) > 1 or has_stores:
+            held.by_publisher = PublisherHoldings(self._index, max(1, len(ranks)))
+            publishers = held.by_publisher.ranks
         held.on_devices = publishers[0]
         for number, endpoints in enumerate(ranks):
             name = f"{held.instance.name}#{number}" if number else held.instance.name
             self._subscribe(slot, name, endpoints, publishers[number], self._new_blocks())
             held.rank_names.append(name)
             self._rank_slots[name] = slot
-        held.of_stores = dict(zip(stores, publishers[num_ranks:], strict=True))
-        for endpoints, holdings in held.of_stores.items():
-            self._join_store(slot, endpoints, holdings, now)
-        self._leave_stores(slot, (each for each in former if each not in stores))
 
     def apply(self, delivery: KVEventDelivery) -> Iterator[None]:
         """Apply a delivery of events.
@@ -221,35 +240,13 @@ class FleetHoldings:
             self._subscribe(slot, name, endpoints, store.holdings, blocks)
         store.holdings.join(slot, holdings)
 
-    def _replace_stores(
-        self,
-        slot: int,
-        stores: tuple[KVEventEndpoints, ...],
-        by_publisher: PublisherHoldings,
-        now: float,
-    ) -> None:
-        """Change the stores that an instance uses. The subscriptions to its ranks stay, as what
-        they hold may not be known a second time."""
-        held = self._slots[slot]
-        former, held.stores = held.stores, stores
-        for endpoints in set(former).difference(stores):
-            self._leave_stores(slot, (endpoints,))
-            held.of_stores[endpoints].set_healthy(slot, True)
-            held.of_stores[endpoints].cleared(slot)
-        for endpoints in stores:
-            if endpoints not in former:
-                if endpoints not in held.of_stores:
-                    held.of_stores[endpoints] = by_publisher.add_store()
-                self._join_store(slot, endpoints, held.of_stores[endpoints], now)
-
-    def _leave_stores(self, slot: int, stores: Iterable[KVEventEndpoints]) -> None:
-        """Remove an instance from the users of stores, whose last one ends the subscription."""
-        for endpoints in stores:
-            store = self._stores[endpoints]
-            store.holdings.leave(slot)
-            if not store.holdings.num_users:
-                del self._stores[endpoints]
-                self._unsubscribe([store.name])
+    def _leave_store(self, slot: int, endpoints: KVEventEndpoints) -> None:
+        """Remove an instance from the users of a store, whose last one ends the subscription."""
+        store = self._stores[endpoints]
+        store.holdings.leave(slot)
+        if not store.holdings.num_users:
+            del self._stores[endpoints]
+            self._unsubscribe([store.name])
 
     def _new_blocks(self, names: BlockNames | None = None) -> PublishedBlocks:
         return PublishedBlocks(names, self.adapters)

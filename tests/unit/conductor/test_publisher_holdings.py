@@ -24,7 +24,7 @@ def test_instance_holds_a_chunk_while_any_rank_does(done) -> None:
     holdings = PublisherHoldings(index, NUM_RANKS)
     held = {(rank, tier): set() for rank in range(NUM_RANKS) for tier in Tier}
     for rank, tier, change, keys in done:
-        one = holdings.publishers[rank]
+        one = holdings.ranks[rank]
         if change == "cleared":
             one.cleared(SLOT)
             held |= {(rank, each): set() for each in Tier}
@@ -43,7 +43,7 @@ def test_instance_holds_a_chunk_while_any_rank_does(done) -> None:
 
 def test_leading_chunks_are_counted_per_rank() -> None:
     holdings = PublisherHoldings(ChunkIndex(4), NUM_RANKS)
-    first, second, third = holdings.publishers
+    first, second, third = holdings.ranks
     first.stored(SLOT, Tier.DEVICE, [5, 6])
     second.stored(SLOT, Tier.DEVICE, [5, 6, 7, 9])
     third.stored(SLOT, Tier.DEVICE, [6, 7, 8])
@@ -56,8 +56,8 @@ def test_leading_chunks_are_counted_per_rank() -> None:
 
 def test_chunks_of_a_store_outlive_those_of_the_ranks() -> None:
     index = ChunkIndex(4)
-    holdings = PublisherHoldings(index, 1, num_stores=1)
-    rank, store = holdings.publishers
+    holdings = PublisherHoldings(index, 1)
+    [rank], store = holdings.ranks, holdings.add_store()
     rank.stored(SLOT, Tier.DEVICE, [5, 6])
     store.stored(SLOT, Tier.HOST, [5, 6, 7])
     rank.cleared(SLOT)
@@ -68,7 +68,7 @@ def test_chunks_of_a_store_outlive_those_of_the_ranks() -> None:
 
 def test_instance_is_healthy_only_if_all_ranks_are() -> None:
     index = ChunkIndex(4)
-    first, second, _ = PublisherHoldings(index, NUM_RANKS).publishers
+    first, second, _ = PublisherHoldings(index, NUM_RANKS).ranks
     first.stored(SLOT, Tier.DEVICE, [5])
     for rank, is_healthy in ((first, False), (second, False), (first, True)):
         rank.set_healthy(SLOT, is_healthy)

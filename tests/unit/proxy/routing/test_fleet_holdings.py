@@ -218,9 +218,18 @@ def test_publishers_that_stay_keep_their_subscriptions_while_a_store_comes_and_g
         assert held(index, 1) == [1], "what the rank holds"
         use_stores(holdings, 0, 0, 1)
     assert (feed.names[9], feed.names[0]) == (rank, store)
+
+
+def test_stores_that_come_and_go_leave_nothing_behind() -> None:
+    """Each start of a store may have another address."""
+    holdings, _, feed = fleet(1)
+    for number in range(1, 40):
+        use_stores(holdings, 0, number)
+        take(holdings, feed.delivery(number, 0))
     by_publisher = holdings._slots[0].by_publisher
     assert by_publisher is not None
-    assert len(by_publisher.publishers) == 3
+    [mask] = by_publisher._holders[Tier.HOST].values()
+    assert mask.bit_length() == 2
 
 
 def test_new_subscription_of_an_instance_is_trusted_after_a_gap_of_the_former() -> None:
