@@ -273,13 +273,15 @@ class ConductorRouting:
 
         An adapter's KV is never the model's, so a name counts as an adapter's unless an instance
         that publishes KV events lists it as its model's. A pool without a name, whose instances
-        list nothing, knows only the adapters for which they have published KV.
+        list nothing, knows only the adapters for which they have published KV. While nobody
+        publishes, nothing tells aliases from adapters.
         """
         if not name or name == self._model:
             return ""
-        if self._feed is None:
+        fleets = (self.pairs, self.coupled)
+        if not any(fleet.holdings.has_publishers for fleet in fleets):
             return name
-        if any(name in fleet.holdings.adapters for fleet in (self.pairs, self.coupled)):
+        if any(name in fleet.holdings.adapters for fleet in fleets):
             return name
         lists = [each.base_models for each in self._pool if each.base_models is not None]
         if any(name in names for names in lists):

@@ -43,8 +43,19 @@ def test_unpublished_adapter_is_not_an_alias_of_the_model(
         publisher.base_models = listed
         now = asyncio.get_running_loop().time
         routing = ConductorRouting(pool, ConductorConfig(), random.Random(1), now, pool_name)
-        routing._feed = Mock()
+        routing.coupled.holdings._streams["a"] = Mock()
         routing.coupled.holdings.adapters.add("sql")
         assert routing._adapter_of(name) == adapter
+
+    asyncio.run(main())
+
+
+def test_without_publishers_all_names_differ_even_after_there_were_some() -> None:
+    async def main() -> None:
+        pool = InstancePool(ClientContext())
+        now = asyncio.get_running_loop().time
+        routing = ConductorRouting(pool, ConductorConfig(), random.Random(1), now)
+        routing._feed = Mock()  # of a publisher that has left
+        assert [routing._adapter_of(name) for name in ("m", "new")] == ["m", "new"]
 
     asyncio.run(main())
