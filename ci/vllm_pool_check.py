@@ -171,7 +171,7 @@ def check_events(replay_port: int, cases: dict[str, tuple[str, Json]]) -> list[s
         question.send_multipart((b"", (0).to_bytes(8, "big")))
         while (frames := question.recv_multipart())[-2] != REPLAY_END:
             stream.receive(decode_sequence(frames[-2]), decode_batch(frames[-1]))
-    held = index.digest(0, Tier.HOST)[0]
+    held = index.num_held(0, Tier.HOST)
     wanted = sum(
         (len(body["prompt"]) - 1) // CHUNK * CHUNK // CHUNK_TOKENS for _, body in cases.values()
     )

@@ -7,7 +7,6 @@ costs a miss, never wrong KV.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 
 import numpy as np
@@ -60,14 +59,6 @@ class PrefixMatches(Struct, frozen=True, eq=False):
     hinted: Counts
 
 
-@dataclass(slots=True)
-class Digest:
-    """Number of chunks that an instance holds according to the index, and the XOR of their keys."""
-
-    num_chunks: int = 0
-    xor: int = 0
-
-
 class ChunkIndex:
     """The index for all instances of one model, with one chunk size and hash.
 
@@ -81,7 +72,7 @@ class ChunkIndex:
         # Chunk key -> number of its holder set.
         self._table = KeyTable()
         self._sets = HolderSets()
-        self._digests = [[Digest() for _ in range(NUM_TIERS)] for _ in range(num_slots)]
+        self._num_chunks = [[0] * NUM_TIERS for _ in range(num_slots)]
         # Bit mask of the slots that hold chunks, or have held any since they were cleared.
         self.holders = 0
         self._unhealthy = 0
@@ -102,7 +93,7 @@ class ChunkIndex:
             self._predictions.arrived(slot, once.tolist())
         alone = self._sets.including(NO_HOLDERS, slot, tier)
         if self._table.add_new(once, alone.number):
-            self._count(slot, tier, once, 1)
+            self._count(slot, tier, len(once))
             alone.num_chunks += len(once)
             return
         self._sets.release(alone)
@@ -114,7 +105,7 @@ class ChunkIndex:
                 self._table.add(same, wanted.number)
             else:
                 self._table.change(same, wanted.number)
-            self._count(slot, tier, same, 1)
+            self._count(slot, tier, len(same))
             self._replace(held, wanted, len(same))
 
     def removed(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
@@ -122,7 +113,7 @@ class ChunkIndex:
         for held, same in self._by_holders(_once(keys)):
             if not held.has(slot, tier):
                 continue
-            self._count(slot, tier, same, -1)
+            self._count(slot, tier, -len(same))
             wanted = self._sets.excluding(held, slot, tier)
             if wanted.union:
                 self._table.change(same, wanted.number)
@@ -140,7 +131,7 @@ class ChunkIndex:
         """
         self._sets.drop_slot(slot, tier)
         for each in Tier if tier is None else (tier,):
-            self._digests[slot][each] = Digest()
+            self._num_chunks[slot][each] = 0
         if tier is None:
             self.holders &= ~(1 << slot)
             self._predictions.drop_slot(slot)
@@ -180,14 +171,9 @@ class ChunkIndex:
         bit = 1 << slot
         self._unhealthy = self._unhealthy & ~bit if is_healthy else self._unhealthy | bit
 
-    def digest(self, slot: int, tier: Tier) -> tuple[int, int]:
-        """``(number of chunks, XOR of their keys)``, to compare with the instance's own digest."""
-        digest = self._digests[slot][tier]
-        return digest.num_chunks, digest.xor
-
-    def num_held(self, slot: int) -> int:
-        """Number of chunks that an instance holds, summed over tiers."""
-        return sum(digest.num_chunks for digest in self._digests[slot])
+    def num_held(self, slot: int, tier: Tier | None = None) -> int:
+        """Number of chunks that an instance holds in a tier, or summed over tiers."""
+        return sum(self._num_chunks[slot]) if tier is None else self._num_chunks[slot][tier]
 
     def num_copies(self, key: int) -> int:
         """Number of instances that hold a chunk."""
@@ -246,12 +232,10 @@ class ChunkIndex:
             return [(self._sets.by_number[listed[0]], once)]
         return [(self._sets.by_number[n], once[numbers == n]) for n in set(listed)]
 
-    def _count(self, slot: int, tier: Tier, keys: KeyArray, change: int) -> None:
-        """Update the digest for chunks that were added (+1) or removed (-1)."""
+    def _count(self, slot: int, tier: Tier, change: int) -> None:
+        """Count chunks that an instance holds now, or no longer holds."""
         self.holders |= 1 << slot
-        digest = self._digests[slot][tier]
-        digest.num_chunks += change * len(keys)
-        digest.xor ^= int(np.bitwise_xor.reduce(keys))
+        self._num_chunks[slot][tier] += change
 
     def _replace(self, held: HolderSet, wanted: HolderSet, num_chunks: int) -> None:
         """Move `num_chunks` chunks from one holder set to another."""

@@ -203,8 +203,8 @@ class FleetHoldings:
         """Yield how many tokens each instance holds, per tier (device, host, disk)."""
         for slot, held in self._slots.items():
             for tier in Tier:
-                num_chunks, _ = self._index.digest(slot, tier)
-                yield held.instance, tier.name.lower(), num_chunks * CHUNK_TOKENS
+                num_tokens = self._index.num_held(slot, tier) * CHUNK_TOKENS
+                yield held.instance, tier.name.lower(), num_tokens
 
     def is_in_store(self, endpoints: KVEventEndpoints, key: int) -> bool:
         """Whether the store with these events holds a chunk, as far as known."""

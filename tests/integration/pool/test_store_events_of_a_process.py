@@ -68,10 +68,10 @@ def test_saved_prompts_and_answers_are_published(tmp_path: Path) -> None:
             assert endpoints.replay_endpoint == replay
             keys = token_keys((*prompt, *answer), chain_root("", "team-a"))[:4]
             deadline = time.monotonic() + 60
-            while snapshot(replay, endpoints.namespace or "").digest(0, Tier.HOST)[0] < len(keys):
+            while snapshot(replay, endpoints.namespace or "").num_held(0, Tier.HOST) < len(keys):
                 assert time.monotonic() < deadline
             index = snapshot(replay, endpoints.namespace or "")
             assert index.match(keys, 0.0).local[0] == len(keys)
-            assert not snapshot(replay, "another model's").digest(0, Tier.HOST)[0]
+            assert not snapshot(replay, "another model's").num_held(0, Tier.HOST)
     finally:
         store.end(signal.SIGKILL)

@@ -161,8 +161,8 @@ def test_chunks_of_store_stay_indexed_after_device_eviction(tmp_path: Path) -> N
                 assert [len(fake.generated) for fake in s.prefills] == [0, 0, 4]
                 store.drop([chunk.key for found in store.chunks().values() for chunk in found])
                 index = fleet.conductor.index
-                await until(lambda: not index.digest(slot, Tier.HOST)[0])
-                assert index.digest(slot, Tier.DEVICE)[0] == len(held | device)
+                await until(lambda: not index.num_held(slot, Tier.HOST))
+                assert index.num_held(slot, Tier.DEVICE) == len(held | device)
 
     uvloop.run(main())
 

@@ -36,16 +36,13 @@ def test_index_matches_prefix_cache(tmp_path: Path) -> None:
             llm.generate([[1, number + 5, *range(10, 60 + number)]], few)
         pool = llm._engine._core._scheduler.blocks.pool
         wanted = {event_key(digest) for digest in pool._index}
-        count = xor = 0
-        while (count, xor) != index.digest(0, Tier.DEVICE) or not count:
+        count = len(wanted)
+        while index.num_held(0, Tier.DEVICE) != count or not all(map(index.num_copies, wanted)):
             replay(endpoint, stream)  # the publisher's thread sends batches asynchronously
-            count, xor = len(wanted), 0
-            for key in wanted:
-                xor ^= key
         assert llm.reset_prefix_cache()
         llm.generate([[3, *range(30)]], few)
         assert 0 < len(pool._index) < count
-        while index.digest(0, Tier.DEVICE)[0] != len(pool._index):
+        while index.num_held(0, Tier.DEVICE) != len(pool._index):
             replay(endpoint, stream)
 
 

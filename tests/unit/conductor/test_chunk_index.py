@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 
-import numpy as np
 from hypothesis import given, settings, strategies as st
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
@@ -25,9 +24,8 @@ def check(index: ChunkIndex, truth: dict[tuple[int, Tier], set[int]], num_slots:
         assert match.host[slot] == leading(tiers[0] | tiers[1], KEYS)
         assert match.local[slot] == leading(set().union(*tiers), KEYS)
         for tier in Tier:
-            count, xor = index.digest(slot, tier)
-            assert count == len(tiers[tier])
-            assert xor == np.bitwise_xor.reduce([0, *tiers[tier]])
+            assert index.num_held(slot, tier) == len(tiers[tier])
+        assert index.num_held(slot) == sum(map(len, tiers))
     everywhere = set().union(*truth.values())
     assert match.pool == leading(everywhere, KEYS)
     for slot in range(num_slots):

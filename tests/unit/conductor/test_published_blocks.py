@@ -138,7 +138,7 @@ class Stores:
             pass
 
     def held(self, store: int, tier: Tier = Tier.HOST) -> int:
-        return self.index.digest(store, tier)[0]
+        return self.index.num_held(store, tier)
 
 
 def test_orphan_blocks_are_indexed_once_their_parent_is_known() -> None:

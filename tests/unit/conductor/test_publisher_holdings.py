@@ -35,7 +35,7 @@ def test_instance_holds_a_chunk_while_any_rank_does(done) -> None:
             )
     for tier in Tier:
         union = set().union(*(held[rank, tier] for rank in range(NUM_RANKS)))
-        assert index.digest(SLOT, tier)[0] == len(union)
+        assert index.num_held(SLOT, tier) == len(union)
         for rank in range(NUM_RANKS):
             assert set(holdings.held_by(rank, tier)) == held[rank, tier]
             assert len(holdings.held_by(rank, tier)) == len(held[rank, tier])

@@ -95,7 +95,7 @@ def test_simulated_replication_keeps_the_index_exact_and_ttft_low() -> None:
     result = simulation.run(hot_trace(120))
     assert result.num_replications > 0
     for slot, node in simulation._prefill.items():
-        count, _ = simulation.conductor.index.digest(slot, Tier.HOST)
+        count = simulation.conductor.index.num_held(slot, Tier.HOST)
         assert count == len(node.cache)
     without = Simulation(cluster, ConductorSettings()).run(hot_trace(120))
     mean = [sum(r.ttft for r in each.records) / 120 for each in (result, without)]

@@ -88,7 +88,7 @@ def test_index_equals_the_caches_at_the_end(trace: Path) -> None:
     simulation = Simulation(Cluster(4, 2, A800, cache_tokens=200_000), ConductorSettings())
     simulation.run(read_trace(trace))
     for slot, node in simulation._prefill.items():
-        count, _ = simulation.conductor.index.digest(slot, Tier.HOST)
+        count = simulation.conductor.index.num_held(slot, Tier.HOST)
         assert count == len(node.cache) > 0
 
 

@@ -75,7 +75,7 @@ def fleet(
 
 def held(index: ChunkIndex, num_instances: int) -> list[int]:
     """Number of chunks in the stores of each instance."""
-    return [index.digest(slot, Tier.HOST)[0] for slot in range(num_instances)]
+    return [index.num_held(slot, Tier.HOST) for slot in range(num_instances)]
 
 
 def batch(*numbers: int) -> EventBatch:
@@ -99,9 +99,9 @@ def test_snapshot_is_applied_in_portions() -> None:
     portions = holdings.apply(feed.snapshot_of(0, 2 * PORTION_BLOCKS + 1))
     for number in (1, 2):
         next(portions)
-        assert index.digest(0, Tier.HOST)[0] == number * PORTION_BLOCKS
+        assert index.num_held(0, Tier.HOST) == number * PORTION_BLOCKS
     assert next(portions, "taken") == "taken"
-    assert index.digest(0, Tier.HOST)[0] == 2 * PORTION_BLOCKS + 1
+    assert index.num_held(0, Tier.HOST) == 2 * PORTION_BLOCKS + 1
 
 
 def test_rest_of_snapshot_is_dropped_if_publisher_was_removed() -> None:
@@ -115,9 +115,9 @@ def test_rest_of_snapshot_is_dropped_if_publisher_was_removed() -> None:
     holdings.join(0, instance)
     holdings.update_subscriptions(0, now=0.0)
     assert next(portions, "taken") == "taken"
-    assert index.digest(0, Tier.HOST)[0] == 0
+    assert index.num_held(0, Tier.HOST) == 0
     assert take(holdings, feed.delivery(0, 0)) == 1
-    assert index.digest(0, Tier.HOST)[0] == 1
+    assert index.num_held(0, Tier.HOST) == 1
     assert not feed.asked
 
 
@@ -125,17 +125,17 @@ def test_blocks_after_other_publishers_block_are_applied_in_portions() -> None:
     holdings, index, feed = fleet(2)
     num_chunks = 2 * PORTION_BLOCKS + 1
     take(holdings, feed.delivery(0, *range(num_chunks, 0, -1)))
-    assert index.digest(0, Tier.HOST)[0] == 0
+    assert index.num_held(0, Tier.HOST) == 0
     assert take(holdings, feed.delivery(1, 0)) == 3
-    assert index.digest(0, Tier.HOST)[0] == num_chunks
+    assert index.num_held(0, Tier.HOST) == num_chunks
 
 
 def test_orphan_blocks_are_applied_when_parent_is_published() -> None:
     holdings, index, feed = fleet(2)
     take(holdings, feed.delivery(0, 1))
-    assert index.digest(0, Tier.HOST)[0] == 0
+    assert index.num_held(0, Tier.HOST) == 0
     take(holdings, feed.delivery(1, 0))
-    assert [index.digest(slot, Tier.HOST)[0] for slot in range(2)] == [1, 1]
+    assert [index.num_held(slot, Tier.HOST) for slot in range(2)] == [1, 1]
     holdings.sweep(now=60.0)
     assert feed.asked == [], "nothing is missing"
 
@@ -153,7 +153,7 @@ def test_removed_store_gets_no_entries() -> None:
     take(holdings, feed.delivery(0, 1))
     holdings.leave(0)
     take(holdings, feed.delivery(1, 0))
-    assert index.digest(0, Tier.HOST)[0] == 0
+    assert index.num_held(0, Tier.HOST) == 0
 
 
 def test_store_of_several_instances_is_subscribed_to_once() -> None:
