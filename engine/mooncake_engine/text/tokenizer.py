@@ -15,6 +15,8 @@ from typing import Any
 
 from mooncake_engine.errors import CheckpointError, ConfigError, InvalidRequest
 
+logger = logging.getLogger(__name__)
+
 TokenToBytes = Callable[[str], bytes]
 
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
@@ -189,26 +191,32 @@ class Tokenizer:
         if chat_template is not None:
             hf_tokenizer.chat_template = chat_template
         tokenizer = cls(hf_tokenizer, fingerprint=fingerprint)
-        if chat_template is not None:
-            tokenizer._check_syntax()
+        malformed = tokenizer._syntax_error()
+        if malformed is not None:
+            if chat_template is not None:
+                raise ConfigError(f"--chat-template is {malformed}")
+            logger.warning(
+                "the chat template in %s is %s; requests for chat fail, unless --chat-template "
+                "gives another one",
+                directory,
+                malformed,
+            )
         return tokenizer
 
-    def _check_syntax(self) -> None:
-        """Compile the chat template. What it raises while it renders may be due to the messages.
-
-        Raises:
-            ConfigError: the template is malformed.
-        """
+    def _syntax_error(self) -> str | None:
+        """What is wrong with the chat template's syntax. What it raises while it renders may be due
+        to the messages."""
         from jinja2 import TemplateSyntaxError
 
+        if not self.has_chat_template:
+            return None
         try:
             self.render_chat([{"role": "user", "content": ""}])
         except InvalidRequest as exc:
             cause = exc.__cause__
             if isinstance(cause, TemplateSyntaxError):
-                raise ConfigError(
-                    f"--chat-template is no valid Jinja template, line {cause.lineno}: {cause}"
-                ) from exc
+                return f"no valid Jinja template, line {cause.lineno}: {cause}"
+        return None
 
     def ordinary_tokens(self) -> dict[str, int]:
         """The id of every token that is not special, by the token's written form."""
@@ -272,7 +280,8 @@ class Tokenizer:
                 "to the model directory",
                 param="messages",
             )
-        from jinja2 import TemplateError  # imported late: the command line must start fast
+        # imported late: the command line must start fast
+        from jinja2 import TemplateError, TemplateSyntaxError
 
         kwargs = dict(template_kwargs or {})
         for name in kwargs.keys() & RESERVED_TEMPLATE_KWARGS:
@@ -296,8 +305,11 @@ class Tokenizer:
                     "changes it: end with a user message",
                     param="messages",
                 ) from exc
+            problem = "rejects these messages"
+            if isinstance(exc, TemplateSyntaxError):
+                problem = f"is no valid Jinja template, line {exc.lineno}"
             raise InvalidRequest(
-                f"the model's chat template rejects these messages: {exc}", param="messages"
+                f"the model's chat template {problem}: {exc}", param="messages"
             ) from exc
         return text
 

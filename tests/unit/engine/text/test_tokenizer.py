@@ -49,6 +49,19 @@ def test_malformed_template_of_an_option_is_refused_at_start(tmp_path: Path, tem
         Tokenizer.load(directory, template)
 
 
+def test_malformed_template_of_a_model_is_logged_at_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    directory = write_byte_tokenizer(tmp_path)
+    Tokenizer.load(directory)
+    assert not caplog.messages
+    (directory / "chat_template.jinja").write_text("a\n{% for one in %}")
+    tokenizer = Tokenizer.load(directory)
+    assert "is no valid Jinja template, line 2: " in caplog.messages[0]
+    with pytest.raises(InvalidRequest, match=r"chat template is no valid Jinja template, line 2: "):
+        tokenizer.render_chat([USER])
+
+
 def test_template_that_rejects_some_messages_is_accepted(tmp_path: Path) -> None:
     template = "{% if messages|length < 2 %}{{ raise_exception('more') }}{% endif %}"
     tokenizer = Tokenizer.load(write_byte_tokenizer(tmp_path), template)
