@@ -15,7 +15,8 @@ from support.vllm_caches import Caches
 from mooncake_hal.deployment import Hardware
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.model_fingerprint import ModelFingerprint
-from mooncake_vllm.vllm_scheduler_side import Instance, SchedulerSide
+from mooncake_vllm.vllm_scheduler_base import Instance
+from mooncake_vllm.vllm_scheduler_side import SchedulerSide
 from mooncake_vllm.vllm_worker_side import Device, StepWait, WorkerSide
 
 HOST = Device(
@@ -110,14 +111,14 @@ class FakeVllm:
             worker.end_step()
             results = worker.take_results()
             for ids, ranks in (
-                (results.sent, self.reports.sent),
-                (results.received, self.reports.received),
+                (results.finished_sending, self.reports.sent),
+                (results.finished_recving, self.reports.received),
             ):
                 for name in ids:
                     assert rank not in ranks.setdefault(name, set()), f"{name} was reported twice"
                     ranks[name].add(rank)
-            self.reports.failed |= results.failed
-            assert results.failed <= results.received
+            self.reports.failed |= results.failed_recving
+            assert results.failed_recving <= results.finished_recving
         self.scheduler.take_events()
 
     def step_until(self, reported: dict[str, set[int]], request_id: str) -> None:
@@ -181,10 +182,10 @@ class FakeVllm:
 
     def admit(self, request: FakeRequest, blocks: Tables, num_computed: int = 0) -> int | None:
         """Look up and allocate, as vLLM's scheduler does; returns the number of tokens to load."""
-        count = self.scheduler.num_to_load(request, num_computed)
+        count = self.scheduler.get_num_new_matched_tokens(request, num_computed)
         if count is not None:
             table = SimpleNamespace(get_block_ids=lambda: each_table(blocks))
-            self.scheduler.blocks_allocated(request, table, count)
+            self.scheduler.update_state_after_alloc(request, table, count)
         return count
 
 

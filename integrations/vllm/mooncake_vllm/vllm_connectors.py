@@ -55,7 +55,8 @@ from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request
 from mooncake_vllm.vllm_memory import view_caches
 from mooncake_vllm.vllm_pages import page_format
 from mooncake_vllm.vllm_pool_side import POOL_WORKER, PoolSchedulerSide
-from mooncake_vllm.vllm_scheduler_side import Instance, SchedulerHooks, SchedulerSide
+from mooncake_vllm.vllm_scheduler_base import Instance, SchedulerHooks
+from mooncake_vllm.vllm_scheduler_side import SchedulerSide
 from mooncake_vllm.vllm_settings import (
     of_data_parallel_rank,
     read_pool_settings,
@@ -231,14 +232,14 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        count = self._scheduler_side.num_to_load(request, num_computed_tokens)
+        count = self._scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
         return count, bool(count)
 
     @guarded(_return_none)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
-        self._scheduler_side.blocks_allocated(request, blocks, num_external_tokens)
+        self._scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
 
     @guarded(HalStepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
@@ -273,7 +274,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
 
     @guarded(_return_none)
     def bind_gpu_block_pool(self, gpu_block_pool: BlockPool) -> None:
-        self._scheduler_side.bind_block_pool(gpu_block_pool)
+        self._scheduler_side.bind_gpu_block_pool(gpu_block_pool)
 
     @guarded(tuple)
     def take_events(self) -> Sequence[object]:
@@ -357,9 +358,9 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             return KVConnectorTransferResults()
         results = self._worker.take_results()
         return KVConnectorTransferResults(
-            finished_sending=results.sent,
-            finished_recving=results.received,
-            failed_recving=results.failed,
+            finished_sending=results.finished_sending,
+            finished_recving=results.finished_recving,
+            failed_recving=results.failed_recving,
         )
 
     # ------------------------------------------------------------- both

@@ -29,7 +29,7 @@ from mooncake_kv.model_fingerprint import (
 from mooncake_vllm.errors import UnsupportedByVllmConnector
 from mooncake_vllm.rank_link import socket_paths
 from mooncake_vllm.vllm_memory import ModelKV, RankPosition, layer_index
-from mooncake_vllm.vllm_scheduler_side import Instance
+from mooncake_vllm.vllm_scheduler_base import Instance
 from mooncake_vllm.vllm_worker_side import Device
 
 logger = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from mooncake_hal.registry import Registry
 from mooncake_kv.connector_worker import LayerDone, PushStep, RankContext
-from mooncake_kv.errors import ConnectorDead, KVConfigError
+from mooncake_kv.errors import KVConfigError
 from mooncake_kv.kv_events import KVEvent
 from mooncake_kv.params import KVTransferDict
 from mooncake_kv.pool.pool_client import PoolClient
@@ -36,12 +36,12 @@ from mooncake_kv.pool.pool_stores import PoolStores
 from mooncake_kv.pool.pool_worker import PoolWorker
 from mooncake_kv.store.chunk_keys import KVIdentity, num_loadable_chunks
 from mooncake_kv.store.store_events import StoreEventBuffer
-from mooncake_vllm.errors import ConnectorDied
-from mooncake_vllm.rank_link import Ranks, ReportLoad, ReportSend
+from mooncake_vllm.rank_link import ReportLoad, ReportSend
 from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import join_tables
 from mooncake_vllm.vllm_pool_saves import PoolSaves, count_tokens, num_plain_tokens
-from mooncake_vllm.vllm_scheduler_side import STALLED_SHARE, Instance, StepWatch, rope_order
+from mooncake_vllm.vllm_scheduler_base import Instance, SchedulerSideBase
+from mooncake_vllm.vllm_scheduler_side import rope_order
 from mooncake_vllm.vllm_window_blocks import WindowBlocks
 from mooncake_vllm.vllm_worker_side import LoadOrder, WorkerKind
 
@@ -88,7 +88,7 @@ class PooledPrompt:
     has_failed: bool = False
 
 
-class PoolSchedulerSide:
+class PoolSchedulerSide(SchedulerSideBase):
     """Loads prompts from stores, and saves what was computed.
 
     Args:
@@ -113,16 +113,13 @@ class PoolSchedulerSide:
         self._events = StoreEventBuffer() if takes_events else None
         self._block_pool: BlockPool | None = None
         self._cached_blocks: object = None
-        self._death: BaseException | None = None
         self._has_warned = False
         self._lock = threading.Lock()
         self._prompts: dict[str, PooledPrompt] = {}
-        self._started: list[str] = []
         self._count = 0
         self._chunk_tokens = config.chunk_tokens
         self._timeout_s = config.network.transfer_timeout_s
-        self._steps = StepWatch(STALLED_SHARE * instance.step_timeout_s)
-        self._ranks = Ranks(paths, self._on_death)
+        super().__init__(instance, paths)
         try:
             self._client = self._open(config, instance)
         except BaseException:
@@ -160,7 +157,7 @@ class PoolSchedulerSide:
         )
         try:
             self._ranks.listen(client.on_rank_message)
-            client.start(self._ranks.send, self._on_event, self._fail, self._steps.has_stalled)
+            client.start(self._ranks.send, self._on_event, self._die, self._steps.has_stalled)
         except BaseException:
             client.close()
             raise
@@ -176,7 +173,7 @@ class PoolSchedulerSide:
         self._saves.add(request, self._identity)
         self._look_up(request)
 
-    def num_to_load(self, request: Request, num_computed: int) -> int | None:
+    def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> int | None:
         """Number of tokens that a request can load beyond its computed ones; None: ask again.
         Repeated calls return the same."""
         self.check_alive()
@@ -192,7 +189,9 @@ class PoolSchedulerSide:
                 return 0
             return max(0, len(pooled.sources) * self._chunk_tokens - num_computed)
 
-    def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_tokens: int
+    ) -> None:
         """Load a number of tokens into a request's new blocks; with 0, the request runs without
         a load."""
         with self._lock:
@@ -220,13 +219,6 @@ class PoolSchedulerSide:
                 release_layers=None,  # vLLM runs a request only once its whole load is complete
             )
         )
-
-    def take_started(self) -> tuple[str, ...]:
-        """Return the loads that were started since the last call, for the next step's metadata."""
-        self.check_alive()
-        self._steps.begin()
-        started, self._started = tuple(self._started), []
-        return started
 
     @property
     def is_waiting(self) -> bool:
@@ -280,7 +272,7 @@ class PoolSchedulerSide:
                 pooled.state, pooled.sources = PoolState.FINISHED, ()
             return len(found) == len(self._prompts)
 
-    def bind_block_pool(self, pool: BlockPool) -> None:
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """Hold blocks of sliding windows in vLLM's pool, and watch its cache for resets. The event
         of a reset names no tier, so subscribers drop the store's chunks, too."""
         self._windows.bind(pool)
@@ -303,15 +295,6 @@ class PoolSchedulerSide:
                 self._cached_blocks = cached_blocks
                 self._events.publish_again()
         return self._events.take(self._client.namespace)
-
-    def check_alive(self) -> None:
-        """Raise if the pool's client has died.
-
-        Raises:
-            ConnectorDied: it has; the cause is in the message.
-        """
-        if self._death is not None:
-            raise ConnectorDied(f"the pool has died: {self._death!r}") from self._death
 
     def stats(self) -> dict[str, float]:
         """Metrics by name, since the start."""
@@ -419,12 +402,6 @@ class PoolSchedulerSide:
                 "connectors)",
                 request_id,
             )
-
-    def _fail(self, dead: ConnectorDead) -> None:
-        self._death = self._death or dead
-
-    def _on_death(self, reason: str) -> None:
-        self._death = self._death or ConnectorDied(reason)
 
 
 class PoolRank:

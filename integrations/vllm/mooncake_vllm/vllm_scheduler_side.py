@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import logging
 import re
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from mooncake_hal.kv.geometry import AttentionKind
 from mooncake_hal.latents import PAIRS
@@ -31,7 +28,6 @@ from mooncake_kv.connector_worker import PushStep
 from mooncake_kv.errors import InvalidKVParams
 from mooncake_kv.handshake import InstanceMetadata
 from mooncake_kv.kv_events import KVEvent
-from mooncake_kv.model_fingerprint import ModelFingerprint
 from mooncake_kv.numerics import ROPE_ORDER, Numerics
 from mooncake_kv.params import (
     NO_KV_TRANSFER,
@@ -43,8 +39,7 @@ from mooncake_kv.params import (
     parse_remote_address,
     parse_reservation,
 )
-from mooncake_vllm.errors import ConnectorDied
-from mooncake_vllm.rank_link import RankInfo, Ranks, ReportLoad, ReportSend
+from mooncake_vllm.rank_link import RankInfo, ReportLoad, ReportSend
 from mooncake_vllm.remote_prompts import NOT_REQUESTED, RemotePrompts
 from mooncake_vllm.vllm_interface import (
     NULL_BLOCK,
@@ -54,14 +49,12 @@ from mooncake_vllm.vllm_interface import (
     SchedulerOutput,
 )
 from mooncake_vllm.vllm_memory import join_tables
+from mooncake_vllm.vllm_scheduler_base import Instance, SchedulerSideBase
 
 logger = logging.getLogger(__name__)
 
 VENDOR_ORDER = "the vendor's"
 """An unknown rope order; KV with it is only exchanged between instances of the same kind."""
-STALLED_SHARE = 0.5
-"""Fraction of vLLM's step timeout after which keepalives are suspended, so that peers stop holding
-KV for this instance."""
 COMPLETE = ("FINISHED_LENGTH_CAPPED",)
 COMPLETE_FOR_WAITING = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 """Finish statuses of a prefill whose KV is transferred. If the first token ends the answer, no
@@ -89,86 +82,7 @@ def transferred_prompt(request: Request) -> list[int]:
     return prompt[:-1] if is_continued else prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Instance:
-    """Properties of this instance that are known before the ranks are connected.
-
-    Args:
-        engine_id: name of this epoch.
-        model: fingerprint of the model.
-        num_ranks: number of ranks in all pipeline stages.
-        max_model_len: maximum tokens of a request, prompt and answer.
-        sends, loads: what its ``kv_role`` allows.
-        step_timeout_s: vLLM's timeout of a step, in seconds.
-    """
-
-    engine_id: str
-    model: ModelFingerprint
-    num_ranks: int
-    max_model_len: int
-    sends: bool
-    loads: bool
-    step_timeout_s: float = 300.0
-
-
-class StepWatch:
-    """Detects that a step takes so long that peers need not hold KV for this instance.
-
-    vLLM's loop schedules one or more steps, waits for the results of the first, and schedules the
-    next for as long as it has requests, including requests that wait for KV. Without requests it is
-    idle, for however long. ``begin`` and ``end`` are called on vLLM's thread, ``has_stalled`` on
-    any.
-
-    Args:
-        limit_s: time without results after which a step counts as stalled, in seconds.
-        clock: monotonic, in seconds.
-    """
-
-    def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._limit_s, self._clock = limit_s, clock
-        self._num_open = 0
-        self._changed_at = clock()
-
-    def begin(self) -> None:
-        """Record that a step is scheduled."""
-        self._changed_at = self._clock()  # first, so that has_stalled never sees an old time
-        self._num_open += 1
-
-    def end(self) -> None:
-        """Record that the results of the oldest step have arrived."""
-        self._changed_at = self._clock()
-        self._num_open = max(0, self._num_open - 1)
-
-    def has_stalled(self) -> bool:
-        """Whether vLLM has waited for results for too long. Any thread."""
-        return self._num_open > 0 and self._clock() - self._changed_at > self._limit_s
-
-
-class SchedulerHooks(Protocol):
-    """The interface that ``HalConnector`` calls on the scheduler side; see ``SchedulerSide``."""
-
-    def on_new_request(self, request: Request) -> None: ...
-    def num_to_load(self, request: Request, num_computed: int) -> int | None: ...
-    def blocks_allocated(
-        self, request: Request, blocks: KVCacheBlocks, num_tokens: int
-    ) -> None: ...
-    def take_started(self) -> tuple[str, ...]: ...
-    @property
-    def is_waiting(self) -> bool: ...
-    @property
-    def needs_steps(self) -> bool: ...
-    def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]: ...
-    def request_finished(
-        self, request: Request, tables: Sequence[Sequence[int]]
-    ) -> tuple[bool, KVTransferDict | None]: ...
-    def reset_cache(self) -> bool: ...
-    def bind_block_pool(self, pool: BlockPool) -> None: ...
-    def take_events(self) -> Sequence[KVEvent]: ...
-    def stats(self) -> dict[str, float]: ...
-    def close(self) -> None: ...
-
-
-class SchedulerSide:
+class SchedulerSide(SchedulerSideBase):
     """Sends and loads prompts' KV, by pull or push.
 
     Args:
@@ -191,12 +105,9 @@ class SchedulerSide:
         # Those of them whose peer has reserved blocks, and waits: push and early pull.
         self._awaited: set[str] = set()
         self._held: set[str] = set()  # finished requests whose blocks are held
-        self._started: list[str] = []
-        self._death: BaseException | None = None
-        self._steps = StepWatch(STALLED_SHARE * instance.step_timeout_s)
         self.num_refused = 0
         self._has_separate_choices = False
-        self._ranks = Ranks(paths, self._on_death)
+        super().__init__(instance, paths)
         try:
             self._start()
         except BaseException:
@@ -267,13 +178,15 @@ class SchedulerSide:
         if self._prompts.expect(request_id, key, tokens, num_computed_here):
             self._connector.on_new_request(request_id, params)
 
-    def num_to_load(self, request: Request, num_computed: int) -> int | None:
+    def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> int | None:
         """Number of tokens that a request can load beyond its computed ones; None: ask again.
         No side effects."""
         self.check_alive()
         return self._prompts.num_to_load(request.request_id, num_computed)
 
-    def blocks_allocated(self, request: Request, blocks: KVCacheBlocks, num_tokens: int) -> None:
+    def update_state_after_alloc(
+        self, request: Request, blocks: KVCacheBlocks, num_tokens: int
+    ) -> None:
         """Load a number of tokens into a request's new blocks; with 0, the request runs without
         the peer's KV."""
         request_id, prompt = request.request_id, transferred_prompt(request)
@@ -284,13 +197,6 @@ class SchedulerSide:
                 self._connector.start_load_kv(name, (), prompt, len(prompt))
             else:  # push, early pull: no prefill was requested yet
                 self._connector.cancel_load(name)
-
-    def take_started(self) -> tuple[str, ...]:
-        """Return the loads that were started since the last call, for the next step's metadata."""
-        self.check_alive()
-        self._steps.begin()
-        started, self._started = tuple(self._started), []
-        return started
 
     @property
     def is_waiting(self) -> bool:
@@ -393,20 +299,11 @@ class SchedulerSide:
         continues = len(prompt) + 1 < self._instance.max_model_len
         return True, None if params is None else params | {CONTINUES: continues}
 
-    def check_alive(self) -> None:
-        """Raise if the connector has died.
-
-        Raises:
-            ConnectorDied: it has; the cause is in the message.
-        """
-        if self._death is not None:
-            raise ConnectorDied(f"the KV connector has died: {self._death!r}") from self._death
-
     def reset_cache(self) -> bool:
         """Nothing to do: these connectors store nothing."""
         return True
 
-    def bind_block_pool(self, pool: BlockPool) -> None:
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """Nothing to do: these connectors don't use vLLM's prefix cache."""
 
     def take_events(self) -> Sequence[KVEvent]:
@@ -555,7 +452,7 @@ class SchedulerSide:
     def _on_event(self, event: Event) -> None:
         """Process an event of the connector, on the connector's thread."""
         if isinstance(event, ConnectorFailed):
-            self._death = self._death or event.cause
+            self._die(event.cause)
         elif isinstance(event, LeaseEnded):
             if event.request_id in self._held:
                 self._held.discard(event.request_id)
@@ -565,10 +462,6 @@ class SchedulerSide:
             request_id = self._prompts.end(event.request_id, is_loaded=not is_failed)
             if request_id is not None:
                 self._ranks.report(ReportLoad(request_id, event.request_id, is_failed))
-
-    def _on_death(self, reason: str) -> None:
-        """Record that a worker's thread has died; the first reason is kept. Any thread."""
-        self._death = self._death or ConnectorDied(reason)
 
 
 def rope_order(info: RankInfo) -> str:

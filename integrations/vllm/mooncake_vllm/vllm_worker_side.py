@@ -66,12 +66,12 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Request ids to report to vLLM with a step. A failed load is in ``received`` and in
-    ``failed``."""
+    """Request ids to report to vLLM with a step, as in its ``KVConnectorTransferResults``. A failed
+    load is in ``finished_recving`` and in ``failed_recving``."""
 
-    sent: set[str]
-    received: set[str]
-    failed: set[str]
+    finished_sending: set[str]
+    finished_recving: set[str]
+    failed_recving: set[str]
 
 
 class StepWait:
@@ -146,7 +146,7 @@ class Reports:
     @property
     def has_reports(self) -> bool:
         """Whether there is something to report, with this step or with the one that names it."""
-        return bool(self._results.sent or self._results.received or self._early)
+        return bool(self._results.finished_sending or self._results.finished_recving or self._early)
 
     def begin_step(self, held: Iterable[str] = (), wait_s: float = 0.0) -> None:
         """Start a step.
@@ -158,7 +158,7 @@ class Reports:
         with self._changed:
             self._held.update(held)
             known = self._early & self._held
-            self._results.sent.update(known)
+            self._results.finished_sending.update(known)
             self._held -= known
             self._early -= known
             self._wait.begin_step(wait_s)
@@ -166,9 +166,9 @@ class Reports:
     def add_load(self, request_id: str, is_failed: bool) -> None:
         """Report a load that has ended."""
         with self._changed:
-            self._results.received.add(request_id)
+            self._results.finished_recving.add(request_id)
             if is_failed:
-                self._results.failed.add(request_id)
+                self._results.failed_recving.add(request_id)
             self._changed.notify()
 
     def add_send(self, request_id: str) -> None:
@@ -176,7 +176,7 @@ class Reports:
         with self._changed:
             if request_id in self._held:
                 self._held.discard(request_id)
-                self._results.sent.add(request_id)
+                self._results.finished_sending.add(request_id)
             else:
                 self._early.add(request_id)
             self._changed.notify()
@@ -191,7 +191,7 @@ class Reports:
         with self._changed:
             self._wait.wait()
             taken, self._results = self._results, Results(set(), set(), set())
-            if taken.sent or taken.received:
+            if taken.finished_sending or taken.finished_recving:
                 self._wait.note_report()
         return taken
 

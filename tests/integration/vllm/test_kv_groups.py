@@ -139,7 +139,7 @@ def test_token_outside_prefill_window_is_not_awaited(stack: ExitStack, tmp_path:
         "again", PROMPT, dict(params)
     )  # computes token 13, which looks back at token 7
     decode.scheduler.on_new_request(again)
-    assert decode.scheduler.num_to_load(again, 0) == 0
+    assert decode.scheduler.get_num_new_matched_tokens(again, 0) == 0
     assert decode.scheduler.num_refused == 1
     prefill.step_until(prefill.reports.sent, "one")
 

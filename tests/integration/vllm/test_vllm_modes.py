@@ -73,5 +73,5 @@ def test_prefill_frees_its_kv_if_the_decode_instance_is_pushed_to(
     params = prefill.prefill(FakeRequest("p", PROMPT, {"do_remote_decode": True}), BLOCKS)
     reader = FakeRequest("d", PROMPT, params)
     decode.scheduler.on_new_request(reader)
-    assert decode.scheduler.num_to_load(reader, 0) == 0
+    assert decode.scheduler.get_num_new_matched_tokens(reader, 0) == 0
     prefill.step_until(prefill.reports.sent, "p")

@@ -65,7 +65,7 @@ def test_prompt_arrives_and_each_side_is_notified_once(
     assert not decode.reports.failed
     found, wanted = whole_prompt(decode.caches, D_BLOCKS), whole_prompt(prefill.caches, P_BLOCKS)
     assert (found[:, :, : len(PROMPT)] == wanted[:, :, : len(PROMPT)]).all()
-    assert decode.scheduler.num_to_load(request, 0) == 0  # after a preemption
+    assert decode.scheduler.get_num_new_matched_tokens(request, 0) == 0  # after a preemption
     assert decode.scheduler.request_finished(request, [D_BLOCKS]) == (False, None)
 
 
@@ -175,7 +175,7 @@ def test_new_request_does_not_wait_for_lease_to_end(stack: ExitStack, tmp_path: 
     step.start()
     instance.scheduler.on_new_request(FakeRequest("new", PROMPT))
     step.join(LONG_S / 2)
-    assert [(each.sent, each.received) for each in taken] == [(set(), set())]
+    assert [(each.finished_sending, each.finished_recving) for each in taken] == [(set(), set())]
 
 
 def test_cached_prefix_is_not_loaded_and_full_hit_frees_peer(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from mooncake_vllm.vllm_scheduler_side import StepWatch
+from mooncake_vllm.vllm_scheduler_base import StepWatch
 
 LIMIT_S = 150.0
 

@@ -257,7 +257,7 @@ def test_connectors_of_an_instance_share_the_wait_of_its_steps(connectors: Modul
 
 def test_matched_token_count_is_asynchronous(connectors: ModuleType) -> None:
     for count, wanted in ((5, (5, True)), (0, (0, False)), (None, (None, False))):
-        side = SimpleNamespace(num_to_load=lambda request, done, count=count: count)
+        side = SimpleNamespace(get_num_new_matched_tokens=lambda request, done, count=count: count)
         made = connector(connectors, scheduler=side)
         assert made.get_num_new_matched_tokens(None, 0) == wanted
 
