@@ -486,7 +486,7 @@ def _make_scheduler(
             if config.pp_size > 1
             else "speculative decoding over data-parallel ranks that share experts",
         )
-    _log_pool(config, info)
+    _log_kv_cache(config, info)
     blocks = BlockManager(
         info.num_blocks,
         info.block_size,
@@ -497,7 +497,7 @@ def _make_scheduler(
     return Scheduler(limits, blocks, connector, pool)
 
 
-def _log_pool(config: EngineConfig, info: ExecutorInfo) -> None:
+def _log_kv_cache(config: EngineConfig, info: ExecutorInfo) -> None:
     """Log the size of the KV cache: once, not where it is decided, which is on every rank."""
     logger.info(
         "KV cache: %d blocks of %d tokens, %d tokens in all",
@@ -509,8 +509,8 @@ def _log_pool(config: EngineConfig, info: ExecutorInfo) -> None:
     if config.max_model_len is None and info.max_model_len < info.model.max_positions:
         logger.warning(
             "the KV cache limits prompt and output together to %d tokens, but the model supports "
-            "%d: enlarge the pool (--kv-cache-bytes, --num-kv-blocks, --memory-utilization), or "
-            "set --max-model-len if this is enough",
+            "%d: enlarge it (--kv-cache-bytes, --num-kv-blocks, --memory-utilization), or set "
+            "--max-model-len if this is enough",
             info.max_model_len,
             info.model.max_positions,
         )

@@ -68,7 +68,7 @@ def test_host_memory_is_not_filled_by_default(checkpoint: Path) -> None:
     assert facts.num_kv_blocks * 3 * 2 * 2 * 16 * 16 * 4 <= 1 << 30
 
 
-def test_pool_smaller_than_context_length_is_logged_once(
+def test_kv_cache_smaller_than_context_length_is_logged_once(
     checkpoint: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     config = EngineConfig(checkpoint, num_kv_blocks=1, tp_size=2, threads=1)
@@ -77,11 +77,11 @@ def test_pool_smaller_than_context_length_is_logged_once(
     [warning] = [
         line for line in warnings if "limits prompt and output together to 16 tokens" in line
     ]
-    assert "the model supports 512: enlarge the pool (--kv-cache-bytes, " in warning
+    assert "the model supports 512: enlarge it (--kv-cache-bytes, " in warning
     assert "limit" not in capfd.readouterr().err, "ranks log nothing about it"
 
 
-def test_pool_that_fits_configured_length_logs_no_warning(
+def test_kv_cache_that_fits_configured_length_logs_no_warning(
     checkpoint: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     # no swap space, since a host with little free memory would reduce it
