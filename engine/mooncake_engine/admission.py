@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.messages import EngineInfo, EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
@@ -56,6 +58,7 @@ def _check_named_tokens(sampling: SamplingParams, info: EngineInfo) -> None:
     named = {
         "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
         "allowed_token_ids": sampling.allowed_token_ids or (),
+        "bad_words": list(chain.from_iterable(sampling.bad_words_token_ids)),
         "stop_token_ids": sampling.stop_token_ids,
     }
     for name, token_ids in named.items():

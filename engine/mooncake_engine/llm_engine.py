@@ -19,6 +19,7 @@ from mooncake_engine.sampling_defaults import (
     read_sampling_defaults,
 )
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.text.bad_words import with_bad_words
 from mooncake_engine.text.completion_output import TextOutputProcessor, TextUpdate
 from mooncake_engine.text.grammars import vocabulary_of
 from mooncake_engine.text.limits import check_prompt, choice_sampling
@@ -130,7 +131,7 @@ class LLMEngine:
             raise InvalidRequest(f"a request {request_id!r} is already running", param="request_id")
         ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
         check_prompt(ids, self._info, param="prompt")
-        sampling = sampling_params or SamplingParams()
+        sampling = with_bad_words(sampling_params or SamplingParams(), self._tokenizer)
         self._check_grammar(sampling)
         is_group = sampling.num_candidates > 1
         name = f"{request_id}-{next(self._serials)}"

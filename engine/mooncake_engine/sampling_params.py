@@ -60,6 +60,9 @@ class SamplingParams:
         logit_bias: ``(token id, value)`` pairs; the values are added to the tokens' logits.
         allowed_token_ids: the only tokens that may be sampled, at least one; None allows all. With
             a grammar, its end-of-sequence tokens are allowed, too.
+        bad_words: texts that the output must not contain. The core ignores them: the front end sets
+            ``bad_words_token_ids``, see ``text.bad_words``.
+        bad_words_token_ids: sequences of tokens that the output must not contain.
         grammar: grammar that the output must match; it decides when the output may end, and when
             it must.
     """
@@ -85,6 +88,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     logit_bias: tuple[tuple[int, float], ...] = ()
     allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
@@ -112,11 +117,12 @@ class SamplingParams:
                 _check_range(name, count, 0, 128)
         if self.seed is not None:
             _check_range("seed", self.seed, -(2**63), 2**64 - 1)
-        if any(not text for text in self.stop):
-            raise InvalidRequest("stop contains an empty string; leave it out", param="stop")
         self._check_constraints()
 
     def _check_constraints(self) -> None:
+        for name in ("stop", "bad_words"):
+            if not all(getattr(self, name)):
+                raise InvalidRequest(f"{name} contains an empty string; leave it out", param=name)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise InvalidRequest(
                 "allowed_token_ids is empty, so no token could be sampled; leave it out to allow "

@@ -32,6 +32,9 @@ REQUESTS = {
     ),
     "longer": greedy(min_tokens=2, stop_token_ids=(FIRST,), logit_bias=BIASES),
     "restricted": greedy(allowed_token_ids=(SECOND, THIRD), logit_bias=BIASES),
+    "without words": greedy(
+        bad_words_token_ids=((FIRST, FIRST), (SECOND, SECOND), (THIRD,)), logit_bias=BIASES
+    ),
     "described": greedy(logprobs=3, logit_bias=BIASES),
     "structured": greedy(
         ignore_eos=False, max_tokens=9, grammar=Grammar(GrammarKind.REGEX, "(ab){2}")
@@ -48,6 +51,7 @@ TOKENS = {
     "penalised": (FIRST, SECOND, THIRD, FIRST),
     "longer": (SECOND, SECOND, FIRST),
     "restricted": (SECOND,) * 4,
+    "without words": (FIRST, SECOND, FIRST, SECOND),
     "described": (FIRST,) * 4,
 }
 

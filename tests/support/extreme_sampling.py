@@ -22,6 +22,15 @@ VALUES: dict[str, list[Any]] = {
     "stop_token_ids": [[], list(range(1024)), list(range(1025)), [-1], [10**6]],
     "logit_bias": [{}, {str(i): -100 for i in range(256)}, {"5": 100}, {"5": 101}, {"-1": 0}],
     "allowed_token_ids": [[], [0], list(range(272)), list(range(273)), [-1], [272]],
+    "bad_words": [
+        [],
+        [""],
+        [" "],
+        ["x"],
+        ["y" * 900],
+        ["z" * 8193],
+        [chr(33 + i) for i in range(128)],
+    ],
     "ignore_eos": [True, False],
 }
 BODY = {"prompt": "hello world", "max_tokens": 3, "temperature": 0}

@@ -211,8 +211,9 @@ class EnqueuedDrafts:
 class AsyncModelRunner(ModelRunner):
     """A ModelRunner that enqueues a step and does not wait for it.
 
-    A grammar has to know the previous token before the next one is sampled, so the host waits for
-    that token after it has enqueued the forward pass that computes the next logits. If the host
+    A grammar has to know the previous token before the next one is sampled, and so have bad words
+    of several tokens. The host then waits for that token after it has enqueued the forward pass
+    that computes the next logits. If the host
     reads logits between two steps (``prompt_logprobs``), the whole batch waits for the host. Drafts
     are proposed when all tokens before them are known.
 
@@ -259,7 +260,7 @@ class AsyncModelRunner(ModelRunner):
             return self._pending_unsampled(self._unsampled(plan))
         if batch.drafts.by_request:
             return self._enqueue_drafts(plan, batch, inputs, hidden)
-        if self._requests.num_grammars and any(s.grammar is not None for s in inputs.sampling):
+        if self._requests.num_token_bound and any(s.is_token_bound for s in inputs.sampling):
             self._complete(0)
         chosen = self._sampler.choose(self._logits(hidden, inputs), inputs.sampling)
         token_ids = chosen.token_ids.clamp(min=0)

@@ -1,7 +1,7 @@
 """Changes logits as the requests of a batch ask, before tokens are chosen.
 
-The order is: logit bias, penalties, masking of end tokens, allowed tokens, grammars. The host
-copies small tables to the device, which applies them to the whole batch at once.
+The order is: logit bias, penalties, masking of end tokens, bad words, allowed tokens, grammars. The
+host copies small tables to the device, which applies them to the whole batch at once.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class LogitsProcessor:
     """Changes the logits of a batch as its requests ask.
 
     It copies biases, penalties and ``allowed_token_ids`` to the device once, the masks of end
-    tokens when they change, and the tokens that grammars allow in each step. It never waits for the
-    device.
+    tokens and of bad words when they change, and the tokens that grammars allow in each step. It
+    never waits for the device.
 
     Args:
         states: the request of each row.
@@ -64,13 +64,17 @@ class LogitsProcessor:
         self._growing = [row for row, state in rows if state.sampling.min_tokens > 0]
         self._ends: tuple[Tensor, ...] = ()
         self._ends_of: list[int] = []
+        self._worded = [row for row, state in rows if state.bad_words is not None]
+        self._bad_words: tuple[Tensor, ...] = ()
+        self._bad_words_of: list[tuple[int, ...]] = []
         self._allowed = {row: state.allowed for row, state in rows if state.allowed is not None}
         self._allowed_masks: tuple[Tensor, ...] = ()
         self._grammars = [(row, s.grammar) for row, s in rows if s.grammar is not None]
 
     def has_effect(self) -> bool:
         """Whether ``apply`` would change any logits in this step."""
-        is_lasting = self._bias or self._penalties is not None or self._allowed or self._grammars
+        masks = (self._worded, self._allowed, self._grammars)
+        is_lasting = self._bias or self._penalties is not None or any(masks)
         return bool(is_lasting or self._end_masked())
 
     def apply(self, logits: Tensor) -> None:
@@ -85,6 +89,8 @@ class LogitsProcessor:
         if self._penalties is not None:
             self._penalties.apply(logits)
         self._mask_ends(logits)
+        if self._worded:
+            self._mask_bad_words(logits)
         if self._allowed:
             if not self._allowed_masks:
                 self._allowed_masks = self._masks(self._allowed, logits.shape[1])
@@ -105,11 +111,20 @@ class LogitsProcessor:
         if masked != self._ends_of:  # a request has reached its min_tokens
             self._ends_of = masked
             ends = [(row, np.array(self._ends_for(row), dtype=np.int64)) for row in masked]
-            self._ends = self._cells(
-                [(row, ids, np.full(len(ids), -math.inf, dtype=np.float32)) for row, ids in ends]
-            )
+            self._ends = self._masked_cells(ends)
         if self._ends:
             rows, token_ids, values = self._ends
+            logits.index_put_((rows, token_ids), values)
+
+    def _mask_bad_words(self, logits: Tensor) -> None:
+        positions = [self._states[row].bad_words for row in self._worded]
+        found = [() if each is None else each.forbidden() for each in positions]
+        if found != self._bad_words_of:
+            self._bad_words_of = found
+            words = [np.array(token_ids, dtype=np.int64) for token_ids in found]
+            self._bad_words = self._masked_cells(list(zip(self._worded, words, strict=True)))
+        if self._bad_words:
+            rows, token_ids, values = self._bad_words
             logits.index_put_((rows, token_ids), values)
 
     def _ends_for(self, row: int) -> tuple[int, ...]:
@@ -133,6 +148,12 @@ class LogitsProcessor:
             bits[: len(known)] = known
         arrays = (np.array(list(allowed), dtype=np.int64), packed, _FORBIDDEN_OF_BYTE)
         return tuple(to_device(self._device, arrays))
+
+    def _masked_cells(self, given: Sequence[tuple[int, NDArray[np.int64]]]) -> tuple[Tensor, ...]:
+        """As ``_cells``, to mask the tokens."""
+        return self._cells(
+            [(row, ids, np.full(len(ids), -math.inf, dtype=np.float32)) for row, ids in given]
+        )
 
     def _cells(self, given: Sequence[_RowCells]) -> tuple[Tensor, ...]:
         """Copy cells to the device: rows and token ids, [n] int64, and values, [n] float32. Empty

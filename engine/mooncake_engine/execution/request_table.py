@@ -15,6 +15,7 @@ from mooncake_engine.errors import GrammarFailed, InvalidRequest
 from mooncake_engine.execution.penalties import TokenCounts, TokenCountTable
 from mooncake_engine.sampling_params import Grammar, SamplingParams
 from mooncake_engine.scheduling.step_plan import NewRequest
+from mooncake_engine.text.bad_words import BadWordState
 from mooncake_engine.text.grammars import GrammarMatcher, Vocabulary
 from mooncake_hal.backend_parts import index_tensor
 
@@ -155,6 +156,11 @@ class SamplingState(Protocol):
         mask then includes them."""
         ...
 
+    @property
+    def bad_words(self) -> BadWordState | None:
+        """The output's position in the request's ``bad_words``; None if it has none."""
+        ...
+
 
 class CachedRequest:
     """One running request.
@@ -169,15 +175,18 @@ class CachedRequest:
         token_ids: all tokens so far; the last ``num_output_placeholders`` are placeholders for
             tokens whose sampling is enqueued on the device.
         is_host_bound: whether the host reads the request's logits between two steps.
+        is_token_bound: whether the host must know each token before the next one is sampled.
     """
 
     __slots__ = (
         "allowed",
+        "bad_words",
         "bias",
         "cache_salt",
         "counts",
         "grammar",
         "is_host_bound",
+        "is_token_bound",
         "num_output_placeholders",
         "num_prompt_tokens",
         "request_id",
@@ -210,18 +219,28 @@ class CachedRequest:
         self.bias = biased_tokens(sampling.logit_bias)
         allowed = None if grammar is not None else sampling.allowed_token_ids
         self.allowed = None if allowed is None else token_mask(allowed)
+        output = self.token_ids[self.num_prompt_tokens :]
+        self.bad_words = BadWordState.of(sampling.bad_words_token_ids, output)
+        has_growing_words = self.bad_words is not None and self.bad_words.depends_on_tokens
+        self.is_token_bound = grammar is not None or has_growing_words
 
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def append(self, token_id: int) -> None:
-        """Append a sampled token, and update counts and grammar."""
+        """Append a sampled token, and update counts, grammar and bad words."""
         self.token_ids.append(token_id)
         if self.counts is not None:
             self.counts.add(token_id)
+        self.follow(token_id)
+
+    def follow(self, token_id: int) -> None:
+        """Advance grammar and bad words by a token that the host knows now."""
         if self.grammar is not None:
             self.grammar.accept(token_id)
+        if self.bad_words is not None:
+            self.bad_words = self.bad_words.after(token_id)
 
 
 def add_placeholders(states: Iterable[CachedRequest]) -> None:
@@ -237,8 +256,7 @@ def fill_placeholders(states: Iterable[CachedRequest], token_ids: Iterable[int])
     for state, token_id in zip(states, token_ids, strict=True):
         state.token_ids[-state.num_output_placeholders] = token_id
         state.num_output_placeholders -= 1
-        if state.grammar is not None:
-            state.grammar.accept(token_id)
+        state.follow(token_id)
 
 
 class BlockTables:
@@ -364,6 +382,8 @@ class RequestTable:
         self._states: dict[str, CachedRequest] = {}
         self.num_host_bound = 0
         """Number of requests that are ``CachedRequest.is_host_bound``."""
+        self.num_token_bound = 0
+        """Number of requests that are ``CachedRequest.is_token_bound``."""
         self.num_grammars = 0
         """Number of requests that have a grammar."""
         self._num_penalised = 0
@@ -388,6 +408,7 @@ class RequestTable:
             )
             self._states[new_request.request_id] = state
             self.num_host_bound += state.is_host_bound
+            self.num_token_bound += state.is_token_bound
             self.num_grammars += state.grammar is not None
             self._num_penalised += state.counts is not None
 
@@ -405,6 +426,7 @@ class RequestTable:
             if state is not None:
                 self.tables.free_row(state.row)
                 self.num_host_bound -= state.is_host_bound
+                self.num_token_bound -= state.is_token_bound
                 self.num_grammars -= state.grammar is not None
                 if state.counts is not None:
                     self._num_penalised -= 1

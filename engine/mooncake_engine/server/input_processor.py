@@ -46,6 +46,7 @@ from mooncake_engine.server.sampling_fields import (
 )
 from mooncake_engine.server.tool_choice import offered_tools, template_calls
 from mooncake_engine.text.background_work import CHARACTERS_PER_TOKEN, BackgroundWork
+from mooncake_engine.text.bad_words import with_bad_words
 from mooncake_engine.text.detokenizer import text_offsets
 from mooncake_engine.text.grammars import is_compiled
 from mooncake_engine.text.limits import check_prompt, check_text_size, choice_sampling
@@ -95,6 +96,7 @@ class InputProcessor:
         """
         self.check_model(request.model)
         sampling = completion_sampling(request, self.info, self.defaults)
+        sampling = with_bad_words(sampling, self.tokenizer)
         sampling = await self._structured(sampling, grammar_of(request), structure_field(request))
         made = prompt_of_peer(request.kv_transfer_params, self.tokenizer.fingerprint)
         if made is not None and isinstance(request.prompt, str):
@@ -116,6 +118,7 @@ class InputProcessor:
         self.check_model(request.model)
         num_characters = check_chat_size(request, self.info)
         sampling = chat_sampling(request, self.info, self.defaults)
+        sampling = with_bad_words(sampling, self.tokenizer)
         structure = grammar_of(request)
         tools = offered_tools(request, self.tool_format, structure)
         field = structure_field(request) if tools.grammar is structure else "tools"

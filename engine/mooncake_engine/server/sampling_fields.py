@@ -42,7 +42,9 @@ _MAX_CHOICES = 1999
 """Texts in ``structured_outputs.choice``. The grammar library tracks at most 2,000 alternatives at
 once: with more texts of a common prefix, generation would fail in the middle of an output."""
 _MAX_STOPS = 64
-_MAX_STOP_CHARACTERS = 8192
+_MAX_BAD_WORDS = 128
+_MAX_CHARACTERS = 8192
+"""Characters in ``stop``, and in ``bad_words``."""
 _MAX_STOP_TOKEN_IDS = 1024
 """Stop token ids per request; they are checked for each generated token."""
 _MAX_LOGIT_BIAS = 1024
@@ -144,12 +146,13 @@ def _sampling(
         _check_may_continue(ends, allowed_token_ids, info)
     return SamplingParams(
         **{**defaults.values, **given},
-        stop=_stops(request.stop),
+        stop=_texts("stop", request.stop, _MAX_STOPS),
         stop_token_ids=stop_token_ids,
         max_tokens=defaults.limit(max_tokens),
         logprobs=logprobs,
         logit_bias=_logit_bias(request.logit_bias or {}, info),
         allowed_token_ids=allowed_token_ids,
+        bad_words=_texts("bad_words", request.bad_words, _MAX_BAD_WORDS),
     )
 
 
@@ -168,20 +171,19 @@ def _check_may_continue(
         )
 
 
-def _stops(stop: str | list[str] | None) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if len(stops) > _MAX_STOPS:
+def _texts(name: str, given: str | list[str] | None, max_texts: int) -> tuple[str, ...]:
+    texts = (given,) if isinstance(given, str) else tuple(given or ())
+    if len(texts) > max_texts:
         raise InvalidRequest(
-            f"stop must hold at most {_MAX_STOPS} strings, got {len(stops)}", param="stop"
+            f"{name} must hold at most {max_texts} strings, got {len(texts)}", param=name
         )
-    num_characters = sum(map(len, stops))
-    if num_characters > _MAX_STOP_CHARACTERS:
+    num_characters = sum(map(len, texts))
+    if num_characters > _MAX_CHARACTERS:
         raise InvalidRequest(
-            f"stop must hold at most {_MAX_STOP_CHARACTERS} characters together, "
-            f"got {num_characters}",
-            param="stop",
+            f"{name} must hold at most {_MAX_CHARACTERS} characters together, got {num_characters}",
+            param=name,
         )
-    return stops
+    return texts
 
 
 def _logit_bias(given: dict[int, float], info: EngineInfo) -> tuple[tuple[int, float], ...]:

@@ -41,7 +41,6 @@ _ALTERNATIVES = {
     "input": "prompt or messages",
     "images": "text",
     "documents": "messages",
-    "bad_words": "logit_bias",
 }
 _REJECTED = frozenset(
     {
@@ -69,7 +68,6 @@ _NO_EFFECT_VALUES: dict[str, Any] = {
     "no_repeat_ngram_size": 0,
     "echo": False,
     "spaces_between_special_tokens": True,
-    "bad_words": [],
     "length_penalty": 1.0,
     "logits_processors": [],
     "vllm_xargs": {},

@@ -30,6 +30,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "no end yet": {"min_tokens": 2, "stop_token_ids": (11,)},
     "log probabilities": {"logprobs": 3},
     "allowed tokens": {"allowed_token_ids": (7, 8, 9)},
+    "bad words": {"bad_words_token_ids": ((7,), (8, 9), (9, 9))},
     "grammar": {"grammar": Grammar(GrammarKind.REGEX, "")},
     "filters": {"top_k": 7, "min_p": 0.1},
 }

@@ -26,6 +26,7 @@ NEEDS: dict[str, dict[str, Any]] = {
     "no end yet": {"min_tokens": 10_000, "max_tokens": None, "stop_token_ids": (11,)},
     "log probabilities": {"logprobs": 3},
     "allowed tokens": {"allowed_token_ids": (7, 8, 9)},
+    "bad words": {"bad_words_token_ids": ((7,), (8, 9), (9, 9))},
     "grammar": {"grammar": Grammar(GrammarKind.REGEX, "[a-z]*")},
 }
 

@@ -119,6 +119,12 @@ CASES: dict[str, Json] = {
         "temperature": 0,
         "allowed_token_ids": list(range(60, 110)),
     },
+    "bad words": {
+        "prompt": PAGE[:200],
+        "max_tokens": 20,
+        "temperature": 0,
+        "bad_words": [PAGE[200:203], "the", " a"],
+    },
     "several": {"prompt": PAGE[:70], "max_tokens": 9, "temperature": 2.0, "seed": 1, "n": 3},
     "logprobs": {"prompt": PAGE[:200], "max_tokens": 12, "temperature": 0, "logprobs": 3},
     "stop string": {"prompt": PAGE[:200], "max_tokens": 200, "temperature": 0, "stop": ["er", "!"]},

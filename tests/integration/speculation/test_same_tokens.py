@@ -133,6 +133,12 @@ SHAPED = [
     replace(RANDOM, seed=7, repetition_penalty=1.2, top_k=30, min_p=0.01),
     replace(GREEDY, logit_bias=((40, 9.0), (41, 9.0))),
     replace(RANDOM, seed=4, allowed_token_ids=tuple(range(40, 60))),
+    replace(
+        RANDOM,
+        seed=5,
+        allowed_token_ids=(40, 41, 42, 43),
+        bad_words_token_ids=((42,), (40, 41), (41, 43, 43)),
+    ),
     replace(GREEDY, logprobs=3, prompt_logprobs=2),
     replace(RANDOM, seed=3, logprobs=0, min_tokens=30, stop_token_ids=tuple(range(0, 300, 7))),
     replace(GREEDY, stop_token_ids=tuple(range(0, 300, 9))),
@@ -157,7 +163,7 @@ def test_parameters_that_depend_on_past_tokens_and_mid_step_ends(
         for name in plain.updates:
             assert ends(found, name) == ends(plain, name)
             assert scores(found, name) == pytest.approx(scores(plain, name), abs=1e-4)
-        assert len(scores(plain, "r4")) == 36 + OUTPUT_TOKENS
+        assert len(scores(plain, "r5")) == 36 + OUTPUT_TOKENS
 
 
 def ends(outcome: Outcome, name: str) -> tuple[FinishReason | None, int | None]:

@@ -32,6 +32,8 @@ def test_token_ids_outside_the_vocabulary_are_rejected() -> None:
         check(SamplingParams(logit_bias=((50, 1.0),)))
     with pytest.raises(InvalidRequest, match=r"allowed_token_ids must be .* got 50"):
         check(SamplingParams(allowed_token_ids=(1, 50)))
+    with pytest.raises(InvalidRequest, match=r"bad_words must be .* got 50"):
+        check(SamplingParams(bad_words_token_ids=((1,), (3, 50))))
     with pytest.raises(InvalidRequest, match=r"stop_token_ids must be .* got -1"):
         check(SamplingParams(stop_token_ids=(-1,)))
 

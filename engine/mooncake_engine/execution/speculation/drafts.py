@@ -20,6 +20,7 @@ from mooncake_engine.execution.request_table import (
 from mooncake_engine.execution.speculation.rejection_sampling import SampledDrafts, count_accepted
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import SampledToken, ScheduledSequence
+from mooncake_engine.text.bad_words import BadWordState
 from mooncake_hal.backend_parts import index_tensor
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ class DraftState:
     grammar: GrammarState | None
     bias: BiasedTokens | None
     allowed: bytes | None
+    bad_words: BadWordState | None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,7 +89,8 @@ NO_DRAFTS = StepDrafts({})
 
 def depends_on_tokens(state: SamplingState) -> bool:
     """Whether a choice depends on the values of the tokens before it, other than by the logits."""
-    return state.grammar is not None or state.counts is not None
+    has_growing_words = state.bad_words is not None and state.bad_words.depends_on_tokens
+    return state.grammar is not None or state.counts is not None or has_growing_words
 
 
 def advance(state: SamplingState, token_id: int) -> DraftState | None:
@@ -113,6 +116,7 @@ def advance(state: SamplingState, token_id: int) -> DraftState | None:
         grammar,
         state.bias,
         state.allowed,
+        None if state.bad_words is None else state.bad_words.after(token_id),
     )
 
 

@@ -14,6 +14,7 @@ from mooncake_engine.execution.logits_processor import LogitsProcessor
 from mooncake_engine.execution.penalties import TokenCounts
 from mooncake_engine.execution.request_table import BiasedTokens, biased_tokens, token_mask
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.text.bad_words import BadWordState
 from mooncake_hal.backend_parts import to_device
 
 CPU = torch.device("cpu")
@@ -44,11 +45,13 @@ class State:
     seed: int = 0
     bias: BiasedTokens | None = field(init=False)
     allowed: bytes | None = field(init=False)
+    bad_words: BadWordState | None = field(init=False)
 
     def __post_init__(self) -> None:
         self.bias = biased_tokens(self.sampling.logit_bias)
         allowed = self.sampling.allowed_token_ids
         self.allowed = None if allowed is None else token_mask(allowed)
+        self.bad_words = BadWordState.of(self.sampling.bad_words_token_ids, ())
 
 
 def changed(states: list[State], vocab_size: int) -> torch.Tensor:
@@ -125,6 +128,32 @@ def test_constant_parameters_are_copied_to_the_device_once(monkeypatch: pytest.M
             state.num_output_tokens += 1
     assert may_end == [[False, False], [False, False], [True, False], [True, True]]
     assert num_copies == [3, 3, 4, 4]
+
+
+def test_bad_words_are_copied_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+
+    def counting(device: torch.device, arrays: Any) -> Any:
+        copies.append(len(arrays))
+        return to_device(device, arrays)
+
+    monkeypatch.setattr(logits_processor, "to_device", counting)
+    fixed = State(SamplingParams(bad_words_token_ids=((1,), (4,))))
+    growing = State(SamplingParams(bad_words_token_ids=((2, 3), (2, 2, 0))))
+    processor = LogitsProcessor([State(), growing, fixed], EOS, CPU)
+    forbidden, num_copies = [], []
+    for token_id in (5, 2, 2, 1, 0):
+        logits = torch.zeros(3, 6)
+        assert processor.has_effect()
+        processor.apply(logits)
+        assert not logits[0].any()
+        assert logits[2].isinf().nonzero().flatten().tolist() == [1, 4]
+        forbidden.append(logits[1].isinf().nonzero().flatten().tolist())
+        num_copies.append(len(copies))
+        assert growing.bad_words is not None
+        growing.bad_words = growing.bad_words.after(token_id)
+    assert forbidden == [[], [], [3], [0, 3], []]
+    assert num_copies == [1, 1, 2, 3, 4]
 
 
 def test_logit_bias_is_parsed_once_per_request() -> None:

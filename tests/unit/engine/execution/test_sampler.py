@@ -272,6 +272,7 @@ NEEDS: list[dict[str, Any]] = [
     {"min_tokens": 3},
     {"logit_bias": ((7, 9.0),)},
     {"allowed_token_ids": (3, 7, 20)},
+    {"bad_words_token_ids": ((7,), (3, 20))},
 ]
 
 

@@ -197,6 +197,7 @@ def test_every_sampling_field_reaches_the_engine(client: AsgiClient, engine: Fak
         stop_token_ids=[7],
         logit_bias={"65": -1},
         allowed_token_ids=[65, 7],
+        bad_words=["t", "tea"],
         priority=3,
         best_of=1,
         user="somebody",
@@ -208,6 +209,7 @@ def test_every_sampling_field_reaches_the_engine(client: AsgiClient, engine: Fak
     assert (sampling.stop, sampling.stop_token_ids) == (("!",), (7,))
     assert sampling.logit_bias == ((65, -1.0),)
     assert sampling.allowed_token_ids == (65, 7)
+    assert sampling.bad_words_token_ids == ((116,), (116, 101, 97))
     assert engine.seen[0].priority == 3
 
 

@@ -83,7 +83,6 @@ def test_the_number_of_warnings_is_bounded(caplog: pytest.LogCaptureFixture) -> 
         ("temprature", "unknown field temprature; did you mean temperature?"),
         ("max_token", "did you mean max_tokens?"),
         ("guided_regex", "guided_regex is not supported: use structured_outputs"),
-        ("bad_words", "use logit_bias"),
         ("mirostat", "mirostat is not supported; remove it"),
     ],
 )
@@ -107,7 +106,6 @@ CHANGED_ANSWERS = [
     ("stop_sequences", ["x"], "use stop", []),
     ("reasoning", {"effort": "high"}, "use reasoning_effort", None),
     ("n_predict", 5, "use max_tokens", None),
-    ("bad_words", ["x"], "use logit_bias", []),
     ("length_penalty", 0.5, "use best_of", 1),
     ("logits_processors", ["x"], "remove it", []),
     ("vllm_xargs", {"x": 1}, "remove it", {}),
