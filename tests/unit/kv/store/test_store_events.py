@@ -85,9 +85,11 @@ class Reader:
 
     def until(self, tier: IndexTier, keys: tuple[int, ...]) -> None:
         """Wait until the index has exactly these chunks in a tier: events are asynchronous."""
-        wanted = (len(keys), int(np.bitwise_xor.reduce(np.array(keys or (0,), np.uint64))))
-        while self.index.digest(0, tier) != wanted:
+        while self.index.num_held(0, tier) != len(keys) or not all(self.has(tier, k) for k in keys):
             self.snapshot()
+
+    def has(self, tier: IndexTier, key: int) -> bool:
+        return self.index._sets.by_number[self.index._table.get(key)].has(0, tier)
 
 
 def config(path: Path, num_chunks: int = 8, **more) -> NodeStoreConfig:
