@@ -233,9 +233,8 @@ class TierMoves:
 
     def _end(self, requests: Sequence[PinRequest]) -> list[Callable[[], None]]:
         for request in requests:
-            for load in self._loads.values():
-                if request in load.requests:
-                    load.requests.remove(request)
+            for key in request.missing:
+                self._loads[key].requests.remove(request)
         return [self._finish(request) for request in requests]
 
     def _join(self, key: bytes, request: PinRequest) -> bool:
