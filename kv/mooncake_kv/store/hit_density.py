@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 NUM_AGE_GROUPS = 28
 """Ages are counted in uses of chunks. Group g holds those from 2**g - 1 on, the last one all that
 follow."""
-SHARED_PREFIX_TURNS = 32
-"""From so many consecutive uses on, chunks count as a prefix that many conversations share."""
+SHARED_PREFIX_USES = 32
+"""From so many uses on, a chunk counts as part of a prefix that many conversations share."""
 GHOSTS_PER_CHUNK = 4
 MAX_GHOSTS = 1 << 17
-"""Evicted chunks that are remembered, at some 300 bytes each, or 700 if each was used alone."""
+"""Evicted chunks that are remembered, at some 350 bytes each, or 750 if each was used alone."""
 ESTIMATE_INTERVAL = 4096
 """Uses of chunks between two estimates, which take a few milliseconds."""
 MEMORY_PER_CHUNK = 8
@@ -47,7 +47,7 @@ class UseClass(NamedTuple):
 
     Args:
         num_new_bits: bit length of the number of chunks that the use added.
-        history: 0 if no chunk before them was stored, 2 if the last one of those is part of a
+        history: 0 if no chunk before them was known, 2 if the last one that was is part of a
             prefix that many conversations share, otherwise 1.
     """
 
@@ -61,19 +61,19 @@ class SequenceUse:
     Attributes:
         keys: those chunks that have not been used since and are stored, from first to last.
         used_at: time of the use; a use goes on while chunks are added to it.
-        turns: number of consecutive uses before this one.
+        history: see ``UseClass``.
         num_new: number of chunks that it added.
         size: the largest number of its keys so far.
         num_ghosts: how many of its chunks were evicted and are remembered.
         use_class: its class.
     """
 
-    __slots__ = ("keys", "num_ghosts", "num_new", "size", "turns", "use_class", "used_at")
+    __slots__ = ("history", "keys", "num_ghosts", "num_new", "size", "use_class", "used_at")
 
     def __init__(self) -> None:
         self.keys: dict[bytes, None] = {}
         self.used_at = 0
-        self.turns = 0
+        self.history = 0
         self.num_new = 0
         self.size = 0
         self.num_ghosts = 0
@@ -81,8 +81,7 @@ class SequenceUse:
 
     def classify(self) -> UseClass:
         """The class that the use belongs to now."""
-        is_shared = self.turns >= SHARED_PREFIX_TURNS
-        return UseClass(self.num_new.bit_length(), 1 + is_shared if self.turns else 0)
+        return UseClass(self.num_new.bit_length(), self.history)
 
 
 class ReuseStatistics:
@@ -185,6 +184,7 @@ class HitDensity:
         self._queues: defaultdict[UseClass, OrderedDict[SequenceUse, None]] = defaultdict(
             OrderedDict
         )  # those with stored chunks, the oldest first
+        self._num_uses: dict[bytes, int] = {}  # of each chunk, stored or ghost
         self._parents: dict[bytes, bytes | None] = {}  # of stored chunks
         self._num_children: dict[bytes, int] = {}  # of chunks with any that is stored
         self._ghosts: OrderedDict[bytes, None] = OrderedDict()
@@ -195,14 +195,18 @@ class HitDensity:
         key, parent = chunk.key, chunk.parent
         if key in self._parents:
             self.remove(key)
-        use = self._use_ending_with(parent) or SequenceUse()
+        use = self._use_ending_with(parent)
+        if use is None:
+            use = SequenceUse()
+            if parent in self._parents:
+                use.history = self._history_after(parent)
         if key in self._ghosts:
-            former = self._forget(key)
-            self._note(former, 1, is_hit=True)
-            if former is not use:
-                use.turns = former.turns + 1
+            use.history = self._history_after(key)
+            self._note(self._forget(key), 1, is_hit=True)
+            self._num_uses[key] += 1
         else:
             use.num_new += 1
+            self._num_uses[key] = 1
         self._parents[key] = parent
         if parent is not None:
             self._num_children[parent] = self._num_children.get(parent, 0) + 1
@@ -220,11 +224,12 @@ class HitDensity:
             return  # a second call for the same use
         for use, count in num_hits.items():
             self._note(use, count, is_hit=True)
-        turns = 1 + self._uses[stored[-1]].turns
+        history = self._history_after(stored[-1])
         for key in stored:
             self._take_out(key)
+            self._num_uses[key] += 1
         use = self._use_ending_with(self._parents[stored[0]]) or SequenceUse()
-        use.turns, use.num_new = turns, 0
+        use.history, use.num_new = history, 0
         self._extend(use, stored)
 
     def remove(self, key: bytes) -> None:
@@ -242,6 +247,7 @@ class HitDensity:
         while len(self._ghosts) > min(GHOSTS_PER_CHUNK * (1 + len(self._parents)), MAX_GHOSTS):
             oldest = next(iter(self._ghosts))
             self._note(self._forget(oldest), 1, is_hit=False)
+            del self._num_uses[oldest]
 
     def victims(self) -> Iterator[bytes]:
         num_passed: dict[bytes, int] = {}  # of each chunk's children
@@ -319,6 +325,10 @@ class HitDensity:
                 self._queues[use.use_class].move_to_end(use)
             if use is self._evicting:
                 self._evicting = None
+
+    def _history_after(self, key: bytes) -> int:
+        """The history of a use that continues behind a chunk."""
+        return 2 if self._num_uses[key] >= SHARED_PREFIX_USES else 1
 
     def _use_ending_with(self, key: bytes | None) -> SequenceUse | None:
         """The use that a chunk behind this one continues, if there is one."""

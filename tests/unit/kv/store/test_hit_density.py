@@ -10,6 +10,7 @@ from mooncake_kv.store.hit_density import (
     ESTIMATE_INTERVAL,
     GHOSTS_PER_CHUNK,
     NUM_AGE_GROUPS,
+    SHARED_PREFIX_USES,
     HitDensity,
     ReuseStatistics,
     UseClass,
@@ -116,7 +117,7 @@ def test_needed_uses_are_not_passed_over_at_each_eviction(monkeypatch):
         chunks = sequence(f"{number}", 3)
         add(policy, [*chunks, *sequence(f"between {number}", 1)])
         policy.touch(keys(chunks[:1]))
-    [prefixes] = {use.use_class for use in policy._uses.values() if use.turns}
+    [prefixes] = {use.use_class for use in policy._uses.values() if use.history}
     policy._statistics.note(prefixes, 1000, 100.0, is_hit=False)  # so that they would go first
     policy._statistics.estimate(policy._watched(), kept=1.0)
     examined, is_needed = [], policy._is_needed
@@ -152,6 +153,7 @@ def test_evicted_chunks_are_remembered_within_bounds():
             policy.remove(next(policy.victims()))
     assert 50 <= len(policy._ghosts) <= GHOSTS_PER_CHUNK * 51
     assert len(policy._uses) == len(policy._parents) + len(policy._ghosts)
+    assert set(policy._num_uses) == set(policy._uses)
     assert len(policy._uses_of_ghosts) <= len(policy._ghosts)
     assert set(policy._num_children) <= set(policy._parents)
 
@@ -207,7 +209,40 @@ def test_chunks_that_are_stored_again_do_not_look_like_a_shared_prefix():
     for key in keys(reversed(chunks[10:])):
         policy.remove(key)
     add(policy, chunks[10:])
-    assert policy._uses[chunks[-1].key].turns <= 1
+    assert policy._uses[chunks[-1].key].history == 1
+
+
+@pytest.mark.parametrize(("num_uses", "history"), [(3, 1), (SHARED_PREFIX_USES, 2)])
+def test_requests_that_overlap_follow_the_prefix_that_they_share(num_uses, history):
+    policy = HitDensity()
+    prefix = sequence("prefix", 2)
+    add(policy, prefix)
+    for number in range(1, num_uses):
+        add(policy, sequence(f"between {number}", 1))
+        policy.touch(keys(prefix))
+    add(policy, sequence("before", 1))
+    first, second = (sequence(name, 2, prefix[-1].key, 2) for name in ("first", "second"))
+    policy.touch(keys(prefix))
+    policy.touch(keys(prefix))  # both start before either has computed a chunk
+    for pair in zip(first, second, strict=True):
+        add(policy, pair)
+    assert [policy._uses[chunks[-1].key].history for chunks in (first, second)] == [history] * 2
+
+
+def test_conversation_whose_end_was_evicted_goes_on():
+    policy = HitDensity()
+    prefix = sequence("prefix", 2)
+    add(policy, prefix)
+    for number in range(SHARED_PREFIX_USES):
+        policy.touch(keys(prefix))
+        add(policy, sequence(f"between {number}", 1))
+    turn = sequence("turn", 3, prefix[-1].key, 2)
+    add(policy, turn[:2])
+    policy.remove(turn[1].key)
+    policy.remove(turn[0].key)
+    policy.touch(keys(prefix))
+    add(policy, turn)
+    assert policy._uses[turn[-1].key].history == 1
 
 
 def test_order_of_chunks_that_others_need_takes_linear_time(monkeypatch):
