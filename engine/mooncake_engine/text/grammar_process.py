@@ -173,18 +173,12 @@ class GrammarProcess:
         assert child.stdin is not None
         assert child.stdout is not None
         body = payload if isinstance(payload, bytes) else msgspec.msgpack.encode(payload)
+        deadline = time.monotonic() + within_s
         try:
-            _write_frame(child.stdin, body)
+            _write_until(child.stdin.fileno(), _framed(body), deadline)
         except OSError:
             return None
-        deadline = time.monotonic() + within_s
-        descriptor = child.stdout.fileno()
-
-        def wait() -> bool:
-            remaining = max(0.0, deadline - time.monotonic())
-            return bool(select.select([descriptor], [], [], remaining)[0])
-
-        return _read_frame(child.stdout, wait)
+        return _read_frame(child.stdout, _Ready(child.stdout.fileno(), select.POLLIN, deadline))
 
     def _end(self) -> str:
         """Kill the child process; returns the signal or status with which it ended."""
@@ -209,8 +203,46 @@ def _has_exited(child: subprocess.Popen[bytes]) -> bool:
     return True
 
 
+class _Ready:
+    """Waits until a descriptor is ready; the call returns False if it is not by the deadline.
+
+    Args:
+        descriptor: the descriptor. ``poll`` takes any, ``select`` none above 1023.
+        event: what it is to be ready for, as ``poll`` has it.
+        deadline: a clock reading, in seconds of ``time.monotonic``.
+    """
+
+    def __init__(self, descriptor: int, event: int, deadline: float) -> None:
+        self._poll = select.poll()
+        self._poll.register(descriptor, event)
+        self._deadline = deadline
+
+    def __call__(self) -> bool:
+        remaining = max(0.0, self._deadline - time.monotonic())
+        return bool(self._poll.poll(math.ceil(remaining * 1e3)))
+
+
+def _write_until(descriptor: int, data: bytes, deadline: float) -> None:
+    """Write to a pipe that may not be read.
+
+    Raises:
+        OSError: its reader is gone, or has not read everything by the deadline.
+    """
+    os.set_blocking(descriptor, False)
+    ready, rest = _Ready(descriptor, select.POLLOUT, deadline), memoryview(data)
+    while rest:
+        if not ready():
+            raise TimeoutError("the pipe was not read")
+        with contextlib.suppress(BlockingIOError):
+            rest = rest[os.write(descriptor, rest) :]
+
+
+def _framed(body: bytes) -> bytes:
+    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+
 def _write_frame(sink: IO[bytes], body: bytes) -> None:
-    sink.write(len(body).to_bytes(_LENGTH_BYTES, "big") + body)
+    sink.write(_framed(body))
     sink.flush()
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from pathlib import Path
 
 import pytest
 
@@ -193,6 +195,38 @@ def test_a_child_that_reads_no_more_is_replaced() -> None:
 
 
 @pytest.mark.timeout(300)
+def test_grammars_compile_in_a_server_with_thousands_of_connections() -> None:
+    """``select`` knows no descriptors above 1023."""
+    process = GrammarProcess(TABLE, PATIENT)
+    with ExitStack() as connections:
+        connections.callback(process.close)
+        least = os.open(os.devnull, os.O_RDONLY)
+        connections.callback(os.close, least)
+        while least < 1024:
+            least = os.dup(least)
+            connections.callback(os.close, least)
+        process.check(FINE)
+
+
+def test_a_child_that_does_not_read_its_vocabulary_is_given_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stuck = tmp_path / "python"
+    stuck.write_text("#!/bin/sh\nexec sleep 60\n")
+    stuck.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(stuck))
+    tokens = TokenTable((bytes(1 << 20),), (), ())  # more than a pipe holds
+    process = GrammarProcess(tokens, CompileLimits(start_s=0.2))
+    with ThreadPoolExecutor(1) as threads:
+        checking = threads.submit(process.check, FINE)
+        try:
+            with pytest.raises(RequestFailed, match="did not start"):
+                checking.result(10)
+        finally:
+            if process._child is not None:
+                process._child.kill()
+
+
 def test_an_invalid_grammar_is_rejected_with_the_librarys_message(process: GrammarProcess) -> None:
     before = child_of(process)
     words = r'^the regular expression is rejected: .*invalid regex "\(".*: unclosed group$'
