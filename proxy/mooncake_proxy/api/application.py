@@ -110,7 +110,12 @@ class ProxyApplication:
         self.access = AccessLog(config.access_log)
         self.server = ServerContext(self.handle, config.server, self.body_limit)
         self._servers = [self.server]
-        self.checker = HealthChecker(config.health, self.process.pools, self.routers.note_verdict)
+        self.checker = HealthChecker(
+            config.health,
+            self.process.pools,
+            self.routers.note_verdict,
+            self.routers.note_restart,
+        )
         self._flow = FLOWS[config.flow]
         self._listener: asyncio.Server | None = None
         # Serves the admin paths if they have their own port.

@@ -146,14 +146,26 @@ class HealthConfig:
 
 
 class HealthChecker:
-    """Checks all instances at an interval, and reports verdicts to the pools."""
+    """Checks all instances at an interval, and reports verdicts to the pools.
+
+    Args:
+        config: settings of the checks.
+        pools: the instances.
+        on_verdict: called with an instance whose health has changed.
+        on_restart: called with an instance that was restarted between two checks.
+    """
 
     def __init__(
-        self, config: HealthConfig, pools: ModelPools, on_verdict: Callable[[Instance], None]
+        self,
+        config: HealthConfig,
+        pools: ModelPools,
+        on_verdict: Callable[[Instance], None],
+        on_restart: Callable[[Instance], None],
     ) -> None:
         self._config = config
         self._pools = pools
         self._on_verdict = on_verdict
+        self._on_restart = on_restart
         self._tracks: dict[str, HealthTrack] = {}
 
     async def run(self) -> None:
@@ -210,6 +222,9 @@ class HealthChecker:
         ):
             instance.base_models, instance.lists_models = None, True  # it has restarted
             await self._fetch_topology(instance, compatibility.engine_id, deadline)
+        epoch, former = compatibility.engine_id, instance.compatibility.engine_id
+        if epoch and former and epoch != former:
+            self._on_restart(instance)
         self._pools.note_compatibility(instance, compatibility)
         is_unknown = instance.base_models is None and instance.lists_models
         if is_unknown and instance.kv_events is not None:

@@ -173,6 +173,13 @@ class ConductorRouting:
             routed.outcome["tbt_s"] = per_token
         routed.fleet.finished(routed, timing.num_gaps + 1, per_token, now)
 
+    def note_restart(self, instance: Instance) -> None:
+        """Forget what an instance without events was estimated to hold: its caches are empty."""
+        for fleet in (self.pairs, self.coupled):
+            slot = fleet.slot(instance)
+            if slot is not None:
+                fleet.holdings.discard_estimate(slot)
+
     def share(self, publish: Callable[[bool, ReservationChange], None]) -> None:
         """Publish every change of a reservation from now on.
 

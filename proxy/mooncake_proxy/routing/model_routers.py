@@ -72,6 +72,10 @@ class ModelRouters:
         """Process a change of an instance's health."""
         self._of(self.pools.home(instance.name)).note_verdict(instance)
 
+    def note_restart(self, instance: Instance) -> None:
+        """Process a restart of an instance."""
+        self._of(self.pools.home(instance.name)).note_restart(instance)
+
     def explain(self, request_id: str) -> dict[str, Any]:
         """The conductor's decision about a request, with every term.
 

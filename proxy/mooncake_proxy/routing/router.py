@@ -308,17 +308,20 @@ class RequestRouter:
             self.metrics.slo_requests.add(context.request_class, objective, verdict)
 
     def note_verdict(self, instance: Instance) -> None:
-        """Process a change of an instance's health.
-
-        An instance that is down loses its prefixes: after a restart its cache is empty.
-        """
+        """Process a change of an instance's health. One that is down counts as restarted."""
         if instance.is_up:
             self.passive.succeeded(instance.name)
         else:
-            ranks = [rank.name for rank in instance.dp_ranks or ()]
-            self.prefixes.forget({instance.name, *ranks})
-            if instance.bootstrap is not None:
-                instance.bootstrap.forget()
+            self.note_restart(instance)
+
+    def note_restart(self, instance: Instance) -> None:
+        """Forget the prefixes of an instance: after a restart its cache is empty."""
+        ranks = [rank.name for rank in instance.dp_ranks or ()]
+        self.prefixes.forget({instance.name, *ranks})
+        if instance.bootstrap is not None:
+            instance.bootstrap.forget()
+        if self.conductor is not None:
+            self.conductor.note_restart(instance)
 
     # ------------------------------------------------ the conductor
 

@@ -13,6 +13,7 @@ from support.proxy_fakes_client import BODY, post
 
 from mooncake_proxy.config import CONDUCTOR_POLICIES, ConductorConfig, ProxyConfig
 from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.pool.instances import Role
 from mooncake_proxy.routing.conductor_fleet import ConductorFleet
 
 IDS = list(range(100, 100 + 64 * 8))
@@ -40,6 +41,31 @@ def test_prompt_goes_to_instance_with_its_prefix(policy: str, flow: str) -> None
             [home] = await prefillers(s, IDS, 1)
             assert await prefillers(s, [*IDS, 7, 8], 8) == {home}
             check_nothing_is_reserved(s)
+
+    uvloop.run(main())
+
+
+def test_restart_that_no_health_check_noticed_empties_the_caches(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The instance answers with another engine id, but was never seen down."""
+
+    async def main() -> None:
+        async with fake_deployment(1, 1, **settings()) as s:
+            await s.app.checker.check_all()
+            await prefillers(s, IDS, 1)
+            fleet, [fake] = conductor_of(s).pairs, s.prefills
+            [instance] = s.app.router.pool.live(Role.PREFILL)
+            s.app.router.prefixes.record((1,), instance.name)
+            slot = fleet.slot(instance)
+            assert slot is not None
+            await s.app.checker.check_all()
+            assert fleet.conductor.index.num_held(slot)
+            assert s.app.router.prefixes.cached_tokens((1,))
+            monkeypatch.setattr(fake, "_standing", lambda: {"engine_id": "another"})
+            await s.app.checker.check_all()
+            assert not fleet.conductor.index.num_held(slot)
+            assert not s.app.router.prefixes.cached_tokens((1,))
 
     uvloop.run(main())
 

@@ -81,7 +81,7 @@ def checked(
         here = Origin("http", "127.0.0.1", server.sockets[0].getsockname()[1])
         pools = ModelPools(ClientContext())
         instance = pools.add(InstanceSpec(origin or here, Role.BOTH, kv_events_port=port))
-        checker = HealthChecker(HealthConfig(), pools, lambda _: None)
+        checker = HealthChecker(HealthConfig(), pools, lambda _: None, lambda _: None)
         for _ in range(rounds):
             await checker.check_all()
         pools.close()
