@@ -35,6 +35,9 @@ REPLAY_TIMEOUT_S = 5.0
 # Batches received from one publisher before other publishers and commands get their turn.
 BATCHES_PER_TURN = 500
 RECEIVE_HWM = 100_000
+# Deliveries that the loop has not applied yet, beyond which nothing is received: the events wait in
+# sockets, and what these can't hold is lost and replayed. Batches received meanwhile may be added.
+MAX_UNAPPLIED = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,9 @@ class KVEventFeed:
         self._deliver = deliver
         # On the loop: deliveries that are not completely applied yet, oldest first.
         self._deliveries: deque[Iterator[None]] = deque()
+        # Each is written by one thread only.
+        self._num_sent = 0
+        self._num_applied = 0
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._subscriptions: dict[str, _Subscription] = {}
         self._has_new_sockets = False
@@ -145,6 +151,9 @@ class KVEventFeed:
         try:
             while not self._stop.is_set():
                 self._run_commands(poller)
+                if self._num_sent - self._num_applied >= MAX_UNAPPLIED:
+                    self._stop.wait(POLL_MS / 1000)
+                    continue
                 ready = dict(poller.poll(POLL_MS))
                 for subscription in tuple(self._subscriptions.values()):
                     if subscription.live in ready:
@@ -296,6 +305,7 @@ class KVEventFeed:
 
     def _send(self, delivery: KVEventDelivery) -> None:
         if not self._stop.is_set() and not self._loop.is_closed():
+            self._num_sent += 1
             self._loop.call_soon_threadsafe(self._enqueue, delivery)
 
     # ------------------------------------------------ on the loop
@@ -315,5 +325,6 @@ class KVEventFeed:
         finally:  # a delivery that fails must not block the others
             if is_applied:
                 self._deliveries.popleft()
+                self._num_applied += 1
             if self._deliveries:
                 self._loop.call_soon(self._apply_portion)

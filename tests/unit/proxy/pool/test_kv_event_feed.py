@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import msgspec
 import pytest
+import zmq
 
+from mooncake_proxy.pool import kv_event_feed
+from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, KVEventFeed
 
 
@@ -83,4 +88,54 @@ def test_any_exception_that_ends_the_thread_is_raised_by_poll() -> None:
             feed.poll()
         feed.close()
 
+    asyncio.run(main())
+
+
+async def until(is_so: Callable[[], object]) -> None:
+    for _ in range(2000):
+        if is_so():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it does not come")
+
+
+@pytest.mark.timeout(20)
+def test_events_wait_in_their_socket_while_the_loop_is_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(kv_event_feed, "BATCHES_PER_TURN", 1)
+    monkeypatch.setattr(kv_event_feed, "MAX_UNAPPLIED", 4)
+    monkeypatch.setattr(kv_event_feed, "POLL_MS", 1)
+    num_batches = 40
+    waiting, applied = 0, []
+    is_behind = True
+
+    def take(delivery: KVEventDelivery) -> Iterator[None]:
+        nonlocal waiting
+        while is_behind:
+            waiting = max(waiting, len(feed._deliveries))
+            yield
+        applied.extend(sequence for sequence, _ in delivery.batches)
+
+    async def main() -> None:
+        nonlocal feed, is_behind
+        feed = KVEventFeed(take)
+        with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+            publisher.linger = 0
+            publisher.bind(f"ipc://{tmp_path}/events")
+            feed.subscribe("a", KVEventEndpoints(f"ipc://{tmp_path}/events"))
+            await until(lambda: publisher.poll(0))
+            for number in range(num_batches):
+                payload = msgspec.msgpack.encode([1.0, [], None])
+                publisher.send_multipart((b"", number.to_bytes(8, "big"), payload))
+            await until(lambda: waiting >= 4)
+            for _ in range(20):  # turns in which the thread could receive the rest
+                await asyncio.sleep(0.005)
+            assert waiting == 4
+            is_behind = False
+            await until(lambda: len(applied) >= num_batches)
+        feed.close()
+        assert applied == list(range(num_batches))
+
+    feed: KVEventFeed
     asyncio.run(main())
