@@ -163,6 +163,8 @@ class WorkerLink:
         self._parent = os.getppid()
         self._loads: dict[int, WorkerLoads] = {}
         self._counts: dict[int, MetricsSnapshot] = {}
+        # The sum of those of ended workers: every start has a new number.
+        self._ended_counts: MetricsSnapshot = {}
         # Counters of which some parts are still missing, and the number of parts received.
         self._partial_counts: dict[int, tuple[MetricsSnapshot, int]] = {}
         self._published = WorkerLoads(worker, {}, 0, 0)
@@ -238,7 +240,8 @@ class WorkerLink:
 
     def counts_of_others(self) -> list[MetricsSnapshot]:
         """Counters of the other workers, including those that have ended."""
-        return list(self._counts.values())
+        ended = [self._ended_counts] if self._ended_counts else []
+        return [*self._counts.values(), *ended]
 
     def running_elsewhere(self) -> int:
         """Requests being served by the other workers."""
@@ -323,6 +326,9 @@ class WorkerLink:
         """Drop the load and the reservations of an ended worker. Its counters are kept."""
         self._loads.pop(worker, None)
         self._update_loads()
+        self._partial_counts.pop(worker, None)
+        if (counts := self._counts.pop(worker, None)) is not None:
+            self._ended_counts = ProxyMetrics.sum_of([self._ended_counts, counts]).snapshot()
         owner = self._owners.pop(worker, None)
         if owner is not None and self._sharing is not None:
             self._sharing.forget(owner)

@@ -4,6 +4,7 @@ later."""
 from __future__ import annotations
 
 import socket
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,12 +13,14 @@ from mooncake_proxy.ops.worker_link import (
     MAX_MESSAGE_BYTES,
     ChangeLog,
     WorkerCounts,
+    WorkerExited,
     WorkerLink,
     encode_message,
     split_snapshot,
 )
 from mooncake_proxy.pool.instances import Role
 from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange
+from mooncake_proxy.pool.model_pools import ModelPools
 
 
 def test_counters_of_many_instances_fit_into_messages() -> None:
@@ -93,5 +96,23 @@ def test_incomplete_counters_are_not_applied(lost: set[int]) -> None:
     assert link.counts_of_others() == rows(1)
     receive_counts(3, set())
     assert link.counts_of_others() == rows(3)
+    ours.close()
+    theirs.close()
+
+
+def test_counters_of_ended_workers_are_kept_as_one_sum() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    link = WorkerLink(0, ours)
+    link._pools = ModelPools(Mock())
+    for worker in range(1, 21):
+        metrics = ProxyMetrics()
+        metrics.attempts.add("i", "prefill", "ok")
+        metrics.stage_seconds.observe(0.1, "prefill", "i")
+        link._process(WorkerCounts(worker, metrics.snapshot(), 0, True))
+        link._process(WorkerExited(worker))
+    [counts] = link.counts_of_others()
+    total = ProxyMetrics.sum_of([counts])
+    assert total.attempts.values["i", "prefill", "ok"] == 20
+    assert dict(counts)[total.stage_seconds.name] == total.stage_seconds.rows()
     ours.close()
     theirs.close()
