@@ -19,6 +19,9 @@ from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.predictions import Prediction
 from mooncake_conductor.policies.situation import PrefillChoice, RoutingRequest, behind_queue
 
+# Deadlines of ended reservations that may be kept beside twice those of live ones.
+MAX_ENDED_DEADLINES = 1024
+
 
 class Stage(Enum):
     """Progress of a request."""
@@ -116,7 +119,7 @@ class ReservationBook:
         request, choice = reservation.request, reservation.choice
         self.release(request.request_id, now)
         self._live[request.request_id] = reservation
-        heapq.heappush(self._deadlines, (reservation.deadline, request.request_id))
+        self._await_deadline(reservation)
         computed = request.num_tokens - choice.num_reused
         queues = self._fleet.queues
         # While a prefill waits for its KV load, its instance prefills nothing else.
@@ -225,6 +228,14 @@ class ReservationBook:
             or (reservation.choice.slot == slot and reservation.stage is not Stage.DECODING)
             for reservation in self._live.values()
         )
+
+    def _await_deadline(self, reservation: Reservation) -> None:
+        """Note when a reservation expires. The heap also has entries of reservations that ended
+        before; it is built anew when most of them are."""
+        heapq.heappush(self._deadlines, (reservation.deadline, reservation.request.request_id))
+        if len(self._deadlines) > 2 * len(self._live) + MAX_ENDED_DEADLINES:
+            self._deadlines = [(each.deadline, name) for name, each in self._live.items()]
+            heapq.heapify(self._deadlines)
 
     def _release_where(self, is_meant: Callable[[Reservation], bool], now: float) -> list[str]:
         ended = [

@@ -8,6 +8,7 @@ from support.conductor_fleets import ask, hold, make_conductor
 
 from mooncake_conductor.errors import UnknownInstance
 from mooncake_conductor.fleet import InstanceSpec, Role
+from mooncake_conductor.reservations import MAX_ENDED_DEADLINES
 
 ENDINGS = ("finished", "ended", "late", "deadline", "owner", "prefill gone", "decode gone", "again")
 
@@ -135,3 +136,14 @@ def test_costs_follow_the_reports_of_an_instance() -> None:
         conductor.measured_prefill(0, tokens, 0, 0.5 + 3e-4 * tokens)
     found = conductor.fleet.prefill_seconds(0, 4000, 0)
     assert found == pytest.approx(0.5 + 3e-4 * 4000, rel=0.05)
+
+
+def test_deadlines_of_ended_reservations_are_dropped_before_they_pass() -> None:
+    """They are ten minutes away: a busy proxy places many requests in that time."""
+    conductor = make_conductor(1, 1)
+    for number in range(3 * MAX_ENDED_DEADLINES):
+        conductor.route(ask(f"r{number}", 1), 0.0)
+        if number:
+            conductor.finished(f"r{number}", 0.0)
+    assert len(conductor.book._deadlines) <= MAX_ENDED_DEADLINES + 2
+    assert conductor.book.sweep(1e9) == ["r0"]
