@@ -65,12 +65,12 @@ def view_ascend_caches(
     strides = [[stride * size for stride in plane.stride()] for plane in first]
     layout = KVLayout(
         "strided",
-        blocks,
-        tokens,
-        tuple(tuple(layer[p].data_ptr() for layer in layers) for p in range(len(first))),
-        tuple(plane[0] for plane in strides),
-        tuple(plane[head_axis] for plane in strides),
-        tuple(plane[token_axis] for plane in strides),
+        num_blocks=blocks,
+        block_size=tokens,
+        bases=tuple(tuple(layer[p].data_ptr() for layer in layers) for p in range(len(first))),
+        block_strides=tuple(plane[0] for plane in strides),
+        head_strides=tuple(plane[head_axis] for plane in strides),
+        token_strides=tuple(plane[token_axis] for plane in strides),
     )
     geometry = KVGeometry(
         model.kind, model.layers, model.kv_heads, model.plane_dims, model.dtype, size

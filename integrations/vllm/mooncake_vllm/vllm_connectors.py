@@ -309,9 +309,15 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             convert_rope_order = rope_order_converter(kv_caches, kv)
         rank = stage.rank_in_group * ranks.world_size + ranks.rank_in_group
         path = worker_sockets(self._vllm_config, type(self).__name__)[rank]
-        wait = step_wait(self._vllm_config)
         self._worker = WorkerSide(
-            self._config, rank, path, view, device, self._worker_kind(), wait, convert_rope_order
+            self._config,
+            rank,
+            path,
+            view,
+            device,
+            kind=self._worker_kind(),
+            wait=step_wait(self._vllm_config),
+            convert_rope_order=convert_rope_order,
         )
 
     @guarded(_return_none)

@@ -94,12 +94,12 @@ class ModelKV:
             self.kind,
             self.layers,
             self.kv_heads,
-            dims,
-            self.dtype,
-            element_bytes,
-            unit,
-            format,
-            self.groups,
+            plane_dims=dims,
+            dtype=self.dtype,
+            element_bytes=element_bytes,
+            unit=unit,
+            format=format,
+            groups=self.groups,
         )
 
 
@@ -176,12 +176,12 @@ def view_caches(
     offsets = [sum(dims[:plane]) * size for plane in range(len(dims))]
     layout = KVLayout(
         "strided",
-        blocks,
-        tokens,
-        tuple(tuple(tensor.data_ptr() + offset for tensor in tensors) for offset in offsets),
-        (by_block,) * len(dims),
-        (by_head,) * len(dims),
-        (by_token * unit,) * len(dims),
+        num_blocks=blocks,
+        block_size=tokens,
+        bases=tuple(tuple(tensor.data_ptr() + offset for tensor in tensors) for offset in offsets),
+        block_strides=(by_block,) * len(dims),
+        head_strides=(by_head,) * len(dims),
+        token_strides=(by_token * unit,) * len(dims),
     )
     storage = first.untyped_storage()
     region = MemoryRegion(storage.data_ptr(), storage.nbytes(), position.device)

@@ -383,7 +383,11 @@ class PoolSaves:
         blocks, held = join_tables(tables, self._blocks_per_page), saved.take_held(stop)
         save_id = f"{request.request_id} {next(self._ids)}"
         save = SaveRequest(
-            *(save_id, saved.first_keys(stop), first, blocks, request.cache_salt or ""),
+            save_id,
+            saved.first_keys(stop),
+            first_chunk=first,
+            block_ids=blocks,
+            tenant=request.cache_salt or "",
             token_ids=saved.tokens_of(first, stop) if self._publishes_tokens() else (),
         )
         with self._lock:

@@ -212,10 +212,10 @@ class PoolSchedulerSide(SchedulerSideBase):
                 request.request_id,
                 pooled.keys[:count],
                 pooled.sources,
-                start // self._chunk_tokens,
-                start % self._chunk_tokens,
-                join_tables(blocks.get_block_ids(), self._blocks_per_page),
-                self._timeout_s,
+                first_chunk=start // self._chunk_tokens,
+                skipped_tokens=start % self._chunk_tokens,
+                block_ids=join_tables(blocks.get_block_ids(), self._blocks_per_page),
+                timeout_s=self._timeout_s,
                 release_layers=None,  # vLLM runs a request only once its whole load is complete
             )
         )
