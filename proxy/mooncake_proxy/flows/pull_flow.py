@@ -463,4 +463,5 @@ def _deliver_first_token(
             context.request.start_stream("text/event-stream", context.reply_headers, events)
             router.note_first_token(context, router.now())
     elif context.answer_id is not None and is_repeated:
-        raise MalformedResponse(instance.name, "would send the first token twice")
+        # No failure that ejects it: it was asked for what it can't do.
+        raise UpstreamError(instance.name, "would send the first token twice")

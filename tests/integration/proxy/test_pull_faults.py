@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,6 +57,26 @@ def test_dead_decoder_returns_error_status_and_releases_prefill_kv() -> None:
             assert answer.status_code == 502
             assert error_of(answer)["code"] == "connect_failed"
             await s.prefill.wait_for(lambda: s.prefill.released == ["p0:abc"])
+
+    uvloop.run(main())
+
+
+def test_decoder_that_cannot_take_over_a_stream_is_not_ejected() -> None:
+    """The first token has been delivered, and that decoder would repeat it."""
+
+    async def main() -> None:
+        async with fake_deployment(num_decodes=2, eject_after=1) as s:
+            dead, other = s.app.router.pool.live(Role.DECODE)
+            other.set_spec(replace(other.spec, emits_first_token=True))
+            await s.decodes[0].kill()
+            for _ in range(20):
+                events = events_of((await post(s, STREAM)).text)
+                if not dead.is_up:
+                    break
+            assert (dead.is_up, other.is_up) == (False, True)
+            assert streamed_text(events) == word(0), "of the request whose decoder was dead"
+            assert "error" in events[-1]
+            assert (await post(s, STREAM)).is_success
 
     uvloop.run(main())
 
