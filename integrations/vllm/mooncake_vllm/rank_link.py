@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 CONNECT_S = 60.0
 """How long the scheduler side waits for the workers, in seconds. vLLM starts them first."""
 RETRY_S = 0.05
+MAX_PATH_BYTES = 107
+"""What Linux has room for in a socket's address, without the zero at the end."""
 
 
 class RankInfo(msgspec.Struct, frozen=True, tag=True):
@@ -111,7 +113,8 @@ def socket_paths(names: Sequence[str], num_ranks: int) -> list[Path]:
         num_ranks: number of ranks of the instance.
 
     Raises:
-        KVConfigError: the folder belongs to another user, or others can enter it.
+        KVConfigError: the folder belongs to another user, others can enter it, or its path is too
+            long.
     """
     folder = Path(tempfile.gettempdir()) / f"mooncake-vllm-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -122,7 +125,13 @@ def socket_paths(names: Sequence[str], num_ranks: int) -> list[Path]:
             "it, or point TMPDIR elsewhere"
         )
     name = hashlib.blake2b("\0".join(names).encode(), digest_size=8).hexdigest()
-    return [folder / f"{name}-{rank}" for rank in range(num_ranks)]
+    paths = [folder / f"{name}-{rank}" for rank in range(num_ranks)]
+    if len(os.fsencode(paths[-1])) > MAX_PATH_BYTES:
+        raise KVConfigError(
+            f"{paths[-1]} is too long for the path of a socket, which has at most {MAX_PATH_BYTES} "
+            "bytes: point TMPDIR to a folder with a shorter path"
+        )
+    return paths
 
 
 class Channel:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -146,3 +147,41 @@ def test_worker_that_cannot_accept_fails_to_start(
         pair.connect()
     assert "could not be accepted" in caplog.text
     assert "too many open files" in caplog.text
+
+
+def folder_of(monkeypatch: pytest.MonkeyPatch, base: Path, num_bytes: int) -> None:
+    """Make the temporary folder such that the sockets' paths have so many bytes."""
+    monkeypatch.setattr("tempfile.tempdir", str(base))
+    [path] = rank_link.socket_paths(["an instance"], 1)
+    longer = base / ("x" * (num_bytes - len(str(path)) - 1))
+    longer.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(longer))
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_longest_path_of_a_socket_works(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
+    folder_of(monkeypatch, short_path, rank_link.MAX_PATH_BYTES)
+    WorkerLink(*rank_link.socket_paths(["an instance"], 1)).close()
+
+
+def test_path_too_long_for_a_socket_is_refused(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path
+) -> None:
+    folder_of(monkeypatch, short_path, rank_link.MAX_PATH_BYTES + 1)
+    with pytest.raises(KVConfigError, match=r"too long for the path of a socket.*TMPDIR"):
+        rank_link.socket_paths(["an instance"], 1)
+
+
+def test_folder_that_others_can_enter_is_refused(
+    monkeypatch: pytest.MonkeyPatch, short_path: Path
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(short_path))
+    [path] = rank_link.socket_paths(["an instance"], 1)
+    path.parent.chmod(0o755)
+    with pytest.raises(KVConfigError, match="mode 0700"):
+        rank_link.socket_paths(["an instance"], 1)
