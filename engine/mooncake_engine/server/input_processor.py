@@ -49,7 +49,12 @@ from mooncake_engine.text.background_work import CHARACTERS_PER_TOKEN, Backgroun
 from mooncake_engine.text.bad_words import with_bad_words
 from mooncake_engine.text.detokenizer import text_offsets
 from mooncake_engine.text.grammars import is_compiled
-from mooncake_engine.text.limits import check_prompt, check_text_size, choice_sampling
+from mooncake_engine.text.limits import (
+    Truncation,
+    check_prompt,
+    check_text_size,
+    choice_sampling,
+)
 from mooncake_engine.text.reasoning import after_reasoning, reasoning_state
 from mooncake_engine.text.tokenizer import Tokenizer
 
@@ -124,7 +129,7 @@ class InputProcessor:
         field = structure_field(request) if tools.grammar is structure else "tools"
         made = prompt_of_peer(request.kv_transfer_params, self.tokenizer.fingerprint)
         if made is None:
-            tokenise = partial(tokenize_chat, request, self.tokenizer, self.info, tools.shown)
+            tokenise = partial(_chat_prompt, request, self.tokenizer, self.info, tools.shown)
             prompt = await self.work.on_text(num_characters, tokenise)
         else:
             prompt = Prompt(made)
@@ -355,13 +360,15 @@ async def completion_prompts(
     """The prompts of a completion: one per string or list of token ids.
 
     Raises:
-        InvalidRequest: an empty or mixed list, or token ids outside the vocabulary.
+        InvalidRequest: an empty or mixed list, or token ids outside the vocabulary, or they can't
+            be truncated as the request asks.
         PromptTooLong: a prompt leaves no space for output tokens.
         Overloaded: the prompts are long, and the queue of background work is full.
     """
     add_special_tokens = request.add_special_tokens is not False
     separate = _separate(request.prompt)
     num_characters = sum(len(prompt) for prompt in separate if isinstance(prompt, str))
+    truncation = Truncation.of(request.truncate_prompt_tokens, request.truncation_side, info)
 
     def tokenise() -> list[Prompt]:
         prompts = []
@@ -369,9 +376,9 @@ async def completion_prompts(
             if isinstance(prompt, str):
                 check_text_size(len(prompt), info, param="prompt")
                 ids = tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-                checked = Prompt(ids, prompt)
+                checked = _truncated(Prompt(ids, prompt), truncation, tokenizer)
             else:
-                checked = Prompt(tuple(prompt))
+                checked = _truncated(Prompt(tuple(prompt)), truncation, tokenizer)
             check_prompt(checked.token_ids, info, param="prompt")
             prompts.append(checked)
         return prompts
@@ -460,6 +467,25 @@ def tokenize_chat(
     check_text_size(len(text), info, param="messages")
     adds_special = bool(request.add_special_tokens)  # by default the template has them
     return Prompt(tokenizer.encode(text, add_special_tokens=adds_special), text)
+
+
+def _chat_prompt(
+    request: ChatRequest, tokenizer: Tokenizer, info: EngineInfo, tools: Sequence[dict[str, Any]]
+) -> Prompt:
+    """As ``tokenize_chat``, truncated as the request asks."""
+    truncation = Truncation.of(request.truncate_prompt_tokens, request.truncation_side, info)
+    return _truncated(tokenize_chat(request, tokenizer, info, tools), truncation, tokenizer)
+
+
+def _truncated(prompt: Prompt, truncation: Truncation | None, tokenizer: Tokenizer) -> Prompt:
+    """A prompt with its remaining tokens. If some are missing, its text is no longer known."""
+    token_ids, text = prompt.token_ids, prompt.text
+    if truncation is None or len(token_ids) <= truncation.num_tokens:
+        return prompt
+    if text is None:
+        return Prompt(truncation.of_tokens(token_ids))
+    encode_plain = partial(tokenizer.encode, text, add_special_tokens=False)
+    return Prompt(truncation.of_text(token_ids, encode_plain))
 
 
 def _separate(prompt: str | list[str | int | list[int]]) -> list[str] | list[list[int]]:

@@ -113,6 +113,8 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = None
+    truncation_side: Literal["left", "right"] | None = None
     return_token_ids: bool | None = None
     priority: int | None = None
     cache_salt: str | None = None

@@ -44,13 +44,7 @@ _ALTERNATIVES = {
 }
 _REJECTED = frozenset(
     {
-        *(
-            "truncate_prompt_tokens",
-            "logits_processors",
-            "prompt_embeds",
-            "vllm_xargs",
-            "lora_path",
-        ),
+        *("logits_processors", "prompt_embeds", "vllm_xargs", "lora_path"),
         *("return_tokens_as_token_ids", "logit_processors", "custom_logit_processor"),
         *("mirostat", "mirostat_tau", "mirostat_eta", "dry_multiplier", "xtc_probability", "tfs_z"),
         *("top_a", "grammar", "json_schema", "regex", "ebnf", "response_schema", "tool_config"),

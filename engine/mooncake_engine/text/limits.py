@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 from mooncake_engine.errors import InvalidRequest, PromptTooLong
 from mooncake_engine.messages import EngineInfo
@@ -63,6 +63,63 @@ def check_prompt(token_ids: Sequence[int], info: EngineInfo, *, param: str) -> N
         raise InvalidRequest(
             f"{param} must be token ids in [0, {info.vocab_size}), got {wrong}", param=param
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Truncation:
+    """How prompts are truncated, as in vLLM.
+
+    Args:
+        num_tokens: the most tokens of a prompt.
+        side: the side whose tokens are removed; None removes those on the left, but keeps special
+            tokens that the tokenizer has put around a text.
+    """
+
+    num_tokens: int
+    side: str | None = None
+
+    @classmethod
+    def of(cls, num_tokens: int | None, side: str | None, info: EngineInfo) -> Truncation | None:
+        """The truncation that ``truncate_prompt_tokens`` asks for; -1 is the longest prompt that
+        leaves room for an output.
+
+        Raises:
+            InvalidRequest: more tokens than the context has.
+        """
+        if num_tokens is None:
+            return None
+        if not -1 <= num_tokens <= info.max_model_len:
+            raise InvalidRequest(
+                f"truncate_prompt_tokens must be in [-1, {info.max_model_len}], got {num_tokens}",
+                param="truncate_prompt_tokens",
+            )
+        return cls(info.max_model_len - 1 if num_tokens == -1 else num_tokens, side)
+
+    def of_tokens(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The tokens that remain of a prompt given as tokens."""
+        if self.side == "right":
+            return token_ids[: self.num_tokens]
+        return token_ids[max(0, len(token_ids) - self.num_tokens) :]
+
+    def of_text(
+        self, token_ids: tuple[int, ...], encode_plain: Callable[[], tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        """The tokens that remain of a text.
+
+        Args:
+            token_ids: the tokens of the text.
+            encode_plain: returns them without special tokens around them.
+        """
+        if self.side is not None or len(token_ids) <= self.num_tokens:
+            return self.of_tokens(token_ids)
+        plain = encode_plain()
+        num_special = len(token_ids) - len(plain)
+        num_kept = self.num_tokens - num_special
+        if num_kept <= 0:
+            return self.of_tokens(token_ids)
+        before = next(i for i in range(num_special + 1) if token_ids[i : i + len(plain)] == plain)
+        kept = plain[len(plain) - num_kept :]
+        return (*token_ids[:before], *kept, *token_ids[before + len(plain) :])
 
 
 def choice_sampling(

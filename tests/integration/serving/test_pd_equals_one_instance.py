@@ -125,6 +125,18 @@ CASES: dict[str, Json] = {
         "temperature": 0,
         "bad_words": [PAGE[200:203], "the", " a"],
     },
+    "truncated": {
+        "prompt": PAGE[:400],
+        "max_tokens": 20,
+        "temperature": 0,
+        "truncate_prompt_tokens": 150,
+    },
+    "truncated chat": {
+        "messages": [{"role": "user", "content": QUESTIONS[8]}],
+        "temperature": 0,
+        "max_tokens": 20,
+        "truncate_prompt_tokens": 20,
+    },
     "several": {"prompt": PAGE[:70], "max_tokens": 9, "temperature": 2.0, "seed": 1, "n": 3},
     "logprobs": {"prompt": PAGE[:200], "max_tokens": 12, "temperature": 0, "logprobs": 3},
     "stop string": {"prompt": PAGE[:200], "max_tokens": 200, "temperature": 0, "stop": ["er", "!"]},

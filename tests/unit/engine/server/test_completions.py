@@ -257,3 +257,22 @@ def test_best_of_returns_the_most_probable_choices(
 def test_a_single_choice_has_no_group(client: AsgiClient, engine: FakeEngine) -> None:
     client.post(PATH, prompt="x")
     assert engine.seen[0].group is None
+
+
+@pytest.mark.parametrize(("limit", "kept"), [(4, 4), (-1, 255)])
+def test_the_end_of_a_truncated_prompt_remains(
+    client: AsgiClient, engine: FakeEngine, limit: int, kept: int
+) -> None:
+    """Of texts, tokens, and messages; an echo is what remains."""
+    text = "milk and sugar. " * 100 + "tea?"
+    body = {"truncate_prompt_tokens": limit, "max_tokens": 1}
+    choice = client.post(PATH, prompt=text, echo=True, **body).json()["choices"][0]
+    assert choice["text"].startswith(text[-kept:])
+    assert client.post(PATH, prompt=list(text.encode()), **body).status_code == 200
+    messages = [{"role": "user", "content": text}]
+    assert client.post("/v1/chat/completions", messages=messages, **body).status_code == 200
+    named = {"truncation_side": "right", **body}
+    assert client.post(PATH, prompt=text, **named).status_code == 200
+    prompts = [bytes(request.prompt_token_ids) for request in engine.seen]
+    assert prompts[:2] == [text[-kept:].encode()] * 2
+    assert (len(prompts[2]), prompts[3]) == (kept, text[:kept].encode())
