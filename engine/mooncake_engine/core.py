@@ -165,7 +165,7 @@ class EngineCore:
         if plan.is_empty and expert_round is None:
             return False
         sent = plan if expert_round is None else replace(plan, expert_round=expert_round)
-        self._in_flight.append((plan, self._executor.submit(sent)))
+        self._in_flight.append((plan, self._executor.execute_model(sent)))
         if plan.sequences:
             self._step_sizes.note(plan.num_tokens)
         return True

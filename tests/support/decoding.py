@@ -55,7 +55,7 @@ class Decoder:
         for first in range(0, len(new_requests), per_step):
             part = new_requests[first : first + per_step]
             sequences = tuple(ScheduledSequence(new.request_id, 0, self._begin) for new in part)
-            executor.execute(StepPlan(0, new_requests=part, sequences=sequences))
+            executor.execute_model(StepPlan(0, new_requests=part, sequences=sequences)).result()
 
     def step(self) -> None:
         """One more token for every sequence, and the accepted draft tokens."""
@@ -64,7 +64,7 @@ class Decoder:
             ScheduledSequence(name, position, 1, num_draft_tokens=count)
             for name, position in self._positions.items()
         )
-        result = self._executor.execute(StepPlan(1, sequences=sequences))
+        result = self._executor.execute_model(StepPlan(1, sequences=sequences)).result()
         for name, tokens in result.tokens.items():
             position = self._positions[name] + len(tokens)
             assert not count or position + count < self._end, "no blocks are left for draft tokens"
@@ -72,4 +72,4 @@ class Decoder:
 
     def close(self) -> None:
         """Free the sequences."""
-        self._executor.execute(StepPlan(2, removed=tuple(self._positions)))
+        self._executor.execute_model(StepPlan(2, removed=tuple(self._positions))).result()

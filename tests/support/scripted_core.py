@@ -43,7 +43,7 @@ class ScriptedExecutor:
     def warm_up(self) -> None:
         """Nothing to warm up."""
 
-    def submit(self, plan: StepPlan) -> CompletedStep:
+    def execute_model(self, plan: StepPlan) -> CompletedStep:
         """A token for every sequence that samples."""
         if plan.step == self.die_at:
             raise EngineDead("rank 0 failed: out of luck")

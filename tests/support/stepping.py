@@ -75,7 +75,7 @@ class Stepper:
             sequences = [self._schedule(request) for request in running]
             sequences.sort(key=lambda sequence: sequence.count != 1)
             plan = StepPlan(self._step, removed, new_requests, sequences=tuple(sequences))
-            result = self._executor.execute(plan)
+            result = self._executor.execute_model(plan).result()
             self._step, new_requests = self._step + 1, ()
             for request in running:
                 if request.request_id in result.tokens:
@@ -83,7 +83,7 @@ class Stepper:
             removed = tuple(r.request_id for r in running if r.is_finished)
         for request in requests:
             self._free += request.blocks
-        self._executor.execute(StepPlan(self._step, removed))
+        self._executor.execute_model(StepPlan(self._step, removed)).result()
         return [request.output for request in requests]
 
     def _admit(self, requests: Sequence[RunningRequest]) -> Iterator[NewRequest]:

@@ -106,7 +106,7 @@ class ExecutorOptions:
 
 
 class Executor(Protocol):
-    """All ranks of an instance. ``submit`` and results belong to one thread, ``send`` to any."""
+    """All ranks of an instance. Steps and their results belong to one thread, ``send`` to any."""
 
     @property
     def info(self) -> ExecutorInfo:
@@ -114,10 +114,10 @@ class Executor(Protocol):
         ...
 
     def warm_up(self) -> None:
-        """Run the model once on made-up tokens. Call before the first ``submit``."""
+        """Run the model once on made-up tokens. Call before the first ``execute_model``."""
         ...
 
-    def submit(self, plan: StepPlan) -> PendingStep:
+    def execute_model(self, plan: StepPlan) -> PendingStep:
         """Have every rank run a step after those that were submitted before.
 
         The caller must request the results in the order of submission, with at most
@@ -135,10 +135,6 @@ class Executor(Protocol):
         rank has finished the oldest submitted step, or has died. Empty if the rank runs in this
         process."""
         return ()
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one step while no other is in flight."""
-        return self.submit(plan).result()
 
     @property
     def expert_load(self) -> ExpertLoad | None:
@@ -261,7 +257,7 @@ class InProcessExecutor(Executor):
         self._bind_caller()
         self._worker.warm_up()
 
-    def submit(self, plan: StepPlan) -> PendingStep:
+    def execute_model(self, plan: StepPlan) -> PendingStep:
         self._bind_caller()
         if self._steps is None:
             return CompletedStep(self._attempt(plan.step, self._launch(plan).result))

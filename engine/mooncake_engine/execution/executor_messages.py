@@ -41,7 +41,7 @@ class WarmUp(msgspec.Struct, frozen=True, tag=True):
     """Run the model once on made-up tokens; answered by OrderDone."""
 
 
-class Execute(msgspec.Struct, frozen=True, tag=True):
+class ExecuteModel(msgspec.Struct, frozen=True, tag=True):
     """Run a step; answered by OrderDone.
 
     Args:
@@ -70,7 +70,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Close everything and exit; answered by the exit of the process."""
 
 
-Order = Start | WarmUp | Execute | PrepareGrammar | Stop
+Order = Start | WarmUp | ExecuteModel | PrepareGrammar | Stop
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):

@@ -75,8 +75,8 @@ class ProcessExecutor(Executor):
         self._processes.send_order(self._ranks, wire.WarmUp())
         self._await_done()
 
-    def submit(self, plan: StepPlan) -> PendingStep:
-        self._processes.send_order(self._ranks, wire.Execute(plan, self._unsent_tokens))
+    def execute_model(self, plan: StepPlan) -> PendingStep:
+        self._processes.send_order(self._ranks, wire.ExecuteModel(plan, self._unsent_tokens))
         self._unsent_tokens = {}
         return _SubmittedStep(plan.step, self._collect)
 

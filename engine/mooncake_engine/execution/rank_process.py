@@ -128,7 +128,7 @@ class RankProcess:
     def _handle_order(self, worker: Worker, info: RankInfo) -> bool:
         """Carry out one order; returns whether to wait for another."""
         order = wire.decode_order(self._orders.recv_bytes())
-        if isinstance(order, wire.Execute):
+        if isinstance(order, wire.ExecuteModel):
             launched = worker.launch(order.plan, order.sampled)
             if self._reporter is None:
                 self._report_result(worker, launched, info)

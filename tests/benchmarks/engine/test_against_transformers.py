@@ -79,7 +79,7 @@ def start_requests(executor: Executor, tokens: list[tuple[int, ...]], room: int)
         for index, prompt in enumerate(tokens)
     )  # fmt: skip
     sequences = tuple(ScheduledSequence(a.request_id, 0, len(a.token_ids)) for a in new_requests)
-    executor.execute(StepPlan(0, new_requests=new_requests, sequences=sequences))
+    executor.execute_model(StepPlan(0, new_requests=new_requests, sequences=sequences)).result()
     return [request.request_id for request in new_requests]
 
 
@@ -87,7 +87,7 @@ def decode(executor: Executor, names: list[str]) -> None:
     for step in range(DECODE_STEPS):
         position = DECODE_PROMPT + step
         sequences = tuple(ScheduledSequence(name, position, 1) for name in names)
-        executor.execute(StepPlan(step + 1, sequences=sequences))
+        executor.execute_model(StepPlan(step + 1, sequences=sequences)).result()
 
 
 def generate(model: PreTrainedModel, tokens: list[tuple[int, ...]], count: int) -> None:

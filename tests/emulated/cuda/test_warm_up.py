@@ -16,6 +16,7 @@ from triton.runtime.interpreter import GridExecutor
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.execution.engine_plan import make_plan
 from mooncake_engine.execution.executor import InProcessExecutor
+from mooncake_engine.execution.model_runner import CompletedStep
 from mooncake_engine.execution.warm_up import WARM_UP, warm_up_requests
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import StepPlan
@@ -45,17 +46,18 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> set[Launch]:
 def replays(monkeypatch: pytest.MonkeyPatch, launches: set[Launch]) -> None:
     """Steps with decodes only are not counted, as if they were replayed from graphs."""
 
-    def forgetting(execute: Callable[..., Any]) -> Callable[..., Any]:
+    def forgetting(execute_model: Callable[..., Any]) -> Callable[..., Any]:
         def run(self: InProcessExecutor, plan: StepPlan) -> Any:
             before = set(launches)
-            result = execute(self, plan)
+            result = execute_model(self, plan).result()
             if all(sequence.count == 1 for sequence in plan.sequences):
                 launches.intersection_update(before)
-            return result
+            return CompletedStep(result)
 
         return run
 
-    monkeypatch.setattr(InProcessExecutor, "execute", forgetting(InProcessExecutor.execute))
+    replaying = forgetting(InProcessExecutor.execute_model)
+    monkeypatch.setattr(InProcessExecutor, "execute_model", replaying)
 
 
 @pytest.mark.usefixtures("replays")
@@ -74,9 +76,9 @@ def test_a_short_decode_beside_a_prompt_compiles_nothing(
             if steps[0].num_tokens > 64:  # longer prompts take long in the interpreter
                 break
             for step in steps:
-                executor.execute(step)
+                executor.execute_model(step).result()
             begun = [new.request_id for step in steps for new in step.new_requests]
-            executor.execute(StepPlan(0, removed=tuple(begun)))
+            executor.execute_model(StepPlan(0, removed=tuple(begun))).result()
         assert WARM_UP in begun
         warm = set(launches)
         launches.clear()

@@ -142,7 +142,7 @@ def test_shutdown_during_steps_is_orderly(
     """The first stage, which is ahead, waits until the last has received everything."""
     with slowed(checkpoints["llama"], backend, SLOW) as executor:
         for plan in prompt_plans(executor):
-            executor.submit(plan)
+            executor.execute_model(plan)
     assert "rank failed" not in capfd.readouterr().err
 
 

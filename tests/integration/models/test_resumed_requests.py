@@ -79,12 +79,12 @@ def test_same_tokens_when_resumed_elsewhere(
         plan = StepPlan(
             0, new_requests=(new_request,), sequences=(ScheduledSequence("on", 0, start),)
         )
-        found = [executor.execute(plan).tokens["on"][0].token_id]
+        found = [executor.execute_model(plan).result().tokens["on"][0].token_id]
         for position in range(start, start + 16 - known - 1):
             step = StepPlan(1, sequences=(ScheduledSequence("on", position, 1),))
-            found.append(executor.execute(step).tokens["on"][0].token_id)
+            found.append(executor.execute_model(step).result().tokens["on"][0].token_id)
         assert found == tokens[known:]
-    executor.execute(StepPlan(2, removed=("on",)))
+    executor.execute_model(StepPlan(2, removed=("on",))).result()
 
 
 @pytest.mark.parametrize("layout", sorted(KV_LAYOUTS))
@@ -106,7 +106,7 @@ def test_copied_block_is_independent(
     """Two choices share a prompt's blocks; the partial last block is copied before they diverge."""
     first = NewRequest("a", PROMPT, len(PROMPT), GREEDY, 5, (0, 1, 2, 3))
     prompt = ScheduledSequence("a", 0, len(PROMPT))
-    executor.execute(StepPlan(0, new_requests=(first,), sequences=(prompt,)))
+    executor.execute_model(StepPlan(0, new_requests=(first,), sequences=(prompt,))).result()
     sampling = SAMPLINGS[1]
     other = NewRequest("b", (*PROMPT, expected[1][0]), len(PROMPT), sampling, 5, (0, 1, 2, 40))
     tokens: dict[str, list[int]] = {"a": [expected[0][0]], "b": [expected[1][0]]}
@@ -117,10 +117,10 @@ def test_copied_block_is_independent(
             block_copies=((3, 40),) if step == 0 else (),
             sequences=tuple(ScheduledSequence(name, len(PROMPT) + step, 1) for name in tokens),
         )
-        for name, sampled in executor.execute(plan).tokens.items():
+        for name, sampled in executor.execute_model(plan).result().tokens.items():
             tokens[name] += [token.token_id for token in sampled]
     assert tokens == {"a": expected[0][:5], "b": expected[1][:5]}
-    executor.execute(StepPlan(9, removed=("a", "b")))
+    executor.execute_model(StepPlan(9, removed=("a", "b"))).result()
 
 
 def test_bfloat16_is_within_rounding_of_transformers(tmp_path: Path, backend: Backend) -> None:
@@ -146,7 +146,7 @@ def test_step_plan_with_unknown_request_ends_executor(checkpoint: Path, backend:
         make_plan(EngineConfig(checkpoint, num_kv_blocks=4), backend), backend
     )
     with pytest.raises(EngineDead, match="rank 0 failed in step 7"):
-        executor.execute(StepPlan(7, sequences=(ScheduledSequence("ghost", 0, 1),)))
+        executor.execute_model(StepPlan(7, sequences=(ScheduledSequence("ghost", 0, 1),))).result()
     with pytest.raises(EngineDead, match="rank 0 failed"):
         executor.check()
     executor.close()

@@ -39,24 +39,24 @@ def executor(request: pytest.FixtureRequest, model: Path) -> Iterator[Executor]:
 
 
 def test_results_arrive_in_order(executor: Executor) -> None:
-    pending = [executor.submit(plan) for plan in (FIRST, NEXT)]
+    pending = [executor.execute_model(plan) for plan in (FIRST, NEXT)]
     results = [step.result() for step in pending]
     assert [result.step for result in results] == [0, 1]
     assert all(result.plain_tokens.keys() == {"a"} for result in results)
     # plans and reports in flight at once: neither side waits for the other to read
-    pending = [executor.submit(_larger_than_a_pipe(step)) for step in range(4)]
+    pending = [executor.execute_model(_larger_than_a_pipe(step)) for step in range(4)]
     assert [step.result().step for step in pending] == [0, 1, 2, 3]
 
 
 def test_failed_step_does_not_affect_previous_step(executor: Executor) -> None:
-    first, broken = executor.submit(FIRST), executor.submit(BROKEN)
+    first, broken = executor.execute_model(FIRST), executor.execute_model(BROKEN)
     assert first.result().num_tokens == 1
     with pytest.raises(EngineDead, match="nobody"):
         broken.result()
     with pytest.raises(EngineDead, match="nobody"):
         executor.check()
     with pytest.raises(EngineDead, match="nobody"):
-        executor.submit(NEXT).result()
+        executor.execute_model(NEXT).result()
 
 
 def test_dead_rank_fails_steps_in_flight(model: Path) -> None:
@@ -64,7 +64,7 @@ def test_dead_rank_fails_steps_in_flight(model: Path) -> None:
     executor = ProcessExecutor(make_plan(config, Registry.discover().select_backend("cpu")))
     try:
         os.kill(executor.rank_pids[1], signal.SIGSTOP)
-        pending = [executor.submit(plan) for plan in (FIRST, NEXT)]
+        pending = [executor.execute_model(plan) for plan in (FIRST, NEXT)]
         os.kill(executor.rank_pids[1], signal.SIGKILL)
         for step in pending:
             with pytest.raises(EngineDead, match="rank 1 of 2 died: killed by SIGKILL"):
@@ -97,7 +97,7 @@ def test_stepping_thread_sets_current_device(model: Path, *, async_scheduling: b
 
     def step() -> None:
         threads.append(threading.get_ident())
-        executor.submit(FIRST).result()
+        executor.execute_model(FIRST).result()
 
     stepping = threading.Thread(target=step)
     stepping.start()

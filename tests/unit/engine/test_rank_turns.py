@@ -34,9 +34,9 @@ class DistantExecutor(ScriptedExecutor):
         reader, self._writer = Pipe(duplex=False)
         self.step_connections = (reader,)
 
-    def submit(self, plan: StepPlan) -> PendingStep:  # type: ignore[override]
+    def execute_model(self, plan: StepPlan) -> PendingStep:  # type: ignore[override]
         """Start a step, which stays in flight until the ranks reply."""
-        step = super().submit(plan)
+        step = super().execute_model(plan)
         if not self.held:
             self.answer()
         return DistantStep(self._wait, step)

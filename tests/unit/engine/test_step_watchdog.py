@@ -96,9 +96,9 @@ class HangingExecutor(ScriptedExecutor):
     release: threading.Event = field(default_factory=threading.Event)
     died: EngineDead | None = None
 
-    def submit(self, plan: StepPlan) -> CompletedStep:
+    def execute_model(self, plan: StepPlan) -> CompletedStep:
         if not plan.sequences:
-            return super().submit(plan)
+            return super().execute_model(plan)
         self.release.wait(TEST_TIMEOUT_S)
         raise self.died or EngineDead("released too late")
 
