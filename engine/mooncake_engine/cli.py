@@ -254,10 +254,10 @@ def _bench_serve(args: argparse.Namespace) -> int:
 
 
 def _run_batch(args: argparse.Namespace) -> int:
-    from mooncake_engine.process.batch_runner import Batch, authorization, run_batch
+    from mooncake_engine.process.batch_runner import BatchRun, authorization, run_batch
     from mooncake_engine.process.progress_bar import ProgressBar
 
-    batch = Batch(
+    batch = BatchRun(
         args.url,
         args.input_file,
         args.output_file,

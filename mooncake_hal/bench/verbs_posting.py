@@ -35,7 +35,7 @@ from mooncake_hal.transports.rdma.rdma_connection import RdmaConnection
 from mooncake_hal.transports.rdma.rdma_messages import QueuePairInfo, RegionKeys
 from mooncake_hal.transports.rdma.rdma_peer import RdmaPeer
 from mooncake_hal.transports.rdma.rdma_settings import RdmaSettings
-from mooncake_hal.transports.rdma.work_requests import KeyTables
+from mooncake_hal.transports.rdma.work_requests import RegionKeyTables
 
 SECONDS = 30.0
 CONNECTIONS = 2
@@ -114,7 +114,7 @@ class Wireless:
         keys = RegionKeys([7] * CONNECTIONS, [0] * CONNECTIONS, True)
         self.local = AttachedRegions("this side")
         self.local.add(1, here, encode(keys))
-        self.local_keys = KeyTables(CONNECTIONS, lambda regions: [keys] * len(regions))
+        self.local_keys = RegionKeyTables(CONNECTIONS, lambda regions: [keys] * len(regions))
         self.progress = ProgressThread(lambda now: None, self._failed)
         self.nics = [WirelessNic(number, RdmaSettings()) for number in range(CONNECTIONS)]
         self._error: Exception | None = None

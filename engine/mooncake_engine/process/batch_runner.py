@@ -66,7 +66,7 @@ class _Result(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class BatchRun:
     """A batch to run.
 
     Args:
@@ -98,7 +98,7 @@ class Batch:
                 raise ConfigError(f"{flag} must be at least 1, got {value}")
 
 
-def run_batch(batch: Batch, on_progress: Callable[[str, float], None]) -> str:
+def run_batch(batch: BatchRun, on_progress: Callable[[str, float], None]) -> str:
     """Send the requests that have no answer yet; returns a summary for the user.
 
     Raises:
@@ -142,9 +142,6 @@ def run_batch(batch: Batch, on_progress: Callable[[str, float], None]) -> str:
 
 def _is_answered(result: dict[str, Any]) -> bool:
     return bool(result["response"] and result["response"]["status_code"] == 200)
-
-
-# --- files ---------------------------------------------------------------------------------
 
 
 def _read_requests(path: Path) -> list[_Line]:
@@ -222,9 +219,6 @@ def _append(results: FileIO, line: bytes, path: Path) -> None:
         ) from exc
 
 
-# --- requests ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class _Response:
     status: int | None
@@ -241,7 +235,7 @@ class _Client:
     has vanished is noticed by TCP instead, as its kernel does not reply either.
     """
 
-    def __init__(self, batch: Batch) -> None:
+    def __init__(self, batch: BatchRun) -> None:
         self._batch = batch
         url = urlsplit(batch.url)
         is_tls = url.scheme == "https"

@@ -13,7 +13,7 @@ from mooncake_engine.scheduling.step_plan import StepBuilder, StepPlan, StepResu
 logger = logging.getLogger(__name__)
 
 
-class HostCopies:
+class SwapCopies:
     """Tracks the copies of swapped blocks to and from the host, which run in parallel with steps.
 
     Attributes:
@@ -76,7 +76,7 @@ class Preemption:
     ) -> None:
         self.num_preemptions = 0
         self.num_swap_outs = 0
-        self.copies = HostCopies()
+        self.copies = SwapCopies()
         self._queues = queues
         self._blocks = blocks
         self._wait = wait

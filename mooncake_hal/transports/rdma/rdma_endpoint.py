@@ -32,7 +32,7 @@ from mooncake_hal.transports.rdma.rdma_messages import (
 from mooncake_hal.transports.rdma.rdma_peer import RdmaPeer
 from mooncake_hal.transports.rdma.rdma_plugin import active_ports
 from mooncake_hal.transports.rdma.rdma_settings import choose_ports, settings_of_endpoint
-from mooncake_hal.transports.rdma.work_requests import KeyTables
+from mooncake_hal.transports.rdma.work_requests import RegionKeyTables
 from mooncake_hal.transports.session_endpoint import compare_addresses, open_endpoint
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class RdmaDataPath:
                 self.nics.append(nic)
             self.progress = ProgressThread(self._tick, self._progress_failed)
             self._undo = undo.pop_all()
-        self.local_keys = KeyTables(len(self.nics), self._local_keys)
+        self.local_keys = RegionKeyTables(len(self.nics), self._local_keys)
 
     def info(self) -> bytes:
         return encode(RdmaEndpointInfo([nic.info() for nic in self.nics]))

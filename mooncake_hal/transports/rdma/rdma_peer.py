@@ -36,8 +36,8 @@ from mooncake_hal.transports.rdma.send_window import PieceRun, stripe
 from mooncake_hal.transports.rdma.work_requests import (
     RDMA_READ,
     RDMA_WRITE,
-    KeyTables,
     RdmaTransfer,
+    RegionKeyTables,
 )
 from mooncake_hal.transports.spans import cut
 from mooncake_hal.transports.transfers import (
@@ -72,7 +72,7 @@ class RdmaPeerContext(Protocol):
         ...
 
     @property
-    def local_keys(self) -> KeyTables:
+    def local_keys(self) -> RegionKeyTables:
         """The NICs' keys of these regions."""
         ...
 
@@ -102,7 +102,7 @@ class RdmaPeer:
             for connection in connections
         )
         self._remote_nics = remote_nics
-        self._remote_keys = KeyTables(remote_nics, self._look_up_remote_keys)
+        self._remote_keys = RegionKeyTables(remote_nics, self._look_up_remote_keys)
         self._turn = 0
         self._transfers: set[RdmaTransfer] = set()
         self._lock = threading.RLock()
@@ -111,8 +111,6 @@ class RdmaPeer:
         for connection in connections:
             if connection.state is ConnectionState.READY:
                 self._watch(connection)
-
-    # -- the contract -----------------------------------------------------------------------------
 
     def read(self, spans: Spans, *, timeout: float) -> Transfer:
         return self._start(RDMA_READ, spans, timeout)
@@ -124,8 +122,6 @@ class RdmaPeer:
         self.closed = True
         self.lost(PeerLost("the connection was closed on this side"))
         self._session.close()
-
-    # -- called by the endpoint -------------------------------------------------------------------
 
     def lost(self, error: TransferError) -> None:
         """Fail and drain all transfers; the peer can't be used afterwards. Idempotent."""
@@ -169,8 +165,6 @@ class RdmaPeer:
                 for transfer in self._transfers
             ]
         return min(moments, default=None)
-
-    # -- starting and ending ----------------------------------------------------------------------
 
     def _start(self, opcode: int, spans: Spans, timeout: float) -> Transfer:
         if self._error is not None:
@@ -232,8 +226,6 @@ class RdmaPeer:
     def _end(self, transfer: RdmaTransfer) -> None:
         self._transfers.discard(transfer)
         transfer.handle.part_ended(transfer.error)
-
-    # -- connections ------------------------------------------------------------------------------
 
     def _stripe(self, run: PieceRun[RdmaTransfer]) -> None:
         """Queue a run's pieces on the usable connections, and post as many as the windows
@@ -362,8 +354,6 @@ class RdmaPeer:
         if connection.fd >= 0:
             self._endpoint.progress.remove(connection.fd)
         connection.close()
-
-    # -- refused transfers ------------------------------------------------------------------------
 
     def _on_refused(self, transfer: RdmaTransfer, reason: str) -> None:
         """Fail a transfer that the peer's NIC rejected. The reason is known once all pending

@@ -115,7 +115,7 @@ class WorkRequestArray:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeyTable:
+class RegionKeyTable:
     """A snapshot of every NIC's keys of every region.
 
     Args:
@@ -135,7 +135,7 @@ class KeyTable:
         return {self.regions[at] for at in np.unique(positions).tolist()}
 
 
-class KeyTables:
+class RegionKeyTables:
     """Builds key tables, and caches the last one: regions change rarely, and transfers are many.
 
     Args:
@@ -148,16 +148,16 @@ class KeyTables:
     ) -> None:
         self._nics = nics
         self._lookup = lookup
-        self._last: KeyTable | None = None
+        self._last: RegionKeyTable | None = None
 
-    def of(self, regions: list[int]) -> KeyTable:
+    def of(self, regions: list[int]) -> RegionKeyTable:
         """Return the table of ``regions``, a list that is never changed in place."""
         last = self._last
         if last is None or last.regions is not regions:
             last = self._last = self._build(regions)
         return last
 
-    def _build(self, regions: list[int]) -> KeyTable:
+    def _build(self, regions: list[int]) -> RegionKeyTable:
         keys = np.zeros((self._nics, len(regions)), np.uint32)
         shifts = np.zeros((self._nics, len(regions)), np.uint64)
         on_host = np.zeros(len(regions), np.bool_)
@@ -166,7 +166,7 @@ class KeyTables:
                 keys[:, at] = found.keys
                 shifts[:, at] = found.shifts
                 on_host[at] = found.on_host
-        return KeyTable(regions, keys, shifts, on_host)
+        return RegionKeyTable(regions, keys, shifts, on_host)
 
 
 @dataclass(slots=True, eq=False)
@@ -192,8 +192,8 @@ class RdmaTransfer:
     pieces: Pieces
     local_at: NDArray[np.intp]
     remote_at: NDArray[np.intp]
-    local_keys: KeyTable
-    remote_keys: KeyTable
+    local_keys: RegionKeyTable
+    remote_keys: RegionKeyTable
     handle: RunningTransfer = field(init=False)
     ends: NDArray[np.int64] = field(init=False)
     unfinished: int = field(init=False)

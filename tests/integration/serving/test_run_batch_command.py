@@ -18,7 +18,7 @@ from mooncake_api.instance_protocol import BATCH_PRIORITY
 from mooncake_engine.errors import ConfigError, Overloaded
 from mooncake_engine.messages import EngineRequest
 from mooncake_engine.process import batch_runner
-from mooncake_engine.process.batch_runner import Batch, BatchFailed, authorization, run_batch
+from mooncake_engine.process.batch_runner import BatchFailed, BatchRun, authorization, run_batch
 
 Run = Callable[..., str]
 FULL = r"can't write --output-file .*: No space left on device; the results in it are complete"
@@ -42,7 +42,7 @@ def results(path: Path) -> dict[str, dict[str, Any]]:
 def run(served: Any, tmp_path: Path) -> Run:
     def run(*lines: dict[str, Any], **options: Any) -> str:
         source = written(tmp_path / "in.jsonl", *lines)
-        batch = Batch(served.url, source, tmp_path / "out.jsonl", **options)
+        batch = BatchRun(served.url, source, tmp_path / "out.jsonl", **options)
         return run_batch(batch, lambda stage, share: None)
 
     return run
@@ -109,7 +109,7 @@ def test_failed_requests_are_reported_and_retried(run: Run, served: Any, tmp_pat
 
 def test_unreachable_server_yields_no_result(tmp_path: Path) -> None:
     source = written(tmp_path / "in.jsonl", line("tea"))
-    batch = Batch("http://127.0.0.1:9", source, tmp_path / "out.jsonl", max_attempts=1)
+    batch = BatchRun("http://127.0.0.1:9", source, tmp_path / "out.jsonl", max_attempts=1)
     with pytest.raises(BatchFailed):
         run_batch(batch, lambda stage, share: None)
     [found] = results(tmp_path / "out.jsonl").values()
@@ -169,7 +169,7 @@ def test_priority_of_another_type_fails_its_request_alone(run: Run, tmp_path: Pa
 
 def test_host_that_is_no_name_is_no_answer(tmp_path: Path) -> None:
     source = written(tmp_path / "in.jsonl", line("tea"))
-    batch = Batch("http://a..b", source, tmp_path / "out.jsonl", max_attempts=1)
+    batch = BatchRun("http://a..b", source, tmp_path / "out.jsonl", max_attempts=1)
     with pytest.raises(BatchFailed):
         run_batch(batch, lambda stage, share: None)
     [found] = results(tmp_path / "out.jsonl").values()
@@ -183,7 +183,7 @@ def test_line_that_cannot_be_decoded_is_rejected(tmp_path: Path, body: bytes) ->
     source = tmp_path / "in.jsonl"
     source.write_bytes(b'{"custom_id": "a", "url": "/v1/completions", "body": %b}' % body)
     with pytest.raises(ConfigError, match="line 1 is no valid batch request: "):
-        run_batch(Batch("http://x", source, tmp_path / "out.jsonl"), lambda stage, share: None)
+        run_batch(BatchRun("http://x", source, tmp_path / "out.jsonl"), lambda stage, share: None)
 
 
 @pytest.mark.parametrize(("key", "sent"), [("", None), (" abc\n", "Bearer abc")])
@@ -230,4 +230,4 @@ def test_invalid_file_is_rejected_before_any_request(
 )
 def test_invalid_options_are_rejected(tmp_path: Path, options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        Batch(**{"url": "http://x", "input_file": tmp_path, "output_file": tmp_path, **options})
+        BatchRun(**{"url": "http://x", "input_file": tmp_path, "output_file": tmp_path, **options})

@@ -23,9 +23,9 @@ from mooncake_hal.transports.rdma.work_requests import (
     SEND_INLINE,
     SEND_SIGNALED,
     WORK_REQUEST,
-    KeyTable,
-    KeyTables,
     RdmaTransfer,
+    RegionKeyTable,
+    RegionKeyTables,
     SendBatch,
     WorkRequestArray,
     batch_of,
@@ -134,7 +134,7 @@ KEYS = {
 
 
 def test_keys_become_a_table() -> None:
-    table = KeyTables(2, lambda regions: [KEYS.get(key) for key in regions]).of([7, 8, 9])
+    table = RegionKeyTables(2, lambda regions: [KEYS.get(key) for key in regions]).of([7, 8, 9])
     assert table.keys.tolist() == [[1, 0, 3], [2, 0, 4]]
     assert table.shifts.tolist() == [[0, 0, 0], [2**64 - 4096, 0, 0]]
     assert table.on_host.tolist() == [True, False, False]
@@ -148,7 +148,7 @@ def test_table_is_cached_until_the_regions_change() -> None:
         asked.append(regions)
         return [KEYS[key] for key in regions]
 
-    tables = KeyTables(2, look_up)
+    tables = RegionKeyTables(2, look_up)
     regions = [7, 9]
     assert tables.of(regions) is tables.of(regions)
     assert tables.of([7]) is not tables.of(regions)
@@ -156,11 +156,11 @@ def test_table_is_cached_until_the_regions_change() -> None:
 
 
 @pytest.fixture
-def table() -> KeyTable:
-    return KeyTables(2, lambda regions: [KEYS[key] for key in regions]).of([7, 9])
+def table() -> RegionKeyTable:
+    return RegionKeyTables(2, lambda regions: [KEYS[key] for key in regions]).of([7, 9])
 
 
-def work_of(opcode: int, table: KeyTable, *nbytes: int) -> RdmaTransfer:
+def work_of(opcode: int, table: RegionKeyTable, *nbytes: int) -> RdmaTransfer:
     """A transfer whose pieces alternate between regions 7 and 9, on both sides."""
     sizes = np.array(nbytes, np.uint64)
     starts = np.arange(len(nbytes), dtype=np.uint64) * np.uint64(65536) + np.uint64(2**20)
@@ -170,7 +170,7 @@ def work_of(opcode: int, table: KeyTable, *nbytes: int) -> RdmaTransfer:
     return RdmaTransfer(opcode, spans, pieces, at, 1 - at, table, table)
 
 
-def test_batch_uses_the_keys_and_addresses_of_its_nics(table: KeyTable) -> None:
+def test_batch_uses_the_keys_and_addresses_of_its_nics(table: RegionKeyTable) -> None:
     transfer = work_of(RDMA_READ, table, 100, 100, 100)
     found = batch_of(PieceRun(transfer, 1, 3), 0, 1, 64)
     assert found.lkeys.tolist() == [3, 1]
@@ -180,7 +180,7 @@ def test_batch_uses_the_keys_and_addresses_of_its_nics(table: KeyTable) -> None:
     assert found.remote.tolist() == [base + 65536 - 4096, base + 2 * 65536], "shifted, mod 2**64"
 
 
-def test_small_writes_from_host_memory_are_inline(table: KeyTable) -> None:
+def test_small_writes_from_host_memory_are_inline(table: RegionKeyTable) -> None:
     inline = batch_of(PieceRun(work_of(RDMA_WRITE, table, 64, 64, 65), 0, 3), 0, 0, 64).inline
     assert inline is not None
     assert inline.tolist() == [True, False, False], "region 9 is not on the host"
@@ -190,7 +190,7 @@ def test_small_writes_from_host_memory_are_inline(table: KeyTable) -> None:
     ("opcode", "nbytes", "most"), [(RDMA_READ, 8, 64), (RDMA_WRITE, 65, 64), (RDMA_WRITE, 8, 0)]
 )
 def test_other_requests_are_not_inline(
-    table: KeyTable, opcode: int, nbytes: int, most: int
+    table: RegionKeyTable, opcode: int, nbytes: int, most: int
 ) -> None:
     transfer = work_of(opcode, table, nbytes)
     assert batch_of(PieceRun(transfer, 0, 1), 0, 0, most).inline is None
