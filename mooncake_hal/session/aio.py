@@ -136,8 +136,6 @@ class AsyncSession(asyncio.Protocol):
         """End the session without flushing unsent data. Idempotent."""
         self._end(error, flush=False)
 
-    # -- asyncio's side -------------------------------------------------------------------------
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=self._limits.send_buffer_bytes)
@@ -173,8 +171,6 @@ class AsyncSession(asyncio.Protocol):
             PeerLost(f"the connection broke: {exc}" if exc else "the peer closed the session")
         )
 
-    # -- the handshake --------------------------------------------------------------------------
-
     def _advance(self, reply: bytes | None) -> None:
         """Run the handshake's next steps, up to one that awaits a reply of the peer."""
         assert self._transport is not None
@@ -203,8 +199,6 @@ class AsyncSession(asyncio.Protocol):
 
     def _handshake_expired(self) -> None:
         self.abort(TransferTimeout(f"no handshake within {self._limits.handshake_s:g} s"))
-
-    # -- messages -------------------------------------------------------------------------------
 
     def _process(self, message: AnyMessage) -> None:
         if isinstance(message, SessionRequest):
@@ -244,8 +238,6 @@ class AsyncSession(asyncio.Protocol):
         assert self._transport is not None
         self._num_written += len(data)
         self._transport.write(data)
-
-    # -- time -----------------------------------------------------------------------------------
 
     def _watch_sending(self, num_sent_before: int) -> None:
         """Drop a peer that accepts no bytes at all; a slow one is bounded by the send buffer."""

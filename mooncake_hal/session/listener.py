@@ -124,8 +124,6 @@ class Listener:
         for sock in (self._sock, self._wake_in, self._wake_out):
             sock.close()
 
-    # -- the listening thread -------------------------------------------------------------------
-
     def _run(self) -> None:
         try:
             with selectors.DefaultSelector() as selector:
@@ -176,8 +174,6 @@ class Listener:
                 self._threads.discard(thread)
                 sock.close()
             time.sleep(ACCEPT_PAUSE_SECONDS)
-
-    # -- a connection's thread ------------------------------------------------------------------
 
     def _handle(self, pending: _PendingConnection) -> None:
         protocol = self._credentials.protocol

@@ -242,8 +242,6 @@ class Session:
             thread.join()
         self._sock.close()
 
-    # -- receiving ------------------------------------------------------------------------------
-
     def _receive(self) -> None:
         """Receive and process one message."""
         fds: list[int] = []
@@ -312,8 +310,6 @@ class Session:
         finally:
             if fd is not None:
                 os.close(fd)
-
-    # -- requests -------------------------------------------------------------------------------
 
     def _start(self, make: Callable[[int], AnyMessage]) -> Future[bytes]:
         future: Future[bytes] = Future()

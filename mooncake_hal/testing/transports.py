@@ -183,8 +183,6 @@ class TransportKit:
 class TransportConformance(TransportKit):
     """The cases with two endpoints of one process."""
 
-    # -- moving bytes ---------------------------------------------------------------------------
-
     def test_one_range(self) -> None:
         pair = self.pair()
         start = np.array([1000], np.int64)
@@ -266,8 +264,6 @@ class TransportConformance(TransportKit):
         second.wait()
         _assert_same(pair.here.get(), pair.there.get(), "what each side read from the other")
 
-    # -- transfers in flight --------------------------------------------------------------------
-
     def test_many_transfers_in_flight(self) -> None:
         pair = self.pair(4 * MIB)
         pieces = random_pieces(self.rng, np.full(32, 96 * KIB, np.int64), 4 * MIB)
@@ -344,8 +340,6 @@ class TransportConformance(TransportKit):
             pair.there.put(fresh)
             time.sleep(0.05)  # bytes of the cancelled write that were left would arrive now
             _assert_same(pair.there.get(), fresh, "the far buffer after a cancelled write")
-
-    # -- regions --------------------------------------------------------------------------------
 
     def test_a_local_address_that_is_not_registered(self) -> None:
         pair = self.pair()
@@ -461,8 +455,6 @@ class TransportConformance(TransportKit):
         pair.near.revoke(pair.key_here)
         with raises(RegionUnknown, RegionRevoked):
             pair.near.revoke(pair.key_here)
-
-    # -- connections ----------------------------------------------------------------------------
 
     def test_the_address_is_constant_and_reachable(self) -> None:
         pair = self.pair()

@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import TextIO
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _WIDTH = 30
 _STEP = 0.25
@@ -34,7 +34,7 @@ class ProgressBar:
             self._draw(stage, fraction)
         elif fraction >= 1.0 or fraction - self._shown >= _STEP:
             self._shown = fraction
-            log.info("%s: %.0f %%", stage, 100 * fraction)
+            logger.info("%s: %.0f %%", stage, 100 * fraction)
 
     def _draw(self, stage: str, fraction: float) -> None:
         filled = round(_WIDTH * min(max(fraction, 0.0), 1.0))

@@ -46,7 +46,7 @@ from mooncake_engine.text.completion_output import EngineClient
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_hal.session.listener import tune
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 LoadEngine = Callable[[EngineConfig], EngineLoad]
 """Begins to load an engine."""
@@ -72,7 +72,7 @@ def check_before_loading(config: EngineConfig, host: str, options: ServerOptions
     """
     check_kv_port(config)
     if str(defaults := read_sampling_defaults(config)):
-        log.info("sampling defaults of the model: %s", defaults)
+        logger.info("sampling defaults of the model: %s", defaults)
     check_registration(host, options)
 
 
@@ -124,7 +124,7 @@ def serve(
             watched_interpreter(config.step_timeout_s),
         ):
             url = url_of(host, port)
-            log.info("serving %s (%s) at %s", config.model_name, config.role.value, url)
+            logger.info("serving %s (%s) at %s", config.model_name, config.role.value, url)
             stats_log = StatsLog(engine.stats, options.log_stats_interval_s)
             live = LiveRequests()
             app = create_app(engine, tokenizer, options, tracing, live)
@@ -280,7 +280,7 @@ def announce(line: str) -> None:
     try:
         print(line, flush=True)  # noqa: T201  # the parent process reads it
     except OSError as exc:
-        log.warning("can't write to standard output: %s", exc)
+        logger.warning("can't write to standard output: %s", exc)
         # The interpreter flushes standard output again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
@@ -384,14 +384,16 @@ class Draining:
             return was_idle
         if not self._is_logged:
             self._is_logged = True
-            log.info(
+            logger.info(
                 "draining: %d requests are running, and peers have yet to fetch the KV of %d; "
                 "waiting for at most %g s",
-                *(num_live, num_held, self._timeout_s),
+                num_live,
+                num_held,
+                self._timeout_s,
             )
         if not self._signals.is_forced and now - requested_at < self._timeout_s:
             return False
-        log.warning(
+        logger.warning(
             "draining is incomplete: %d requests fail, the KV of %d is released", num_live, num_held
         )
         self._live.fail_all()

@@ -47,7 +47,7 @@ from mooncake_engine.server.live_requests import LiveRequests
 from mooncake_engine.server.metric_cells import MetricCells, cells_bytes
 from mooncake_engine.text.tokenizer import Tokenizer, block_torch_import
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 PARENT_GONE = 3
 """Exit status of a worker whose parent process died."""
@@ -222,7 +222,7 @@ def main(arguments: list[str]) -> int:
             parent.send(Failed(type(exc).__name__, str(exc)))
             return 1
         except Exception as exc:
-            log.critical("API worker %d died", start.number, exc_info=exc)
+            logger.critical("API worker %d died", start.number, exc_info=exc)
             reason = f"the API worker {worker_name(start.number)} died: {exc!r}"
             parent.send(Failed(EngineDead.__name__, reason))
             return 1

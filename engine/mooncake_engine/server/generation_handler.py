@@ -52,7 +52,7 @@ from mooncake_engine.text.completion_output import (
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_kv.params import KVTransferDict
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 Headers = Mapping[str, str]
 """HTTP headers by name, in lower case."""
@@ -466,11 +466,11 @@ class GenerationEndpoint(Generic[RequestType]):
                 serving = self._serve(body, request_id, request, sender)
                 await until_disconnect(receive, serving, ending)
         except (ClientDisconnected, ClientDisconnect):
-            log.info("request %s: the client disconnected", request_id)
+            logger.info("request %s: the client disconnected", request_id)
         except EngineError as exc:
             await sender.fail(to_api_error(exc))
         except Exception as exc:  # top of a request: no error may take the server down
-            log.exception("request %s failed", request_id)
+            logger.exception("request %s failed", request_id)
             await sender.fail(to_api_error(exc))
         finally:
             sender.close()

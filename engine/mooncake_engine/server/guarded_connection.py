@@ -18,7 +18,7 @@ from typing import Any, ClassVar, cast
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 WriteChunk = Callable[[bytes], bool]
 WRITE_CHUNK = "mooncake.write_chunk"
@@ -204,7 +204,7 @@ class GuardedConnection(HttpToolsProtocol):
         now = time.monotonic()
         if now - type(self)._warned_at >= _WARN_EVERY_S:
             type(self)._warned_at = now
-            log.warning(
+            logger.warning(
                 "the limit of %d connections is reached: each new connection closes the one that "
                 "has been idle longest, and is refused if none is idle",
                 self.limits.connections,
@@ -227,11 +227,11 @@ class GuardedConnection(HttpToolsProtocol):
             self._write_timer = None
 
     def _drop(self, reason: str) -> None:
-        log.debug("closing the connection of %s: %s", self.client, reason)
+        logger.debug("closing the connection of %s: %s", self.client, reason)
         self.connections.discard(self)
         self.transport.abort()
 
     def _refuse(self, reason: str) -> None:
         if not self.transport.is_closing():
-            log.debug("refusing the request of %s: %s", self.client, reason)
+            logger.debug("refusing the request of %s: %s", self.client, reason)
             self.send_400_response("Invalid HTTP request received.")

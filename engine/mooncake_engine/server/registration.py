@@ -26,7 +26,7 @@ from mooncake_engine.config import Role
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.server.server_options import ServerOptions
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _TIMEOUT_S = 3.0
 _RETRY_S = 1.0
@@ -93,7 +93,7 @@ class Registration:
         while not self._leaving.wait(pause_s):
             is_accepted = self._announce(proxy, number, was_accepted, is_draining=False)
             if is_accepted and not was_accepted:
-                log.info("registered at %s as %s", proxy, self._message.url)
+                logger.info("registered at %s as %s", proxy, self._message.url)
             renewal_s = self._message.lease_s / 3
             pause_s = renewal_s if is_accepted else min(renewal_s, _RETRY_S)
             was_accepted, number = is_accepted, number + 1
@@ -110,7 +110,7 @@ class Registration:
             self._post(proxy, msgspec.json.encode(message))
         except (OSError, http.client.HTTPException, _Rejected) as exc:
             if was_accepted is not False:
-                log.warning("not registered at %s: %s; retrying", proxy, exc or type(exc))
+                logger.warning("not registered at %s: %s; retrying", proxy, exc or type(exc))
             return False
         return True
 

@@ -19,7 +19,7 @@ from mooncake_hal.options import byte_count, option, read_secret_file
 if TYPE_CHECKING:
     from mooncake_engine.text.tokenizer import Tokenizer
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 AUTO, NONE = "auto", "none"
 ACCESS_LOGS = ("off", "errors", "all")
@@ -47,7 +47,7 @@ def read_keys(path: Path | None) -> frozenset[str]:
     if not keys:
         raise ConfigError(f"--api-key-file {path} holds no key; put one per line")
     if num_short := sum(len(key) < MIN_KEY_CHARACTERS for key in keys):
-        log.warning(
+        logger.warning(
             "%d of the keys in --api-key-file %s have fewer than %d characters, and may be "
             "guessed; openssl rand -hex 32 makes a better one",
             num_short,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from mooncake_engine.messages import EngineStats
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class StatsLog:
@@ -39,7 +39,7 @@ class StatsLog:
         is_idle = _work(stats) == _work(earlier) and not stats.num_running + stats.num_waiting
         # The first idle line is logged, too: it shows that all requests have finished.
         if not is_idle or not self._was_idle:
-            log.info("%s", stats_line(earlier, stats, now - since))
+            logger.info("%s", stats_line(earlier, stats, now - since))
         self._was_idle = is_idle
 
 

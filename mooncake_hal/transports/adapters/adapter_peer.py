@@ -216,8 +216,6 @@ class AdapterPeer:
         except RuntimeError as exc:
             raise TransferError(f"a peer's thread can't be started: {exc}") from exc
 
-    # -- the contract -----------------------------------------------------------------------------
-
     def read(self, spans: Spans, *, timeout: float) -> Transfer:
         return self._start(True, spans, timeout)
 
@@ -231,8 +229,6 @@ class AdapterPeer:
         self._thread.join()
         self._link.close()
         self._session.close()
-
-    # -- called by the endpoint -------------------------------------------------------------------
 
     def lost(self, error: TransferError) -> None:
         """Fail all present and future transfers. Idempotent."""
@@ -249,8 +245,6 @@ class AdapterPeer:
             if key in work.local_keys:
                 work.transfer.abort(RegionRevoked("the local region was revoked in mid-transfer"))
         self._link.forget(key)
-
-    # -- starting and stopping --------------------------------------------------------------------
 
     def _start(self, is_read: bool, spans: Spans, timeout: float) -> Transfer:
         if self._error is not None:
@@ -283,8 +277,6 @@ class AdapterPeer:
         if work.error is None and time.monotonic() >= work.transfer.deadline:
             work.error = work.transfer.late()
         return work.error or self._error
-
-    # -- the thread -------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:

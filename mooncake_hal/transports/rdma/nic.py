@@ -30,9 +30,6 @@ MAX_GID_INDEX = 255  # the index has eight bits in an address
 IDLE_CQ_DEPTH = 16
 
 
-# -- port attributes ------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class PortAttributes:
     """The attributes of a port and its device.
@@ -100,9 +97,6 @@ def query_port(device: str, port: int) -> PortAttributes:
         own_reads=min(MAX_READS, int(limits.max_qp_init_rd_atom)),
         gids=[gid for gid in gids if gid.index <= MAX_GID_INDEX],
     )
-
-
-# -- a port ---------------------------------------------------------------------------------------
 
 
 class Nic:
@@ -204,9 +198,6 @@ class Nic:
                 if child is not None:
                     self._children.add(child)
                 self._changed.notify_all()
-
-
-# -- queue pairs ----------------------------------------------------------------------------------
 
 
 class QueuePair:
