@@ -224,7 +224,9 @@ class _Links:
         self, progress: ProgressHandler | None, registry: Registry
     ) -> ExecutorOptions:
         """Returns the options of the rank's executor."""
-        return ExecutorOptions(self.messages.factories, self.messages.take, progress, registry)
+        return ExecutorOptions(
+            self.messages.factories, self.messages.handle_message, progress, registry
+        )
 
     def start(
         self,
@@ -389,8 +391,10 @@ def _fingerprint(plan: EnginePlan) -> ModelFingerprint:
     scaling = plan.model.rope.scaling
     if not isinstance(scaling, LongRopeScaling):
         return found
-    lengths = plan.max_model_len, scaling.original_positions, plan.model.max_positions
-    return replace(found, settings=found.settings | longrope_settings(*lengths))
+    settings = longrope_settings(
+        plan.max_model_len, scaling.original_positions, plan.model.max_positions
+    )
+    return replace(found, settings=found.settings | settings)
 
 
 def pool_identity(plan: EnginePlan, chunk_tokens: int) -> KVIdentity:

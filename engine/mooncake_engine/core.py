@@ -266,9 +266,9 @@ class EngineCore:
     def _handle_commands(self) -> None:
         """Handle all posted commands; wait for the first one if there is nothing to run."""
         try:
-            self.act(self._inbox.get(timeout=self.wait_timeout_s))
+            self.handle_command(self._inbox.get(timeout=self.wait_timeout_s))
             while True:
-                self.act(self._inbox.get_nowait())
+                self.handle_command(self._inbox.get_nowait())
         except Empty:
             return
 
@@ -281,7 +281,7 @@ class EngineCore:
             return IDLE_WAIT_S
         return BLOCKED_WAIT_S if self._is_blocked else 0.0
 
-    def act(self, command: Command) -> None:
+    def handle_command(self, command: Command) -> None:
         """Handle a command. The core's thread only."""
         if isinstance(command, AddRequest):
             self.add(new_request(command.request, self._seeds, self._clock()))
@@ -292,7 +292,7 @@ class EngineCore:
         elif isinstance(command, PrepareGrammar):
             self._executor.prepare_grammar(command.grammar, partial(command.reply, True))
         elif isinstance(command, LoadEnded):
-            self._scheduler.load_ended(
+            self._scheduler.handle_load_ended(
                 command.request_id,
                 command.error,
                 first_token=command.first_token,
@@ -303,7 +303,7 @@ class EngineCore:
         elif isinstance(command, ConnectorFailed):
             raise EngineDead(f"the KV connector died: {command.cause!r}") from command.cause
         elif isinstance(command, PoolEvent):
-            self._scheduler.take_pool_event(command)
+            self._scheduler.handle_pool_event(command)
 
     def count_cached(self, request: Request) -> int:
         """Returns how many tokens of a new request's prompt are in this core's prefix cache."""

@@ -214,7 +214,7 @@ class CoreProcess:
         threading.Thread(target=self._report, args=(core,), name="reports", daemon=True).start()
         for number, front in enumerate(self._fronts[1:], start=1):
             name = f"requests-{number}"
-            threading.Thread(target=self._serve, args=(core, front), name=name, daemon=True).start()
+            threading.Thread(target=self._handle_worker, args=(core, front), name=name, daemon=True).start()
 
     def _publish(self, core: Core, updates: list[TokenUpdate]) -> None:
         """Send a step's updates to the front ends that serve the requests."""
@@ -270,19 +270,19 @@ class CoreProcess:
                     self._stopping.set()
                     core.post(Wake())
                 else:
-                    self._act(core, self._parent, message)
+                    self._handle_message(core, self._parent, message)
         except (EOFError, OSError):
             os._exit(PARENT_GONE)
 
-    def _serve(self, core: Core, worker: FrontEnd) -> None:
+    def _handle_worker(self, core: Core, worker: FrontEnd) -> None:
         """Thread main: handle an API worker's messages. The parent handles the worker's exit."""
         try:
             while True:
-                self._act(core, worker, pickle.loads(worker.connection.recv_bytes()))
+                self._handle_message(core, worker, pickle.loads(worker.connection.recv_bytes()))
         except (EOFError, OSError):
             logger.debug("%s has closed its connection", worker.name)
 
-    def _act(self, core: Core, front: FrontEnd, message: Ask | Command) -> None:
+    def _handle_message(self, core: Core, front: FrontEnd, message: Ask | Command) -> None:
         if isinstance(message, Ask) and isinstance(message.command, RefreshReport):
             front.send_report(core.report())
             front.send_message(Reply(message.number, True))

@@ -65,7 +65,7 @@ class DataParallelCore:
         self._seeds = random.Random(seed)
         self._placement = RequestPlacement(len(cores))
         self._inbox: Inbox[Posted] = Inbox()
-        self._turns = RankTurns(cores, self._inbox, self._act, self.watch)
+        self._turns = RankTurns(cores, self._inbox, self._handle_posted, self.watch)
         self._thread = 0
 
     def post(self, command: Command) -> None:
@@ -158,12 +158,12 @@ class DataParallelCore:
         """Handle all posted commands; wait for the first one if there is nothing to run."""
         wait([self._inbox.fileno()], min(core.wait_timeout_s for core in self._cores))
         for posted in self._inbox.take():
-            self._act(posted)
+            self._handle_posted(posted)
 
-    def _act(self, posted: Posted) -> None:
+    def _handle_posted(self, posted: Posted) -> None:
         dp_rank, command = posted
         if dp_rank is not None:
-            self._cores[dp_rank].act(command)
+            self._cores[dp_rank].handle_command(command)
         elif isinstance(command, AddRequest):
             self._add(command)
         elif isinstance(command, ResetPrefixCache):
@@ -174,7 +174,7 @@ class DataParallelCore:
             if isinstance(command, AbortRequest):
                 self._placement.remove(command.request_id)
             for core in self._cores:
-                core.act(command)
+                core.handle_command(command)
 
     def _add(self, command: AddRequest) -> None:
         request = new_request(command.request, self._seeds, time.monotonic())
@@ -185,7 +185,7 @@ class DataParallelCore:
         """Prepare the grammar on all ranks, since the rank of its requests is not known yet."""
         awaited = CountDown(len(self._cores), partial(command.reply, True))
         for core in self._cores:
-            core.act(PrepareGrammar(command.grammar, awaited.note))
+            core.handle_command(PrepareGrammar(command.grammar, awaited.note))
 
 
 def _combined(reports: Sequence[CompatibilityReport]) -> CompatibilityReport | None:

@@ -78,7 +78,7 @@ class RankTurns(Generic[T]):
     Args:
         cores: cores of the ranks.
         inbox: queue of commands; a new one interrupts the wait for steps.
-        act: handles one command, whether steps are in flight or not.
+        handle: handles one command, whether steps are in flight or not.
         watch: watchdog state, updated when steps begin and end. It covers the step in flight that
             began first, so that a rank that hangs is noticed while others continue.
     """
@@ -87,12 +87,12 @@ class RankTurns(Generic[T]):
         self,
         cores: Sequence[EngineCore],
         inbox: Inbox[T],
-        act: Callable[[T], None],
+        handle: Callable[[T], None],
         watch: StepWatch,
     ) -> None:
         self._cores = cores
         self._inbox = inbox
-        self._act = act
+        self._handle = handle
         self._watch = watch
         self._in_flight: deque[_Turn] = deque()  # in order of their start
 
@@ -107,7 +107,7 @@ class RankTurns(Generic[T]):
             self._watch.begin()
         try:
             for item in self._inbox.take():
-                self._act(item)
+                self._handle(item)
             updates = [update for core in self._idle_cores() for update in self._launch(core)]
             for turn in self._await_steps(0.0 if updates else self._wait_timeout_s()):
                 updates += self._conclude(turn)

@@ -335,7 +335,7 @@ class Bench:
         if error is None:
             middle = (start + len(prompt)) // 2 if self.worker.is_turning else start
             self.worker.load(block_ids, prompt, middle)
-        self.scheduler.load_ended(name, error, first_token=first_token)
+        self.scheduler.handle_load_ended(name, error, first_token=first_token)
 
 
 def make_request(

@@ -198,8 +198,8 @@ class GGUFModel:
         }
 
     def _stored(self, tensor: GGUFTensor, heads: int) -> StoredTensor:
-        where = (tensor.start, tensor.stop)
-        return StoredTensor(tensor.file.name, tensor.kind, tensor.shape, *where, heads)
+        name, kind, shape = tensor.file.name, tensor.kind, tensor.shape
+        return StoredTensor(name, kind, shape, tensor.start, tensor.stop, heads)
 
     def _moe_config(self) -> dict[str, Any]:
         if not self._kind.experts:

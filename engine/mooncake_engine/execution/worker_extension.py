@@ -180,7 +180,7 @@ class ExtensionMessages:
         """The names of all factories, for ``load_extension``; None if there are no extensions."""
         return ",".join(self._names) if self._names else None
 
-    def take(self, rank: int, message: bytes) -> None:
+    def handle_message(self, rank: int, message: bytes) -> None:
         """Pass a message from a rank to the handler of its extension."""
         if len(self._names) > 1:
             self._handlers[message[0]](rank, message[1:])

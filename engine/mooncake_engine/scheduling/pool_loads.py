@@ -166,8 +166,6 @@ class PoolLoads:
         self._parked: dict[str, tuple[_Load, _Hit]] = {}
         self.num_unproven = 0
 
-    # -- looking up -----------------------------------------------------------------------------
-
     def look_up(self, request: Request) -> None:
         """Queue a request without blocks. If the pool has to look up its tokens first, the request
         waits for that; otherwise it waits for its turn."""
@@ -214,7 +212,7 @@ class PoolLoads:
         seconds = self._prefill.seconds(0, len(request.token_ids), self._queues.now)
         return min(max(seconds, MIN_HINT_TIMEOUT_S), MAX_HINT_TIMEOUT_S)
 
-    def found(self, event: ChunksFound) -> None:
+    def handle_found(self, event: ChunksFound) -> None:
         """Handle the pool's answer to a lookup."""
         request = self._lookups.pop(event.load_id, None)
         if request is None or request.status is not RequestStatus.LOOKING_UP:
@@ -233,8 +231,6 @@ class PoolLoads:
         request.deadline = None
         self._queues.dequeue(request)
         self._queues.wait(request)
-
-    # -- starting loads -------------------------------------------------------------------------
 
     def has_hit(self, request: Request) -> bool:
         """Whether the pool has chunks of the request that its turn has not dealt with yet."""
@@ -371,40 +367,38 @@ class PoolLoads:
         stop = min(loaded + self._max_step_tokens, num_tokens)
         step_s = self._prefill.seconds(loaded, stop, now)
         layers = layers_before_release(pool.num_layers, choice.load_s, step_s)
-        keys = hit.keys[: choice.num_chunks]
+        keys, sources = hit.keys[: choice.num_chunks], hit.sources[: choice.num_chunks]
         num_blocks = self._blocks.blocks_for(choice.num_chunks * pool.chunk_tokens)
         block_ids = tuple(request.block_ids[:num_blocks])
         self._loads[load_id] = _Load(
-            request,
-            load_id,
-            keys,
-            hit.sources[: choice.num_chunks],
-            first,
-            BlockSnapshot.now(block_ids, self._blocks.pool),
-            now + choice.load_s,
-            now + timeout_s + GRACE_S,
+            request=request,
+            load_id=load_id,
+            keys=keys,
+            sources=sources,
+            first=first,
+            blocks=BlockSnapshot.now(block_ids, self._blocks.pool),
+            estimated_end=now + choice.load_s,
+            deadline=now + timeout_s + GRACE_S,
         )
         request.pool_load = load_id
         self._queues.dequeue(request)
         self._queues.transfer(request)
         pool.start_load(
             LoadRequest(
-                load_id,
-                request.request_id,
-                keys,
-                hit.sources[: choice.num_chunks],
-                first,
-                request.num_computed - first * pool.chunk_tokens,
-                block_ids,
-                timeout_s,
-                layers if is_alone else None,
-                step_s,
+                load_id=load_id,
+                request_id=request.request_id,
+                keys=keys,
+                sources=sources,
+                first_chunk=first,
+                skipped_tokens=request.num_computed - first * pool.chunk_tokens,
+                block_ids=block_ids,
+                timeout_s=timeout_s,
+                release_layers=layers if is_alone else None,
+                compute_s=step_s,
             )
         )
 
-    # -- ending loads ---------------------------------------------------------------------------
-
-    def released(self, event: LoadReleased) -> None:
+    def handle_released(self, event: LoadReleased) -> None:
         """Let steps run the request from now on; ranks wait for each layer of its load."""
         load = self._loads.get(event.load_id)
         if load is None or not self._is_loading(load):
@@ -418,7 +412,7 @@ class PoolLoads:
         assert request.pool_load is not None, "an unproven request has a load"
         self._loads[request.pool_load].held.append((sequence, result))
 
-    def ended(
+    def handle_ended(
         self, event: PoolLoadEnded
     ) -> Sequence[tuple[Request, ScheduledSequence, StepResult]]:
         """Handle the end of a load, which is drained.
@@ -534,7 +528,8 @@ class PoolLoads:
             else:
                 logger.info(
                     "request %s: load from the KVCache pool: %s; computing its prompt",
-                    *(request.request_id, event.error),
+                    request.request_id,
+                    event.error,
                 )
                 request.has_wrong_kv = True
                 if request.status is not RequestStatus.RUNNING:

@@ -142,7 +142,12 @@ class PoolSaves:
         snapshot = BlockSnapshot.now(new_blocks, self._blocks.pool)
         keys, salt = self._pool.keys(request, stop), request.spec.cache_salt
         save = SaveRequest(
-            *(f"save#{next(self._ids)}", keys, first, block_ids, salt, step),
+            save_id=f"save#{next(self._ids)}",
+            keys=keys,
+            first_chunk=first,
+            block_ids=block_ids,
+            tenant=salt,
+            step=step,
             token_ids=self._published_tokens(request, first, stop),
             is_use=(first + 1) * size > request.num_received,
             num_refused=num_refused,
@@ -248,9 +253,15 @@ class PoolSaves:
         for start in range(first, len(keys), CHUNKS_PER_COPY):
             stop = min(start + CHUNKS_PER_COPY, len(keys))
             block_ids = tuple(snapshot.block_ids[: stop * blocks_per_chunk])
-            tokens = self._published_tokens(request, start, stop)
-            ids = f"copy#{next(self._ids)}", keys[:stop], start, block_ids, salt
-            save = SaveRequest(*ids, copy=terms, token_ids=tokens)
+            save = SaveRequest(
+                save_id=f"copy#{next(self._ids)}",
+                keys=keys[:stop],
+                first_chunk=start,
+                block_ids=block_ids,
+                tenant=salt,
+                copy=terms,
+                token_ids=self._published_tokens(request, start, stop),
+            )
             copied = snapshot.between(start * blocks_per_chunk, stop * blocks_per_chunk)
             if not self._begin(_OfferedSave(request, save, copied, None)):
                 return
@@ -269,7 +280,7 @@ class PoolSaves:
             self._copying[offered.save.save_id] = offered
         return is_accepted
 
-    def copied(self, event: ChunksCopied) -> None:
+    def handle_copied(self, event: ChunksCopied) -> None:
         """Commit a copied save if its blocks have kept their content, otherwise discard it. Keep
         the chunks that the store had no memory for; a copy of another store's is not worth that."""
         offered = self._copying.pop(event.save_id)

@@ -67,16 +67,18 @@ class PoolUse:
         """Whether steps run any request before its load has completed."""
         return self.loads.num_unproven > 0
 
-    def take(self, event: PoolEvent) -> Sequence[tuple[Request, ScheduledSequence, StepResult]]:
+    def handle_event(
+        self, event: PoolEvent
+    ) -> Sequence[tuple[Request, ScheduledSequence, StepResult]]:
         """Handle an event from the pool; returns held results of steps, to be applied now."""
         if isinstance(event, ChunksCopied):
-            self.saves.copied(event)
+            self.saves.handle_copied(event)
         elif isinstance(event, ChunksFound):
-            self.loads.found(event)
+            self.loads.handle_found(event)
         elif isinstance(event, LoadReleased):
-            self.loads.released(event)
+            self.loads.handle_released(event)
         else:
-            held = self.loads.ended(event)
+            held = self.loads.handle_ended(event)
             self._with_wrong_kv = [r for r in self._queues.running if r.has_wrong_kv]
             return held
         return ()

@@ -144,7 +144,7 @@ class RemoteKVQueue:
         self._queues.transfer(request)
         self._connector.start_load_kv(request)
 
-    def ended(
+    def handle_load_ended(
         self,
         request_id: str,
         error: str | None,

@@ -73,15 +73,15 @@ class RequestAdmission:
         waiting = self.batch.find_waiting()
         if waiting is None:
             return True
-        limits = self.budget.max_num_seqs, self.watermark_blocks
-        while not self.batch.has_capacity(waiting, *limits):
+        max_num_seqs, reserve = self.budget.max_num_seqs, self.watermark_blocks
+        while not self.batch.has_capacity(waiting, max_num_seqs, reserve):
             victim = self.batch.find_victim()
             if victim is None:
                 break
             if self._in_flight:
                 return False
             self._preemption.preempt(victim.group, step)
-        if self._pool is not None and self.batch.lacks_blocks(waiting, self.watermark_blocks):
+        if self._pool is not None and self.batch.lacks_blocks(waiting, reserve):
             self._pool.loads.give_up_batch()
         return True
 

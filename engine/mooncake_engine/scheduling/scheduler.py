@@ -166,7 +166,7 @@ class Scheduler:
         if self._pool is not None:
             self._pool.loads.expire()
 
-    def load_ended(
+    def handle_load_ended(
         self,
         request_id: str,
         error: str | None,
@@ -184,12 +184,14 @@ class Scheduler:
             is_drained: False if the peer may still write to the blocks; they stay reserved until
                 this is called again with True.
         """
-        self._remote_kv.ended(request_id, error, first_token=first_token, is_drained=is_drained)
+        self._remote_kv.handle_load_ended(
+            request_id, error, first_token=first_token, is_drained=is_drained
+        )
 
-    def take_pool_event(self, event: PoolEvent) -> None:
+    def handle_pool_event(self, event: PoolEvent) -> None:
         """Handle an event from the KVCache pool: the outcome of a lookup, a load or a save."""
         assert self._pool is not None, "without a pool there are no events"
-        for request, sequence, result in self._pool.take(event):
+        for request, sequence, result in self._pool.handle_event(event):
             self._complete(request, sequence, result)
         self._pool.recompute_wrong()
         self._in_flight.release_replaced()

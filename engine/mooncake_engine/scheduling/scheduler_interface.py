@@ -84,8 +84,8 @@ class KVConnector(Protocol):
 
     def start_load_kv(self, request: Request) -> None:
         """Load the part of the prompt's KV behind ``num_computed`` into the request's blocks;
-        ``Scheduler.load_ended`` follows. Also called if nothing is left to load, so that the peer
-        can free its blocks."""
+        ``Scheduler.handle_load_ended`` follows. Also called if nothing is left to load, so that the
+        peer can free its blocks."""
         ...
 
     def prefill_advanced(self, request: Request) -> None:
@@ -104,7 +104,7 @@ class KVConnector(Protocol):
     def cancel_load(self, request_id: str) -> None:
         """Cancel the load of a request's KV from a peer.
 
-        If the load had started, ``Scheduler.load_ended`` follows once it is drained.
+        If the load had started, ``Scheduler.handle_load_ended`` follows once it is drained.
         """
         ...
 
@@ -116,7 +116,7 @@ class KVConnector(Protocol):
 
 class ChunkPool(Protocol):
     """The scheduler's view of the KVCache pool. No call blocks; outcomes arrive as events, in
-    ``Scheduler.take_pool_event``."""
+    ``Scheduler.handle_pool_event``."""
 
     chunk_tokens: int
     """Tokens per chunk."""

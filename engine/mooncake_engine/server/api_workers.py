@@ -49,7 +49,7 @@ from mooncake_engine.server.stats_log import StatsLog
 from mooncake_engine.step_watchdog import StepWatchdog
 from mooncake_hal.command_line import LogSettings, describe_exit, import_path
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _POLL_INTERVAL_S = 0.1
 _DRAIN_ACK_TIMEOUT_S = 1.0
@@ -134,7 +134,7 @@ class _Worker:
         try:
             self.control.send(message)
         except OSError:
-            log.debug("%s is gone", self.name)
+            logger.debug("%s is gone", self.name)
 
 
 class ApiWorkers:
@@ -197,7 +197,7 @@ class ApiWorkers:
         """
         for worker in self._workers:
             while worker.control.poll():
-                self._act(worker)
+                self._handle_message(worker)
 
     def fileno_all(self) -> list[int]:
         """The descriptors that become readable when ``check`` has something to do."""
@@ -215,7 +215,7 @@ class ApiWorkers:
             try:
                 worker.process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                log.warning("%s has not exited in time and is killed", worker.name)
+                logger.warning("%s has not exited in time and is killed", worker.name)
                 worker.process.kill()
                 worker.process.wait()
             worker.control.close()
@@ -236,7 +236,7 @@ class ApiWorkers:
         for worker in self._workers:
             worker.send(message)
 
-    def _act(self, worker: _Worker) -> None:
+    def _handle_message(self, worker: _Worker) -> None:
         try:
             message = worker.control.recv()
         except (EOFError, OSError):
@@ -343,7 +343,7 @@ def serve_with_workers(
         instance = _Instance(core, workers, options, registration)
         try:
             instance.load(on_progress)
-            log.info("serving %s (%s) at %s", config.model_name, config.role.value, url)
+            logger.info("serving %s (%s) at %s", config.model_name, config.role.value, url)
             instance.run(url)
         except EngineError as exc:
             workers.end(str(exc))

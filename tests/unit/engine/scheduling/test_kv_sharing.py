@@ -74,7 +74,7 @@ def test_unverified_kv_of_a_peer_is_not_shared(is_verified: bool, num_cached: in
     params = replace(loading.spec.kv_transfer_params, is_verified=is_verified)
     scheduler.add(Request(replace(loading.spec, kv_transfer_params=params), 0, 0.0))
     scheduler.update(scheduler.schedule(), StepResult(0, {}))
-    scheduler.load_ended("d", None)
+    scheduler.handle_load_ended("d", None)
     run(scheduler)
     scheduler.add(make_request("x", PROMPT, max_tokens=1))
     assert run(scheduler) == num_cached

@@ -103,11 +103,11 @@ class PoolBench(Bench):
 
     def save_all(self):
         for save_id in list(self.pool.saves):
-            self.scheduler.take_pool_event(ChunksCopied(save_id))
+            self.scheduler.handle_pool_event(ChunksCopied(save_id))
 
     def answer(self, load_id):
         keys = self.pool.asked.pop(load_id)
-        self.scheduler.take_pool_event(ChunksFound(load_id, self.pool.find(keys)))
+        self.scheduler.handle_pool_event(ChunksFound(load_id, self.pool.find(keys)))
 
     def bring(self, load):
         """Write the chunks' KV to the load's blocks."""
@@ -118,14 +118,14 @@ class PoolBench(Bench):
     def release(self, load_id):
         load = self.pool.loads[load_id]
         self.bring(load)
-        self.scheduler.take_pool_event(LoadReleased(load_id, len(load.keys)))
+        self.scheduler.handle_pool_event(LoadReleased(load_id, len(load.keys)))
 
     def end(self, load_id, error=None):
         load = self.pool.loads.pop(load_id)
         if error is None:
             self.bring(load)
         num_right = load.first_chunk if error else len(load.keys)
-        self.scheduler.take_pool_event(PoolLoadEnded(load_id, num_right, error))
+        self.scheduler.handle_pool_event(PoolLoadEnded(load_id, num_right, error))
         self.scheduler.check_integrity()
 
 
@@ -356,9 +356,9 @@ def test_save_from_reallocated_blocks_is_dropped():
     bench.add("second", prompt_of(30, seed=4), max_tokens=1)
     bench.run()
     first, second = bench.pool.saves
-    bench.scheduler.take_pool_event(ChunksCopied(first))
+    bench.scheduler.handle_pool_event(ChunksCopied(first))
     assert bench.pool.stored == set()
-    bench.scheduler.take_pool_event(ChunksCopied(second))
+    bench.scheduler.handle_pool_event(ChunksCopied(second))
     assert len(bench.pool.stored) == 3
 
 
@@ -432,7 +432,7 @@ def test_rejected_chunks_that_were_never_computed_are_dropped():
     assert len(bench.pool.refused) == 1
     bench.scheduler.abort("short")
     bench.pool.refuses = False
-    bench.scheduler.take_pool_event(ChunksCopied(other))
+    bench.scheduler.handle_pool_event(ChunksCopied(other))
     assert not bench.pool.saves
     bench.land()
 
@@ -462,7 +462,7 @@ def refused_by_full_store(bench, name, seed, first=0):
 
 def refuse(bench, save_id, first=0):
     """Have a store without memory answer a save, of which it stores the chunks before ``first``."""
-    bench.scheduler.take_pool_event(ChunksCopied(save_id, first > 0, first))
+    bench.scheduler.handle_pool_event(ChunksCopied(save_id, first > 0, first))
     bench.pool.saves.pop(save_id, None)
 
 
@@ -608,7 +608,7 @@ def test_late_sibling_does_not_share_the_prompt_before_its_load_completes(is_rig
     else:
         bench.worker.load(bench.pool.loads[load_id].block_ids, prompt_of(30, seed=8)[:24], 0)
         bench.worker.check = lambda *_: None  # steps run before the load completes
-        bench.scheduler.take_pool_event(LoadReleased(load_id, 3))
+        bench.scheduler.handle_pool_event(LoadReleased(load_id, 3))
     for _ in range(3):
         assert bench.step()[1] == []
     assert late.num_output_tokens == 0
@@ -859,7 +859,7 @@ def test_prompt_is_loaded_from_the_pool_after_its_peer_failed(first_token):
     bench.step()
     load_id = the_load(bench)
     # a duplicate event, of a load that has ended
-    bench.scheduler.load_ended("pulls", "the peer is dead")
+    bench.scheduler.handle_load_ended("pulls", "the peer is dead")
     assert request.status is RequestStatus.TRANSFERRING
     bench.end(load_id)
     bench.run()

@@ -135,7 +135,7 @@ def test_decode_continues_from_the_peers_token_without_the_prompt() -> None:
     assert updates[0].token_ids == (5,)
     assert connector.loading == {"d": 0}
     assert not run_step(scheduler)[0].sequences
-    scheduler.load_ended("d", None)
+    scheduler.handle_load_ended("d", None)
     plan, updates = run_step(scheduler)
     assert (plan.sequences[0].start, plan.sequences[0].count) == (10, 1)
     assert updates[0].token_ids == (7,)
@@ -155,7 +155,7 @@ def test_failed_load_is_recomputed_and_keeps_the_delivered_token() -> None:
     scheduler, _ = make_scheduler()
     scheduler.add(make_request("d", list(range(10, 20)), first_token=5))
     run_step(scheduler)
-    scheduler.load_ended("d", "peer lost")
+    scheduler.handle_load_ended("d", "peer lost")
     plan, _ = run_step(scheduler)
     assert plan.new_requests[0].token_ids == (*range(10, 20), 5)
     assert (plan.sequences[0].start, plan.sequences[0].count) == (0, 11)
@@ -165,7 +165,7 @@ def test_failed_load_fails_the_request_under_policy_fail() -> None:
     scheduler, _ = make_scheduler(policy=LoadFailurePolicy.FAIL)
     scheduler.add(make_request("d", list(range(10, 20)), first_token=5))
     run_step(scheduler)
-    scheduler.load_ended("d", "peer lost")
+    scheduler.handle_load_ended("d", "peer lost")
     updates = scheduler.take_updates()
     assert updates[0].finish is FinishReason.ERROR
     assert updates[0].error == "the prompt's KV did not arrive: peer lost"
@@ -180,7 +180,7 @@ def test_blocks_of_an_aborted_load_are_kept_until_it_drains() -> None:
     scheduler.abort("d")
     assert connector.cancelled == {"d"}
     assert scheduler.blocks.pool.num_free == 13
-    scheduler.load_ended("d", "cancelled")
+    scheduler.handle_load_ended("d", "cancelled")
     scheduler.check_integrity()
     assert scheduler.blocks.pool.num_free == 16
 
@@ -203,7 +203,7 @@ def test_first_token_received_with_the_kv_starts_the_answer() -> None:
     _, updates = run_step(scheduler)
     assert connector.loading == {"d": 0}
     assert not updates
-    scheduler.load_ended("d", None, first_token=FirstToken(5, num_cached_tokens=4))
+    scheduler.handle_load_ended("d", None, first_token=FirstToken(5, num_cached_tokens=4))
     plan, updates = run_step(scheduler)
     assert plan.new_requests[0].token_ids == (*range(10, 20), 5)
     assert (plan.sequences[0].start, plan.sequences[0].count) == (10, 1)
@@ -215,7 +215,7 @@ def test_answer_may_finish_with_the_received_token() -> None:
     scheduler, _ = make_scheduler()
     scheduler.add(make_request("d", list(range(10, 20)), receives_kv=True))
     run_step(scheduler)
-    scheduler.load_ended("d", None, first_token=FirstToken(EOS))
+    scheduler.handle_load_ended("d", None, first_token=FirstToken(EOS))
     plan, updates = run_step(scheduler)
     assert not plan.sequences
     assert [(update.token_ids, update.finish) for update in updates] == [
@@ -229,13 +229,13 @@ def test_undrained_failed_load_is_recomputed_in_other_blocks() -> None:
     scheduler.add(make_request("d", list(range(10, 20)), receives_kv=True))
     run_step(scheduler)
     assert scheduler.blocks.pool.num_free == 13
-    scheduler.load_ended("d", "silent peer", is_drained=False)
+    scheduler.handle_load_ended("d", "silent peer", is_drained=False)
     plan, _ = run_step(scheduler)
     assert (plan.sequences[0].start, plan.sequences[0].count) == (0, 10)
     assert scheduler.blocks.pool.num_free == 10
-    scheduler.load_ended("d", "silent peer", is_drained=False)
+    scheduler.handle_load_ended("d", "silent peer", is_drained=False)
     assert scheduler.num_held_tables == 1
-    scheduler.load_ended("d", "the peer is dead")
+    scheduler.handle_load_ended("d", "the peer is dead")
     scheduler.check_integrity()
     assert scheduler.blocks.pool.num_free == 13
 

@@ -147,13 +147,13 @@ class SchedulerMachine(RuleBasedStateMachine):
     def load_ends(self, data: st.DataObject, error: str | None) -> None:
         name = data.draw(st.sampled_from(sorted(self.bench.connector.loading)))
         self._end_load(name, error)
-        self.scheduler.load_ended(name, error)
+        self.scheduler.handle_load_ended(name, error)
 
     @precondition(lambda self: self.bench.connector.loading)
     @rule(data=st.data())
     def peer_falls_silent(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.bench.connector.loading)))
-        self.scheduler.load_ended(name, "silent peer", is_drained=False)
+        self.scheduler.handle_load_ended(name, "silent peer", is_drained=False)
 
     @precondition(lambda self: self.bench.connector.offered)
     @rule(data=st.data())
