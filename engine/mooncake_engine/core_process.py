@@ -20,7 +20,7 @@ import struct
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from mmap import mmap
@@ -169,6 +169,7 @@ class CoreProcess:
         self._state = state
         self._core: Core | None = None
         self._stopping = threading.Event()
+        self._failure: EngineDead | None = None
         self._served_by: dict[str, FrontEnd] = {}
         self._dropped: set[str] = set()  # ended because of ``BEHIND``; last update pending
 
@@ -185,8 +186,7 @@ class CoreProcess:
         with collector_paused():
             from mooncake_engine.assembly import build_engine
 
-        parent = threading.Thread(target=self._handle_parent, name="parent", daemon=True)
-        parent.start()
+        self._start_thread("parent", self._handle_parent)
         watch = StepWatch(start.config.step_timeout_s, self._state)
         engine = build_engine(start.config, self._parent.send_message, watch, ranks)
         core = self._core = engine.core
@@ -196,6 +196,8 @@ class CoreProcess:
             while not self._stopping.is_set():
                 if updates := core.step():
                     self._publish(core, updates)
+            if self._failure is not None:
+                raise self._failure
         finally:
             watchdog.close()
             core.close()
@@ -211,10 +213,23 @@ class CoreProcess:
         gc.freeze()
         core = engine.core
         self._parent.send_message(Started(engine.info, core.compiles_grammars, core.report()))
-        threading.Thread(target=self._report, args=(core,), name="reports", daemon=True).start()
+        self._start_thread("reports", self._report, core)
         for number, front in enumerate(self._fronts[1:], start=1):
-            name = f"requests-{number}"
-            threading.Thread(target=self._handle_worker, args=(core, front), name=name, daemon=True).start()
+            self._start_thread(f"requests-{number}", self._handle_worker, core, front)
+
+    def _start_thread(self, name: str, work: Callable[..., None], *args: object) -> None:
+        threading.Thread(target=self._guard, args=(work, *args), name=name, daemon=True).start()
+
+    def _guard(self, work: Callable[..., None], *args: object) -> None:
+        """Thread main: do the work; if it fails, the core ends as if a step had failed."""
+        try:
+            work(*args)
+        except Exception as exc:
+            logger.critical("the engine died: %s", exc, exc_info=exc)
+            self._failure = EngineDead(f"the engine died: {exc!r}")
+            self._stopping.set()
+            if self._core is not None:
+                self._core.post(Wake())
 
     def _publish(self, core: Core, updates: list[TokenUpdate]) -> None:
         """Send a step's updates to the front ends that serve the requests."""
@@ -239,7 +254,9 @@ class CoreProcess:
         if rest and not front.can_queue(len(encode_updates(rest))):
             logger.warning(
                 "%s is more than %d MiB of tokens behind: ending %d of its requests",
-                *(front.name, MAX_UNSENT_BYTES >> 20, len(rest)),
+                front.name,
+                MAX_UNSENT_BYTES >> 20,
+                len(rest),
             )
             for update in rest:
                 self._dropped.add(update.request_id)
@@ -260,27 +277,30 @@ class CoreProcess:
 
     def _handle_parent(self) -> None:
         """Thread main: handle the parent's messages until it is gone."""
-        try:
-            while True:
-                message = pickle.loads(self._parent.connection.recv_bytes())
-                core = self._core
-                if core is None:
-                    os._exit(0)  # must be Stop: the parent sends nothing else during loading
-                if isinstance(message, Stop):
-                    self._stopping.set()
-                    core.post(Wake())
-                else:
-                    self._handle_message(core, self._parent, message)
-        except (EOFError, OSError):
-            os._exit(PARENT_GONE)
+        while True:
+            try:
+                encoded = self._parent.connection.recv_bytes()
+            except (EOFError, OSError):
+                os._exit(PARENT_GONE)
+            core = self._core
+            if core is None:
+                os._exit(0)  # must be Stop: the parent sends nothing else during loading
+            message = pickle.loads(encoded)
+            if isinstance(message, Stop):
+                self._stopping.set()
+                core.post(Wake())
+            else:
+                self._handle_message(core, self._parent, message)
 
     def _handle_worker(self, core: Core, worker: FrontEnd) -> None:
         """Thread main: handle an API worker's messages. The parent handles the worker's exit."""
-        try:
-            while True:
-                self._handle_message(core, worker, pickle.loads(worker.connection.recv_bytes()))
-        except (EOFError, OSError):
-            logger.debug("%s has closed its connection", worker.name)
+        while True:
+            try:
+                encoded = worker.connection.recv_bytes()
+            except (EOFError, OSError):
+                logger.debug("%s has closed its connection", worker.name)
+                return
+            self._handle_message(core, worker, pickle.loads(encoded))
 
     def _handle_message(self, core: Core, front: FrontEnd, message: Ask | Command) -> None:
         if isinstance(message, Ask) and isinstance(message.command, RefreshReport):

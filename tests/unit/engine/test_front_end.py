@@ -6,6 +6,7 @@ import pickle
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from mmap import mmap
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -15,8 +16,15 @@ from support.scripted_core import ScriptedExecutor, scripted_engine
 
 from mooncake_engine import assembly, core_process
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.core_messages import UPDATES, AddRequest, Start, decode_updates
+from mooncake_engine.core_messages import (
+    UPDATES,
+    AddRequest,
+    CoreReport,
+    Start,
+    decode_updates,
+)
 from mooncake_engine.core_process import CoreProcess, FrontEnd
+from mooncake_engine.errors import EngineDead
 from mooncake_engine.messages import EngineRequest, FinishReason, TokenUpdate
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.step_watchdog import STATE_BYTES
@@ -168,3 +176,29 @@ def test_a_slow_front_end_loses_only_its_own_requests(
     monkeypatch.setattr(core_process, "MAX_UNSENT_BYTES", MAX_BYTES)  # a slow reader is fine
     ask(slow, "later")
     assert read_answer(slow)[0] == ANSWER
+
+
+def test_failure_of_a_background_thread_ends_the_core(
+    peer: tuple[FrontEnd, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without it front ends would get stale reports, or no requests would arrive any more."""
+    engine = scripted_engine(ScriptedExecutor())
+    reports = [engine.core.report()]
+
+    def report() -> CoreReport:
+        if reports:
+            return reports.pop()
+        raise ValueError("a counter is broken")
+
+    monkeypatch.setattr(engine.core, "report", report)
+    monkeypatch.setattr(assembly, "build_engine", lambda *_: engine)
+    monkeypatch.setattr(core_process.gc, "freeze", lambda: None)
+    core = Core(peer[0], [], mmap(-1, STATE_BYTES))
+    start = Start(EngineConfig(Path("scripted")), LogSettings.current())
+    with ThreadPoolExecutor(1) as threads:
+        running = threads.submit(core.run, start)
+        try:
+            with pytest.raises(EngineDead, match="a counter is broken"):
+                running.result(10)
+        finally:
+            core._stopping.set()
