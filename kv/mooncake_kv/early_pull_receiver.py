@@ -45,6 +45,7 @@ class _Reservation:
         changed: set when ``newest`` or ``error`` has changed.
         error: reason for which the request is abandoned; empty if it is not.
         replaced: holders that a newer one has replaced.
+        is_cancelled: the request has ended, so that nobody lacks the KV.
         may_be_written: while the ranks may write the blocks.
     """
 
@@ -57,6 +58,7 @@ class _Reservation:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     error: str = ""
     replaced: set[Writer] = field(default_factory=set)
+    is_cancelled: bool = False
     may_be_written: bool = False
 
     def fail(self, reason: str) -> None:
@@ -137,8 +139,16 @@ class EarlyPullReceiver:
         self._reserved[request_id] = reserved
         self._context.spawn(self._run(reserved, metaserver, params), request_id)
 
-    def cancel(self, request_id: str, reason: str) -> None:
-        """Cancel a request; ``LoadEnded`` is posted once it is drained. Idempotent."""
+    def cancel(self, request_id: str) -> None:
+        """Cancel a request that has ended; ``LoadEnded`` is posted once it is drained.
+        Idempotent."""
+        reserved = self._reserved.get(request_id)
+        if reserved is not None:
+            reserved.is_cancelled = True
+            self.abort(request_id, "the request ended before its KV was complete")
+
+    def abort(self, request_id: str, reason: str) -> None:
+        """Fail a request's load; ``LoadEnded`` is posted once it is drained. Idempotent."""
         reserved = self._reserved.get(request_id)
         if reserved is not None:
             reserved.fail(reason)
@@ -206,7 +216,8 @@ class EarlyPullReceiver:
     def _abandon(self, reserved: _Reservation, error: str) -> None:
         newest = reserved.newest
         engine_id = "" if newest is None else newest.holder.engine_id
-        self._reader.note_failure(reserved.request_id, engine_id, error)
+        if not reserved.is_cancelled:
+            self._reader.note_failure(reserved.request_id, engine_id, error)
         if newest is not None:
             self._reader.leases.spawn_failed(reserved.remote(newest), error)
 

@@ -81,7 +81,7 @@ class MooncakeConnector(ConnectorScheduler):
 
     def _fail_request(self, request_id: str, reason: str) -> None:
         if request_id in self._early_receiver:
-            self._early_receiver.cancel(request_id, reason)
+            self._early_receiver.abort(request_id, reason)
         else:
             self._receiver.abort(request_id, reason)
         self._end_lease(request_id, reason)
@@ -180,7 +180,7 @@ class MooncakeConnector(ConnectorScheduler):
         self._loop.call(request_id, self._cancel_load, request_id)
 
     def _cancel_load(self, request_id: str) -> None:
-        self._early_receiver.cancel(request_id, "the request ended before its KV was complete")
+        self._early_receiver.cancel(request_id)
         self._receiver.cancel(request_id)
 
     def cancel_send(self, request_id: str) -> None:

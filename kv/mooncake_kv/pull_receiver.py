@@ -106,7 +106,8 @@ class PullReceiver:
         except KVTransferError as exc:  # no rank has been sent the order, or all have reported
             expected.may_be_written = False
             error = str(exc)
-            self._reader.note_failure(order.request_id, order.engine_id, error)
+            if not expected.is_cancelled:  # else its request has ended: nobody lacks the KV
+                self._reader.note_failure(order.request_id, order.engine_id, error)
             self._reader.leases.spawn_failed(expected.remote, error)
         except Exception as exc:
             error = f"the load failed: {exc!r}"

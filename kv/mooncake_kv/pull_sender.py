@@ -86,7 +86,8 @@ class PullSender:
             ending = self.end(message.request_id, LeaseStatus.RELEASED, message.reader)
             return LeaseReply(ticket, ending)
         if isinstance(message, Failed):
-            logger.warning("a peer gave up reading %s: %s", message.request_id, message.reason)
+            # the reader warns of what has failed; that a client has left is no failure
+            logger.info("a peer gave up reading %s: %s", message.request_id, message.reason)
             return LeaseReply(ticket, self.end(message.request_id, LeaseStatus.EXPIRED))
         return Reject(ticket, f"{type(message).__name__} is not a request")
 

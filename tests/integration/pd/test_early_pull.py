@@ -81,6 +81,7 @@ def test_client_disconnect_during_prefill(model: Path, gate: Gate) -> None:
         await asyncio.gather(pending, return_exceptions=True)
         gate.open()
         await both.check_clean(30.0)
+        assert both.decode.stat("load_failures") == 0
         assert (await ask_pushed(both, PROMPT)).tokens == expected
 
     run(model, scenario, prefill=SLOW, **GATED)
