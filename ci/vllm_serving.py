@@ -30,6 +30,8 @@ OF_EXAMPLE = (
 """Options of ``vllm serve`` for the example model when its tokens are compared."""
 CONNECTORS = {"pull": "HalPullConnector", "push": "HalPushConnector"}
 Json = dict[str, Any]
+DESCENDANTS_END_S = 5.0
+"""Seconds that a child's descendants have to end after it before they are killed."""
 _random = random.SystemRandom()  # not seeded, so that processes choose different ports
 _given_ports: set[int] = set()
 
@@ -297,12 +299,26 @@ def start(command: list[str], environment: dict[str, str], log: Path) -> subproc
 
 
 def stop(child: subprocess.Popen[bytes]) -> None:
-    """Kill a child and its descendants."""
+    """Kill a child and its descendants. Those that end after the child, as Python's resource
+    tracker does, have time to remove the shared memory that the others have left."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with suppress(ProcessLookupError):  # all have ended already
             os.killpg(child.pid, number)
         with suppress(subprocess.TimeoutExpired):
             child.wait(20)
+        deadline = time.monotonic() + DESCENDANTS_END_S
+        while group_is_alive(child.pid) and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+
+def group_is_alive(group: int) -> bool:
+    """Whether any process of a group has not ended."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has just ended
+            state, _, its_group = path.read_text().rpartition(") ")[2].split()[:3]
+            if int(its_group) == group and state not in "ZX":
+                return True
+    return False
 
 
 def family(pid: int) -> list[int]:
