@@ -97,7 +97,7 @@ def check_shared(python: Path, answers: PoolAnswers, timeout_s: float) -> list[s
             words = ("--kv-events-config", json.dumps(published)) if number == 0 else ()
             vllm = stack.enter_context(
                 serving(
-                    *(python, pool_config(pool), cores(number), log, *options, *words), model=model
+                    python, pool_config(pool), cores(number), log, *options, *words, model=model
                 )
             )
             vllm.wait_until_healthy(timeout_s)  # the store must be ready before its clients
