@@ -219,6 +219,7 @@ class InputProcessor:
             includes_usage=streaming.include_usage,
             has_usage_in_chunks=streaming.include_usage and streaming.continuous_usage_stats,
             returns_token_ids=bool(request.return_token_ids),
+            names_tokens_by_id=bool(request.return_tokens_as_token_ids),
             shows_prompt_logprobs=request.prompt_logprobs is not None,
             trace_parent=headers.get("traceparent"),
         )

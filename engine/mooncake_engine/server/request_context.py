@@ -156,6 +156,7 @@ class RequestContext:
         includes_usage: whether the stream ends with the token counts.
         has_usage_in_chunks: whether every chunk has the token counts so far.
         returns_token_ids: whether responses have token ids beside the text.
+        names_tokens_by_id: whether log probabilities name tokens by their ids.
         echoes: whether every choice starts with its prompt.
         is_chat: whether this is a chat completion.
         is_prompt_only: whether the client wants information on its prompt only, and no new token.
@@ -181,6 +182,7 @@ class RequestContext:
     includes_usage: bool = False
     has_usage_in_chunks: bool = False
     returns_token_ids: bool = False
+    names_tokens_by_id: bool = False
     echoes: bool = False
     is_chat: bool = False
     is_prompt_only: bool = False

@@ -23,6 +23,8 @@ DONE = b"data: [DONE]\n\n"
 """The event that ends a stream which completed without an error."""
 TokenBytes = Callable[[int], bytes]
 """Returns the bytes that a token id stands for."""
+TokenName = Callable[[int], str]
+"""Returns the name of a token id in log probabilities."""
 
 
 class ResponseBuilder(Protocol):
@@ -126,22 +128,28 @@ class CompletionResponseBuilder:
         body["stop_reason"] = output.stop_reason
         if context.wants_logprobs:
             echoed = prompt if context.echoes else None
-            body["logprobs"] = self._logprobs(output, echoed, is_first=is_first)
+            name = _naming(context, self._token_bytes)
+            body["logprobs"] = self._logprobs(output, echoed, name, is_first=is_first)
         if context.returns_token_ids:
             body["token_ids"] = output.token_ids
         return body
 
     def _logprobs(
-        self, output: TextUpdate | ChoiceOutput, echoed: Prompt | None, *, is_first: bool
+        self,
+        output: TextUpdate | ChoiceOutput,
+        echoed: Prompt | None,
+        name: TokenName,
+        *,
+        is_first: bool,
     ) -> dict[str, Any]:
         if echoed is None:
-            return completion_logprobs(output.logprobs, output.text_offsets, self._token_bytes)
+            return completion_logprobs(output.logprobs, output.text_offsets, name)
         offsets = [len(echoed.text or "") + offset for offset in output.text_offsets]
         if not is_first:
-            return completion_logprobs(output.logprobs, offsets, self._token_bytes)
+            return completion_logprobs(output.logprobs, offsets, name)
         entries = [*output.prompt_logprobs, *output.logprobs]
-        lists = completion_logprobs(entries, [*echoed.offsets, *offsets], self._token_bytes)
-        return after_first_token(lists, self._token_bytes(echoed.token_ids[0]))
+        lists = completion_logprobs(entries, [*echoed.offsets, *offsets], name)
+        return after_first_token(lists, name(echoed.token_ids[0]))
 
 
 class ChatResponseBuilder:
@@ -219,7 +227,8 @@ class ChatResponseBuilder:
         if output.finish is not None:
             body["stop_reason"] = output.stop_reason
         if context.wants_logprobs:
-            body["logprobs"] = chat_logprobs(output.logprobs, self._token_bytes)
+            name = _naming(context, self._token_bytes, is_chat=True)
+            body["logprobs"] = chat_logprobs(output.logprobs, self._token_bytes, name)
         if context.returns_token_ids:
             body["token_ids"] = output.token_ids
         return body
@@ -274,16 +283,16 @@ _MIN_LOGPROB = -9999.0
 
 
 def completion_logprobs(
-    entries: Sequence[TokenLogprobs], text_offsets: Sequence[int], token_bytes: TokenBytes
+    entries: Sequence[TokenLogprobs], text_offsets: Sequence[int], name: TokenName
 ) -> dict[str, Any]:
     """Log probabilities in the format of ``/v1/completions``: four parallel lists."""
     return {
-        "tokens": [_name(token_bytes(entry.token_id)) for entry in entries],
+        "tokens": [name(entry.token_id) for entry in entries],
         "token_logprobs": [_finite(entry.logprob) for entry in entries],
         "top_logprobs": [
             # includes the chosen token, whatever its rank, because clients look it up here
             {
-                _name(token_bytes(token_id)): _finite(value)
+                name(token_id): _finite(value)
                 for token_id, value in (*entry.top, (entry.token_id, entry.logprob))
             }
             for entry in entries
@@ -292,11 +301,11 @@ def completion_logprobs(
     }
 
 
-def after_first_token(lists: dict[str, Any], token: bytes) -> dict[str, Any]:
+def after_first_token(lists: dict[str, Any], token: str) -> dict[str, Any]:
     """Prepend a prompt's first token to the four lists. Nothing precedes that token, so it has no
     probability. The offsets already include it."""
     return {
-        "tokens": [_name(token), *lists["tokens"]],
+        "tokens": [token, *lists["tokens"]],
         "token_logprobs": [None, *lists["token_logprobs"]],
         "top_logprobs": [None, *lists["top_logprobs"]],
         "text_offset": lists["text_offset"],
@@ -326,27 +335,36 @@ def _by_id(entry: TokenLogprobs, token_bytes: TokenBytes) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(entries: Sequence[TokenLogprobs], token_bytes: TokenBytes) -> dict[str, Any]:
+def chat_logprobs(
+    entries: Sequence[TokenLogprobs], token_bytes: TokenBytes, name: TokenName
+) -> dict[str, Any]:
     """Log probabilities in the format of ``/v1/chat/completions``: one object per token."""
+
+    def described(token_id: int, logprob: float) -> dict[str, Any]:
+        return {
+            "token": name(token_id),
+            "logprob": _finite(logprob),
+            "bytes": list(token_bytes(token_id)),
+        }
+
     return {
         "content": [
-            _described(token_bytes(entry.token_id), entry.logprob)
-            | {
-                "top_logprobs": [
-                    _described(token_bytes(token_id), value) for token_id, value in entry.top
-                ]
-            }
+            described(entry.token_id, entry.logprob)
+            | {"top_logprobs": [described(token_id, value) for token_id, value in entry.top]}
             for entry in entries
         ]
     }
 
 
-def _described(token: bytes, logprob: float) -> dict[str, Any]:
-    return {
-        "token": token.decode(errors="replace"),
-        "logprob": _finite(logprob),
-        "bytes": list(token),
-    }
+def _naming(
+    context: RequestContext, token_bytes: TokenBytes, *, is_chat: bool = False
+) -> TokenName:
+    """How the request's log probabilities name tokens: chat has their bytes beside the name."""
+    if context.names_tokens_by_id:
+        return "token_id:{}".format
+    if is_chat:
+        return lambda token_id: token_bytes(token_id).decode(errors="replace")
+    return lambda token_id: _name(token_bytes(token_id))
 
 
 def _name(token: bytes) -> str:

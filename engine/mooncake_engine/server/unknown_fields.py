@@ -45,7 +45,7 @@ _ALTERNATIVES = {
 _REJECTED = frozenset(
     {
         *("logits_processors", "prompt_embeds", "vllm_xargs", "lora_path"),
-        *("return_tokens_as_token_ids", "logit_processors", "custom_logit_processor"),
+        *("logit_processors", "custom_logit_processor"),
         *("mirostat", "mirostat_tau", "mirostat_eta", "dry_multiplier", "xtc_probability", "tfs_z"),
         *("top_a", "grammar", "json_schema", "regex", "ebnf", "response_schema", "tool_config"),
         *("use_beam_search", "num_beams", "no_repeat_ngram_size", "echo", "suffix", "stop_regex"),
@@ -65,7 +65,6 @@ _NO_EFFECT_VALUES: dict[str, Any] = {
     "length_penalty": 1.0,
     "logits_processors": [],
     "vllm_xargs": {},
-    "return_tokens_as_token_ids": False,
     "return_token_offsets": False,
     "watermarking": False,
     "structured_outputs.disable_fallback": False,

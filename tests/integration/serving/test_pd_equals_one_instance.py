@@ -84,13 +84,16 @@ def figures(client: httpx.Client, url: str) -> dict[str, float]:
 def collect(chunks: list[Json], usage: Json) -> Json:
     answers: Json = {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
-        seen = answers.setdefault(choice["index"], {"text": "", "logprobs": [], "finish": None})
+        empty = {"text": "", "logprobs": [], "tokens": [], "finish": None}
+        seen = answers.setdefault(choice["index"], empty)
         message = choice.get("message") or choice.get("delta") or {}
         seen["text"] += choice.get("text", "") + (message.get("content") or "")
         logprobs = choice["logprobs"] or {}
         values = logprobs.get("token_logprobs", [])
         values += [entry["logprob"] for entry in logprobs.get("content", [])]
         seen["logprobs"] += values
+        seen["tokens"] += logprobs.get("tokens", [])
+        seen["tokens"] += [entry["token"] for entry in logprobs.get("content", [])]
         seen["finish"] = choice["finish_reason"] or seen["finish"]
     counts = {name: usage[name] for name in ("prompt_tokens", "completion_tokens")}
     return {"answers": answers, "usage": counts}
@@ -156,6 +159,7 @@ CASES: dict[str, Json] = {
         "logprobs": True,
         "top_logprobs": 2,
         "max_completion_tokens": 12,
+        "return_tokens_as_token_ids": True,
     },
 }
 

@@ -276,3 +276,30 @@ def test_the_end_of_a_truncated_prompt_remains(
     prompts = [bytes(request.prompt_token_ids) for request in engine.seen]
     assert prompts[:2] == [text[-kept:].encode()] * 2
     assert (len(prompts[2]), prompts[3]) == (kept, text[:kept].encode())
+
+
+def test_log_probabilities_name_tokens_by_id_if_requested(client: AsgiClient) -> None:
+    """In completions, with their echo, and in chat, whole or streamed."""
+    by_id = {"return_tokens_as_token_ids": True}
+    body = {"prompt": "t\u00e9", "max_tokens": 2, "logprobs": 1, **by_id}
+    logprobs = client.post(PATH, **body).json()["choices"][0]["logprobs"]
+    named = [f"token_id:{token_id}" for token_id in b"T\xc3"]
+    assert logprobs["tokens"] == named
+    assert all(name in top for name, top in zip(named, logprobs["top_logprobs"], strict=True))
+    assert all(name.startswith("token_id:") for top in logprobs["top_logprobs"] for name in top)
+    echoed = client.post(PATH, **body, echo=True).json()["choices"][0]["logprobs"]["tokens"]
+    assert echoed[:3] == [f"token_id:{token_id}" for token_id in "t\u00e9".encode()]
+    chunks = client.stream(PATH, **body)
+    assert [n for each in chunks for n in each["choices"][0]["logprobs"]["tokens"]] == named
+    chat = client.post(
+        "/v1/chat/completions",
+        messages=[{"role": "user", "content": "x"}],
+        logprobs=True,
+        top_logprobs=1,
+        max_tokens=1,
+        **by_id,
+    )
+    [entry] = chat.json()["choices"][0]["logprobs"]["content"]
+    [token_byte] = entry["bytes"]
+    assert entry["token"] == f"token_id:{token_byte}"
+    assert all(top["token"] == f"token_id:{top['bytes'][0]}" for top in entry["top_logprobs"])

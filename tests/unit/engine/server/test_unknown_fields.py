@@ -109,7 +109,6 @@ CHANGED_ANSWERS = [
     ("length_penalty", 0.5, "use best_of", 1),
     ("logits_processors", ["x"], "remove it", []),
     ("vllm_xargs", {"x": 1}, "remove it", {}),
-    ("return_tokens_as_token_ids", True, "remove it", False),
     ("return_token_offsets", True, "remove it", False),
     ("watermarking", True, "remove it", False),
     ("repetition_detection", {"min_count": 3}, "remove it", None),
