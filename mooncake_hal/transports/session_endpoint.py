@@ -147,7 +147,7 @@ class DataPath(Protocol):
         """Deregister memory, which has already been removed from the local table.
 
         Once this returns, our own transfers of the region have completed or failed, and so have
-        peers' transfers if the transport can revoke. The endpoint notifies the peers afterwards.
+        peers' transfers if the transport can revoke. The peers have been sent a notice before.
         """
         ...
 
@@ -248,10 +248,11 @@ class SessionEndpoint:
             del self._live[key]
             self._fds.pop(key, None)
             self._local.revoke(key)
-        self._data_path.detach(key)
-        with self._lock:
+            # before the memory is gone, so that whoever fails to access it knows why; and to those
+            # peers alone that know the region
             dropped = self._announce(Revoked(key))
             inbound = [session for session in self._inbound if session not in dropped]
+        self._data_path.detach(key)
         late = dropped + _await_all(inbound, self._confirm_s or REVOKE_SECONDS)
         if late and self._confirm_s is not None:
             raise TransferTimeout(
