@@ -1,9 +1,12 @@
 """What engine and proxy must agree on beyond the bodies of the OpenAI API: headers, signatures, the
-registration of instances, the priority of batch work, and what both accept as a URL or a key."""
+registration of instances, the priority of batch work, and what both accept as a URL, an origin of
+web pages or a key."""
 
 from __future__ import annotations
 
 import hmac
+import json
+from contextlib import suppress
 from hashlib import sha256
 from urllib.parse import urlsplit
 
@@ -82,3 +85,25 @@ def is_http_url(text: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # the port is not a number, or an IPv6 address is incomplete
         return False
+
+
+def split_origins(text: str) -> tuple[str, ...]:
+    """The origins of web pages in the value of ``--allowed-origins``: separated by commas or, as
+    vLLM has them, a JSON list. See ``is_origin``."""
+    names: object = text.split(",")
+    if text.lstrip().startswith("["):
+        with suppress(ValueError):  # left as it is, it is no origin
+            names = json.loads(text)
+    listed = names if isinstance(names, list) else [names]
+    return tuple(str(name).strip().rstrip("/").lower() for name in listed if str(name).strip())
+
+
+def is_origin(text: str) -> bool:
+    """Whether a text is an origin of web pages, as browsers send it (``https://chat.example.com``,
+    without a path), or ``*`` for all."""
+    if text == "*":
+        return True
+    parts = urlsplit(text) if is_http_url(text) else None
+    if parts is None or text != f"{parts.scheme}://{parts.netloc}":
+        return False
+    return not set("@*").intersection(text)  # a browser's has no user, and patterns are not known

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from mooncake_api.instance_protocol import is_http_url
+from mooncake_api.instance_protocol import is_http_url, is_origin
 from mooncake_proxy.api.api_keys import ApiKey
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.http1.http_wire import MAX_PORT, Origin
@@ -131,6 +131,8 @@ class ProxyConfig:
     # Entries of a structured keys file: names, limits, classes and models of keys.
     tenants: tuple[ApiKey, ...] = ()
     admin_keys: frozenset[str] = frozenset()
+    # Origins of web pages that may use the API in a browser; `*`: all.
+    allowed_origins: tuple[str, ...] = ()
     # Clients' smaller (more urgent) `priority` values are raised to this.
     min_priority: int = 0
     # Tenants with different API keys share no prefix cache.
@@ -326,6 +328,12 @@ class ProxyConfig:
             raise ConfigError(f"--tls-key {self.tls.key}: wanted --tls-cert as well")
         if self.cache_salt_per_key and not self.api_keys:
             raise ConfigError("--cache-salt-per-key: wanted --api-key-file as well")
+        for origin in self.allowed_origins:
+            if not is_origin(origin):
+                raise ConfigError(
+                    f"--allowed-origins {origin!r}: wanted * or the origin of web pages, such as "
+                    "https://chat.example.com"
+                )
 
     def _check_tenants(self) -> None:
         """Check that the classes that keys name exist, which requires the conductor."""

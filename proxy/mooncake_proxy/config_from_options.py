@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from mooncake_api.instance_protocol import split_origins
 from mooncake_proxy.api.api_keys import KeyFile, read_key_file, read_keys
 from mooncake_proxy.config import (
     CONDUCTOR_POLICIES,
@@ -43,6 +44,7 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         api_keys=frozenset(each.key for each in key_file.keys),
         tenants=tuple(each for each in key_file.keys if each.name),
         admin_keys=read_keys(args.admin_key_file),
+        allowed_origins=split_origins(args.allowed_origins),
         min_priority=args.min_priority,
         cache_salt_per_key=args.cache_salt_per_key,
         slo_ttft_s=_in_seconds("--slo-ttft", args.slo_ttft),

@@ -61,6 +61,7 @@ def build_parser() -> argparse.ArgumentParser:
         _add_limits,
         _add_objectives,
         _add_access,
+        _add_monitoring,
     ):
         add_group(parser)
     return parser
@@ -313,19 +314,30 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
     access.add_argument(
         "--admin-key-file", metavar="FILE", help="keys of the admin API, one per line"
     )
+    access.add_argument(
+        "--allowed-origins",
+        default="",
+        metavar="ORIGINS",
+        help="origins of web pages that may use the API in a browser (CORS), separated by commas, "
+        "such as https://chat.example.com; *: all",
+    )
     access.add_argument("--tls-cert", metavar="FILE", help="the proxy's certificate: serve https")
     access.add_argument("--tls-key", metavar="FILE", help="the certificate's private key")
     access.add_argument("--upstream-ca", metavar="FILE", help="CA certificate of https instances")
     access.add_argument(
         "--upstream-insecure", action="store_true", help="do not verify certificates of instances"
     )
-    access.add_argument(
+
+
+def _add_monitoring(parser: argparse.ArgumentParser) -> None:
+    monitoring = parser.add_argument_group("monitoring")
+    monitoring.add_argument(
         "--access-log",
         choices=("off", "errors", "all"),
         default="errors",
         help="one JSON line per request on stderr",
     )
-    access.add_argument(
+    monitoring.add_argument(
         "--store-metrics",
         action="append",
         default=[],
@@ -333,18 +345,18 @@ def _add_access(parser: argparse.ArgumentParser) -> None:
         help="where a node store serves its metrics (http://10.0.0.1:7702), which /metrics/targets "
         "names to Prometheus; repeat for each that no instance of ours connects to",
     )
-    access.add_argument(
+    monitoring.add_argument(
         "--otlp-endpoint",
         metavar="URL",
         help="export OpenTelemetry spans to this collector, as OTLP over HTTP (http://collector:4318)",
     )
-    access.add_argument(
+    monitoring.add_argument(
         "--log-level",
         default="info",
         choices=("debug", "info", "warning", "error"),
         help="lowest level of log lines on stderr",
     )
-    access.add_argument(
+    monitoring.add_argument(
         "--log-format",
         default="text",
         choices=LOG_FORMATS,

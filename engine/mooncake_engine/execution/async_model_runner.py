@@ -213,9 +213,8 @@ class AsyncModelRunner(ModelRunner):
 
     A grammar has to know the previous token before the next one is sampled, and so have bad words
     of several tokens. The host then waits for that token after it has enqueued the forward pass
-    that computes the next logits. If the host
-    reads logits between two steps (``prompt_logprobs``), the whole batch waits for the host. Drafts
-    are proposed when all tokens before them are known.
+    that computes the next logits. If the host reads logits between two steps (``prompt_logprobs``),
+    the whole batch waits for the host. Drafts are proposed when all tokens before them are known.
 
     Args:
         parts: the runner's collaborators.

@@ -19,6 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -131,6 +132,15 @@ def create_app(
 
 def _middleware(options: ServerOptions, metrics: ServerMetrics) -> list[Middleware]:
     middleware = [Middleware(_CountResponses, count=metrics.count_response)]
+    if options.allowed_origins:  # before the keys, which browsers don't send with a preflight
+        cross_origin = Middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=("X-Request-Id", "Retry-After"),
+        )
+        middleware.append(cross_origin)
     if options.access_log != "off":
         worker = {"worker": options.worker} if options.worker else {}
         middleware.append(Middleware(AccessLog, level=options.access_log, extra_fields=worker))

@@ -8,7 +8,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mooncake_api.instance_protocol import MIN_KEY_CHARACTERS, is_http_url
+from mooncake_api.instance_protocol import (
+    MIN_KEY_CHARACTERS,
+    is_http_url,
+    is_origin,
+    split_origins,
+)
 from mooncake_engine.config_checks import check_url
 from mooncake_engine.errors import ConfigError
 from mooncake_engine.process.worker_counts import MAX_WORKERS
@@ -129,6 +134,15 @@ class ServerOptions:
             help="file with API keys, one per line; requests without one of them are rejected",
         ),
     )
+    allowed_origins: tuple[str, ...] = field(
+        default=(),
+        metadata=option(
+            metavar="ORIGINS",
+            parse=split_origins,
+            help="origins of web pages that may use the API in a browser (CORS), separated by "
+            "commas, such as https://chat.example.com; *: all",
+        ),
+    )
     max_body_bytes: int | None = field(
         default=None,
         metadata=option(
@@ -223,6 +237,12 @@ class ServerOptions:
                 "--otlp-endpoint must be the URL of a collector such as http://collector:4318, "
                 f"got {self.otlp_endpoint!r}"
             )
+        for origin in self.allowed_origins:
+            if not is_origin(origin):
+                raise ConfigError(
+                    "--allowed-origins must be * or origins of web pages, such as "
+                    f"https://chat.example.com, got {origin!r}"
+                )
         self._check_numbers()
         self._check_registration()
 

@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Struct
 
 from mooncake_api import COUNT_TOKENS_PATH, FORMAT_PATHS
+from mooncake_api.instance_protocol import REGISTER_PATH
 from mooncake_proxy import __version__
 from mooncake_proxy.api.api_keys import check_key
 from mooncake_proxy.api.error_responses import respond_error, respond_json
@@ -45,8 +46,6 @@ EXPLAIN_PATH = "/conductor/explain"
 TARGETS_PATH = "/metrics/targets"
 # Proxies on other hosts post their reservations here.
 RESERVATIONS_PATH = "/conductor/reservations"
-# Instances register here.
-REGISTER_PATH = "/register"
 ADMIN_PATHS = frozenset(
     {
         *("/", "/view", "/metrics", TARGETS_PATH),
@@ -66,6 +65,9 @@ def routes(process: ProxyProcess, handle: Handler) -> Routes:
         "/": {"GET": handlers.page},
         "/view": {"GET": handlers.view},
         "/health": {"GET": handlers.health},
+        "/ping": {"GET": handlers.health, "POST": handlers.health},
+        "/load": {"GET": handlers.load},
+        "/version": {"GET": handlers.version},
         "/ready": {"GET": handlers.ready},
         "/metrics": {"GET": handlers.metrics},
         TARGETS_PATH: {"GET": handlers.targets},
@@ -127,6 +129,15 @@ class AdminHandlers:
         if request.is_admin or self._process.config.admin_port is None:
             answer["instances"] = [instance_info(instance) for instance in self._process.pools]
         respond_json(request, 200, answer)
+
+    async def load(self, request: HttpRequest) -> None:
+        """GET /load: the number of clients that wait for an answer, on all workers, as vLLM's."""
+        num_clients = self._process.num_running + self._process.num_waiting
+        respond_json(request, 200, {"server_load": num_clients})
+
+    async def version(self, request: HttpRequest) -> None:
+        """GET /version: the proxy's."""
+        respond_json(request, 200, {"version": __version__})
 
     async def ready(self, request: HttpRequest) -> None:
         """GET /ready: 200 if a request could be answered now, else 503 with the reason."""

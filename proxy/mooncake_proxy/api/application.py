@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec import Raw, Struct
 
 from mooncake_api import FORMAT_PATHS
+from mooncake_api.instance_protocol import REGISTER_PATH
 from mooncake_proxy.api import admin_routes
 from mooncake_proxy.api.admission_queue import NO_KEY, Tenant
 from mooncake_proxy.api.api_keys import ApiKey, check_key, holds_key, tenant_salt
@@ -52,6 +53,7 @@ from mooncake_proxy.flows.pull_flow import pull
 from mooncake_proxy.flows.push_flow import push
 from mooncake_proxy.flows.sglang_flow import sglang
 from mooncake_proxy.http1.connection_pool import sweep_timeouts
+from mooncake_proxy.http1.cross_origin import CrossOriginPolicy, is_preflight
 from mooncake_proxy.http1.http_request import HttpRequest
 from mooncake_proxy.http1.http_wire import Origin, header_lines
 from mooncake_proxy.http1.server_connection import (
@@ -108,7 +110,8 @@ class ProxyApplication:
         self.routers = self.process.routers
         self.admission = self.process.admission
         self.access = AccessLog(config.access_log)
-        self.server = ServerContext(self.handle, config.server, self.body_limit)
+        cross_origin = CrossOriginPolicy(config.allowed_origins) if config.allowed_origins else None
+        self.server = ServerContext(self.handle, config.server, self.body_limit, cross_origin)
         self._servers = [self.server]
         self.checker = HealthChecker(
             config.health,
@@ -349,7 +352,7 @@ class ProxyApplication:
         if path == admin_routes.RESERVATIONS_PATH:
             is_peer = self.peers is not None and self.peers.is_peer(request.headers)
             return longest if is_peer else 0
-        if path == admin_routes.REGISTER_PATH:
+        if path == REGISTER_PATH:
             is_known = self.process.registrations.is_known(request.headers)
             return SHORT_BODY_BYTES if is_known else 0
         if path not in admin_routes.BODY_PATHS:
@@ -358,8 +361,13 @@ class ProxyApplication:
 
     async def _answer_other(self, request: HttpRequest) -> None:
         try:
-            if self.config.admin_port is not None and request.path in admin_routes.ADMIN_PATHS:
-                raise NotFound(f"no such path here: {request.path} (--admin-port)")
+            if request.path in admin_routes.ADMIN_PATHS:
+                if self.config.admin_port is not None:
+                    raise NotFound(f"no such path here: {request.path} (--admin-port)")
+                request.cross_origin_headers = b""  # whatever page of another origin asks
+            elif self.server.cross_origin is not None and is_preflight(request):
+                self.server.cross_origin.answer_preflight(request)
+                return
             await self._handle_other(request)
         except Refusal as error:
             respond_error(request, error, b"")

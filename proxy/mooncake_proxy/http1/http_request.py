@@ -45,6 +45,7 @@ class HttpRequest:
         "body",
         "bytes_out",
         "chunked",
+        "cross_origin_headers",
         "ended",
         "headers",
         "is_admin",
@@ -70,6 +71,8 @@ class HttpRequest:
         self.ended = False
         self.bytes_out = 0
         self.source: Pausable | None = None
+        # Header lines for the browser of a page of another origin.
+        self.cross_origin_headers = b""
         # Applied to everything that is sent to the client.
         self.translation: AnswerTranslation | None = None
 
@@ -99,12 +102,13 @@ class HttpRequest:
             status, body = self.translation.complete(status, body)
         self.status = status
         self._protocol.send(
-            b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b%b\r\n%b"
+            b"%bcontent-type: %b\r\ncontent-length: %d\r\n%b%b%b\r\n%b"
             % (
                 status_line(status),
                 content_type.encode("latin-1"),
                 len(body),
                 headers,
+                self.cross_origin_headers,
                 self._connection_line(),
                 b"" if self.method == "HEAD" else body,
             )
@@ -120,13 +124,14 @@ class HttpRequest:
         if self.translation is not None:
             first = self.translation.events(first)
         self._protocol.send(
-            b"%bcontent-type: %b\r\n%b%b%b%b\r\n%b"
+            b"%bcontent-type: %b\r\n%b%b%b%b%b\r\n%b"
             % (
                 STATUS_LINES[200],
                 content_type.encode("latin-1"),
                 _STREAM_HEADERS,
                 b"transfer-encoding: chunked\r\n" if self.chunked else b"",
                 headers,
+                self.cross_origin_headers,
                 self._connection_line(),
                 (chunk(first) if self.chunked else first) if first else b"",
             )

@@ -20,6 +20,7 @@ import httptools
 
 from mooncake_proxy.api.openai_bodies import error_body
 from mooncake_proxy.errors import INTERNAL_ERROR, Refusal
+from mooncake_proxy.http1.cross_origin import CrossOriginPolicy
 from mooncake_proxy.http1.http_request import HttpRequest
 
 logger = logging.getLogger(__name__)
@@ -63,6 +64,8 @@ class ServerContext:
     limits: ServerLimits = field(default_factory=ServerLimits)
     # Largest body of a request, by its head; 0: the request is answered without reading its body.
     body_limit: Callable[[HttpRequest], int] | None = None
+    # None: web pages of other origins can't read responses.
+    cross_origin: CrossOriginPolicy | None = None
     connections: set[ServerProtocol] = field(default_factory=set)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     is_closing: bool = False
@@ -216,6 +219,9 @@ class ServerProtocol(asyncio.Protocol):
             self._expect_body(request, headers)
 
     def _expect_body(self, request: HttpRequest, headers: dict[bytes, bytes]) -> None:
+        if self._context.cross_origin is not None and b"origin" in headers:
+            policy, origin = self._context.cross_origin, headers[b"origin"]
+            request.cross_origin_headers = policy.response_headers(origin)
         # The parser has checked that the value is a number.
         num_bytes = int(headers.get(b"content-length", 0))
         limit_of, limits = self._context.body_limit, self._context.limits

@@ -13,6 +13,7 @@ import uvloop
 from support.proxy_fakes import FakeDeployment, fake_deployment, text_of
 from support.proxy_fakes_client import BODY, events_of, make_certificate, post, streamed_text
 
+from mooncake_proxy import __version__
 from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.config import AdmissionConfig, TlsConfig
 from mooncake_proxy.errors import ConfigError
@@ -45,6 +46,28 @@ def test_api_keys() -> None:
                 assert answer.status_code == 200
                 assert (await client.get("/v1/models")).status_code == 401
                 assert (await client.get("/health")).status_code == 200
+
+    uvloop.run(main())
+
+
+def test_paths_that_monitors_of_vllm_ask_for() -> None:
+    async def main() -> None:
+        async with (
+            fake_deployment(api_keys=frozenset({"k1"})) as s,
+            httpx.AsyncClient(base_url=s.url) as client,
+        ):
+            assert (await client.get("/version")).json() == {"version": __version__}
+            for method in ("GET", "POST"):
+                assert (await client.request(method, "/ping")).json()["status"] == "ok"
+            assert (await client.get("/load")).json() == {"server_load": 0}
+            s.decodes[0].behaviour.token_delay_s = 0.2
+            body = BODY | {"stream": True, "max_tokens": 5}
+            headers = {"authorization": "Bearer k1"}
+            async with client.stream(
+                "POST", "/v1/completions", json=body, headers=headers
+            ) as answer:
+                await anext(answer.aiter_bytes())
+                assert (await client.get("/load")).json() == {"server_load": 1}
 
     uvloop.run(main())
 
