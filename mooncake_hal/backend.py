@@ -363,7 +363,8 @@ class Ops(LatentOps, Protocol):
         ...
 
     def copy_blocks(self, cache: Tensor, source: Tensor, target: Tensor) -> None:
-        """Copy blocks within a cache view: ``source[i]`` onto ``target[i]``, both [n] int64."""
+        """Copy blocks within a cache view: ``source[i]`` onto ``target[i]``, both [n] int64, in any
+        order or all at once: no copy's source is the target of another one."""
         ...
 
     def gather_blocks(self, cache: Tensor, block_ids: Tensor, staging: Tensor) -> None:

@@ -106,8 +106,9 @@ class Worker:
         if plan.drains_copies or not self.copies_late:
             self._copy_late({block for _, block, _ in self._late})
         self._copy_late(plan.touched_blocks())
-        for source, target in plan.block_copies:
-            self._slots[target] = list(self._slots[source])
+        copied = [list(self._slots[source]) for source, _ in plan.block_copies]  # all at once
+        for (_, target), slots in zip(plan.block_copies, copied, strict=True):
+            self._slots[target] = slots
 
     def _copy_late(self, touched: set[int]) -> None:
         """Make the pending copies of these blocks and all copies before them."""

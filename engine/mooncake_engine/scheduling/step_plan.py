@@ -116,8 +116,8 @@ class StepPlan:
         new_requests: requests that the workers don't know yet.
         swap_outs: ``(block, host block)`` pairs to copy to host memory, before any other copy.
         swap_ins: ``(host block, block)`` pairs to copy back from host memory, after ``swap_outs``.
-        block_copies: ``(source, target)`` blocks to copy on write, after ``swap_ins`` and before
-            the sequences run.
+        block_copies: ``(source, target)`` blocks to copy on write, all at once: no source is
+            the target of another one. After ``swap_ins`` and before the sequences run.
         sequences: sequences to run; may be empty.
         drains_copies: whether the step waits for all copies to and from the host, including those
             of earlier plans. Otherwise such copies continue in parallel with steps.
@@ -238,7 +238,7 @@ class StepBuilder:
         self._prefilling: list[Request] = []
         self._swap_outs: list[tuple[int, int]] = []
         self._swap_ins: list[tuple[int, int]] = []
-        self._copies: list[tuple[int, int]] = []
+        self._sources: dict[int, int] = {}  # of the copies on write, by target
 
     def add_new_request(self, request: Request) -> None:
         """Introduce a request to the workers, with its current block table."""
@@ -340,9 +340,12 @@ class StepBuilder:
         self.budget -= num_draft_tokens
 
     def copy(self, growth: Growth) -> None:
-        """Add the copy on write of a grown table, if it has one."""
+        """Add the copy on write of a grown table, if it has one. A block that is itself copied in
+        this step does not have its content yet, since all copies run at once: it is copied from
+        where that comes from."""
         if growth.copied is not None:
-            self._copies.append(growth.copied)
+            source, target = growth.copied
+            self._sources[target] = self._sources.get(source, source)
 
     def swap_out(self, copies: BlockCopies) -> None:
         """Add copies to host memory, which run before all others."""
@@ -380,7 +383,7 @@ class StepBuilder:
             tuple(self._new_requests),
             tuple(self._swap_outs),
             tuple(self._swap_ins),
-            tuple(self._copies),
+            tuple((source, target) for target, source in self._sources.items()),
             (*self._decodes, *self._prefills),
             received_blocks,
             drains_copies,

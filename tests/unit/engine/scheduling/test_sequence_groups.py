@@ -88,6 +88,18 @@ def test_sibling_added_after_the_prompt_recomputes_its_last_token() -> None:
     bench.run()
 
 
+def test_sibling_added_while_a_shared_block_is_copied_gets_that_blocks_content() -> None:
+    bench = endless()
+    add_group(bench, 2)
+    bench.step()
+    bench.add("late", PROMPT, group="g")
+    plan, _ = bench.step()  # the first two part, and the third forks from one of them
+    sources, targets = zip(*plan.block_copies, strict=True)
+    assert len(set(sources)) == 1
+    assert len(set(targets)) == 2
+    assert not set(sources).intersection(targets)
+
+
 def test_siblings_beyond_max_num_seqs_join_later() -> None:
     bench = endless(max_num_seqs=2)
     add_group(bench, 5)
