@@ -436,7 +436,7 @@ class PoolClient:
 
     async def _save(self, save: SaveRequest) -> None:
         grants = _Grants()
-        was_copied = is_unchanged = is_copying = is_late = False
+        was_copied = is_unchanged = is_copying = False
         try:
             async with self._save_slots:
                 grants = await self._reserve(save)
@@ -454,7 +454,6 @@ class PoolClient:
         except KVTransferError as exc:
             logger.warning("%s was not saved: %s", save.save_id, exc)
             self._count_refusals("failed", len(grants.handles))
-            is_late = True
         finally:
             if not was_copied:
                 self._post(ChunksCopied(save.save_id, False, grants.refused_chunk))
@@ -468,7 +467,7 @@ class PoolClient:
             finally:
                 self._saving.discard(save.save_id)
                 self._count_in_flight()
-        if is_late:
+        if is_copying:
             await self._ranks.await_late(save.save_id)
             await self._end_writes(grants, is_complete=False, is_copy=False)
 
