@@ -38,11 +38,11 @@ class GrammarMatcher:
     Args:
         matcher: the library's matcher.
         eos_token_ids: the tokens that may end the output.
-        among: mask of the tokens that the request allows beside these; None allows all.
+        among: bits of the tokens that the request allows, these among them; None allows all.
     """
 
     def __init__(
-        self, matcher: Any, eos_token_ids: Sequence[int] = (), among: bytes | None = None
+        self, matcher: Any, eos_token_ids: Sequence[int] = (), among: int | None = None
     ) -> None:
         self._matcher = matcher
         self._eos_token_ids = eos_token_ids
@@ -61,8 +61,7 @@ class GrammarMatcher:
         """Allow only the tokens of a mask, of the form of ``allowed``, and the end of the output,
         on which the grammar alone decides."""
         ends = sum(1 << token_id for token_id in set(self._eos_token_ids))
-        num_bytes = max(len(mask), (ends.bit_length() + 7) // 8)
-        self._among = (int.from_bytes(mask, "little") | ends).to_bytes(num_bytes, "little")
+        self._among = int.from_bytes(mask, "little") | ends
 
     def allowed(self) -> bytes:
         """The mask of tokens that may come next: one bit per token id, lowest bit first.
@@ -77,7 +76,7 @@ class GrammarMatcher:
             raise GrammarFailed(f"the grammar can't be followed any further: {reason}")
         if self._among is None:
             return mask
-        both = int.from_bytes(mask, "little") & int.from_bytes(self._among, "little")
+        both = int.from_bytes(mask, "little") & self._among
         if not both:
             raise GrammarFailed("the grammar allows none of allowed_token_ids here")
         return both.to_bytes(len(mask), "little")
