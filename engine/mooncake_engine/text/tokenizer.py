@@ -11,9 +11,12 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mooncake_engine.errors import CheckpointError, ConfigError, InvalidRequest
+
+if TYPE_CHECKING:
+    from jinja2 import TemplateSyntaxError
 
 logger = logging.getLogger(__name__)
 
@@ -215,7 +218,7 @@ class Tokenizer:
         except InvalidRequest as exc:
             cause = exc.__cause__
             if isinstance(cause, TemplateSyntaxError):
-                return f"no valid Jinja template, line {cause.lineno}: {cause}"
+                return _malformed(cause)
         return None
 
     def ordinary_tokens(self) -> dict[str, int]:
@@ -305,13 +308,15 @@ class Tokenizer:
                     "changes it: end with a user message",
                     param="messages",
                 ) from exc
-            problem = "rejects these messages"
+            problem = f"rejects these messages: {exc}"
             if isinstance(exc, TemplateSyntaxError):
-                problem = f"is no valid Jinja template, line {exc.lineno}"
-            raise InvalidRequest(
-                f"the model's chat template {problem}: {exc}", param="messages"
-            ) from exc
+                problem = f"is {_malformed(exc)}"
+            raise InvalidRequest(f"the model's chat template {problem}", param="messages") from exc
         return text
+
+
+def _malformed(error: TemplateSyntaxError) -> str:
+    return f"no valid Jinja template, line {error.lineno}: {error}"
 
 
 def same_tokens(directory: Path, other: Path) -> bool:
