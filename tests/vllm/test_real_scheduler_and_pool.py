@@ -36,7 +36,7 @@ from vllm.v1.core.sched.interface import PauseState
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions
-from mooncake_kv.pool.pool_events import PoolLoadEnded
+from mooncake_kv.pool.pool_events import LoadRequest, PoolLoadEnded
 from mooncake_kv.store.chunk_layout import chunk_bytes
 from mooncake_kv.store.chunk_store import Residence
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
@@ -464,6 +464,29 @@ def test_error_for_lost_chunk_names_the_load_failure_policy(
         assert second.answers["r1"].finish == {"fail": "error", "recompute": "length"}[policy]
         assert caplog.text.count("r0 was answered with an error") == (policy == "fail")
         assert "r1 was answered" not in caplog.text
+
+
+@pytest.mark.parametrize("store", [MANY], indirect=True)
+def test_load_that_can_not_be_started_is_recomputed(
+    store: StoreService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has put the request aside until its load has ended."""
+
+    def fail(load: LoadRequest) -> None:
+        raise RuntimeError("a defect")
+
+    with pooled(store, is_async=False) as first, pooled(store, is_async=False) as second:
+        pair = Pair((first, second))
+        pair.do("ask", 4, 0)
+        pair.do("settle", 0, 0)
+        wait_for_saved(first, (len(PROMPTS[4]) + 8) // CHUNK)
+        [side] = [each._scheduler for each in children(second.scheduler.connector)]
+        monkeypatch.setattr(side._client, "start_load", fail)
+        pair.do("ask", 4, 1)
+        settle([second], 30)
+        assert second.answers["r1"].tokens == answer_to(PROMPTS[4], 9)
+        assert second.figures()["hook_errors"] == 1
+        assert second.leftovers() == []
 
 
 @pytest.mark.parametrize("has_new_weights", [False, True], ids=["its own cache", "all of it"])

@@ -193,7 +193,7 @@ class PoolSchedulerSide(SchedulerSideBase):
         self, request: Request, blocks: KVCacheBlocks, num_tokens: int
     ) -> None:
         """Load a number of tokens into a request's new blocks; with 0, the request runs without
-        a load."""
+        a load. Once it loads, vLLM waits for a report, so every failure must send one."""
         with self._lock:
             pooled = self._prompts.get(request.request_id)
             if pooled is None or pooled.state is not PoolState.FOUND:
@@ -203,22 +203,12 @@ class PoolSchedulerSide(SchedulerSideBase):
         if not num_tokens:  # vLLM's own cache has them, or another connector loads them
             self._client.touch(pooled.keys[: len(pooled.sources)])
             return
-        count = len(pooled.sources)
-        start = count * self._chunk_tokens - num_tokens
         self._started.append(pooled.name)
-        self._client.start_load(
-            LoadRequest(
-                pooled.name,
-                request.request_id,
-                pooled.keys[:count],
-                pooled.sources,
-                first_chunk=start // self._chunk_tokens,
-                skipped_tokens=start % self._chunk_tokens,
-                block_ids=join_tables(blocks.get_block_ids(), self._blocks_per_page),
-                timeout_s=self._timeout_s,
-                release_layers=None,  # vLLM runs a request only once its whole load is complete
-            )
-        )
+        try:
+            self._start_load(request, pooled, blocks, num_tokens)
+        except BaseException as exc:
+            self._load_ended(PoolLoadEnded(pooled.name, 0, f"it can't be started: {exc!r}"))
+            raise
 
     @property
     def is_waiting(self) -> bool:
@@ -342,6 +332,25 @@ class PoolSchedulerSide(SchedulerSideBase):
         if sources is not None:
             self._found(pooled, sources)
         return pooled
+
+    def _start_load(
+        self, request: Request, pooled: PooledPrompt, blocks: KVCacheBlocks, num_tokens: int
+    ) -> None:
+        count = len(pooled.sources)
+        start = count * self._chunk_tokens - num_tokens
+        self._client.start_load(
+            LoadRequest(
+                pooled.name,
+                request.request_id,
+                pooled.keys[:count],
+                pooled.sources,
+                first_chunk=start // self._chunk_tokens,
+                skipped_tokens=start % self._chunk_tokens,
+                block_ids=join_tables(blocks.get_block_ids(), self._blocks_per_page),
+                timeout_s=self._timeout_s,
+                release_layers=None,  # vLLM runs a request only once its whole load is complete
+            )
+        )
 
     def _found(self, pooled: PooledPrompt, sources: Sequence[ChunkSource]) -> None:
         with self._lock:
