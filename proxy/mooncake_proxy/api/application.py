@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import ssl
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
@@ -61,6 +60,7 @@ from mooncake_proxy.http1.server_connection import (
     ServerContext,
     ServerProtocol,
 )
+from mooncake_proxy.http1.tls_contexts import server_tls, upstream_tls
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.ops.access_log import CLIENT_CLOSED_REQUEST, AccessLog
 from mooncake_proxy.ops.proxy_process import ProxyProcess, ShutdownSignals
@@ -104,7 +104,7 @@ class ProxyApplication:
     def __init__(self, config: ProxyConfig, link: WorkerLink | None = None) -> None:
         self.config = config
         self._link = link
-        self.client = ClientContext(limits=config.client, tls=_upstream_tls(config))
+        self.client = ClientContext(limits=config.client, tls=upstream_tls(config.tls))
         self.process = ProxyProcess(config, self.client, link)
         self.router = self.process.router
         self.routers = self.process.routers
@@ -208,7 +208,7 @@ class ProxyApplication:
         return server
 
     async def _listen(self, server: ServerContext, port: int) -> asyncio.Server:
-        tls = _server_tls(self.config)
+        tls = server_tls(self.config.tls)
         try:
             return await asyncio.get_running_loop().create_server(
                 lambda: ServerProtocol(server),
@@ -570,30 +570,3 @@ def _stage_of(context: RequestContext | None) -> str:
     if context.is_committed or context.decoder:
         return "decode"
     return "prefill"
-
-
-def _server_tls(config: ProxyConfig) -> ssl.SSLContext | None:
-    if config.tls.certificate is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    key = config.tls.key
-    named = f"--tls-cert {config.tls.certificate}" + (f", --tls-key {key}" if key else "")
-    try:
-        context.load_cert_chain(config.tls.certificate, key)
-    except OSError as exc:  # includes ssl.SSLError; neither names the file
-        raise ConfigError(f"{named}: wanted a certificate and its key as PEM: {exc}") from exc
-    return context
-
-
-def _upstream_tls(config: ProxyConfig) -> ssl.SSLContext | None:
-    if not config.tls.upstream_verify:
-        context = ssl.create_default_context()
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-        return context
-    if (ca := config.tls.upstream_ca) is not None:
-        try:
-            return ssl.create_default_context(cafile=ca)
-        except OSError as exc:  # includes ssl.SSLError
-            raise ConfigError(f"--upstream-ca {ca}: wanted certificates as PEM: {exc}") from exc
-    return None
