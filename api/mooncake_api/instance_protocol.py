@@ -17,8 +17,10 @@ TIMEOUT_HEADER = "X-Request-Timeout"
 DP_RANK_HEADER = "X-data-parallel-rank"
 """The data-parallel rank that computes the request, as with vLLM."""
 SAFE_REQUEST_ID = r"[A-Za-z0-9._:\-]{1,128}"
-"""Regular expression of the ``X-Request-Id`` values that are safe in headers and logs; requests
-with others get a new id."""
+"""Regular expression of the request ids that are safe in headers and logs. Requests with another
+``X-Request-Id`` get a new id; another ``request_id`` in the body is refused."""
+UNSAFE_REQUEST_ID = "request_id may have 1 to 128 characters: letters, digits, and . _ : -"
+"""The message of that refusal."""
 BATCH_PRIORITY = 1000
 """Requests with this priority or a larger number are batch work: no user waits for the answer."""
 MIN_KEY_CHARACTERS = 16

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic
+from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -26,7 +26,7 @@ from mooncake_engine.server.live_requests import (
     until_disconnect,
 )
 from mooncake_engine.server.openai_protocol import (
-    RequestType,
+    GenerationFields,
     decode_request,
     to_api_error,
 )
@@ -56,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 Headers = Mapping[str, str]
 """HTTP headers by name, in lower case."""
+Body = TypeVar("Body", bound=GenerationFields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,7 +437,7 @@ def _too_large(max_bytes: int) -> InvalidRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class GenerationEndpoint(Generic[RequestType]):
+class GenerationEndpoint(Generic[Body]):
     """``/v1/completions`` or ``/v1/chat/completions``, as an ASGI application of its own so that it
     can watch for client disconnects.
 
@@ -448,22 +449,26 @@ class GenerationEndpoint(Generic[RequestType]):
         live: the registry that holds each request while it is served.
     """
 
-    request_type: type[RequestType]
-    prepare: Callable[[RequestType, str, Headers], Awaitable[RequestContext]]
+    request_type: type[Body]
+    prepare: Callable[[Body, str, Headers], Awaitable[RequestContext]]
     builder: ResponseBuilder
     handler: GenerationHandler
     live: LiveRequests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request. If the client disconnects, its generation is cancelled."""
-        request = Request(scope, receive)
-        request_id = request_id_from(request.headers.get("x-request-id"))
+        http = Request(scope, receive)
+        header = http.headers.get("x-request-id")
+        request_id = request_id_from(header)
         write_chunk = scope.get("extensions", {}).get(WRITE_CHUNK)
         sender = ResponseSender(send, request_id, self.handler.step_writes, write_chunk)
         try:
-            body = await read_body(request, self.handler.max_body_bytes)
+            body = await read_body(http, self.handler.max_body_bytes)
+            request = decode_request(body, self.request_type)
+            if request.request_id is not None:
+                sender.request_id = request_id = request_id_from(header, request.request_id)
             with self.live.tracking(request_id) as ending:
-                serving = self._serve(body, request_id, request, sender)
+                serving = self._serve(request, request_id, http, sender)
                 await until_disconnect(receive, serving, ending)
         except (ClientDisconnected, ClientDisconnect):
             logger.info("request %s: the client disconnected", request_id)
@@ -476,9 +481,8 @@ class GenerationEndpoint(Generic[RequestType]):
             sender.close()
 
     async def _serve(
-        self, body: bytes, request_id: str, http: Request, sender: ResponseSender
+        self, request: Body, request_id: str, http: Request, sender: ResponseSender
     ) -> None:
-        request = decode_request(body, self.request_type)
         context = await self.prepare(request, request_id, http.headers)
         context.note_sender(http.client.host if http.client else None)
         if not context.is_streamed:

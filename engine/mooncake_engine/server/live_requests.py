@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from mooncake_api.instance_protocol import SAFE_REQUEST_ID
-from mooncake_engine.errors import EngineError
+from mooncake_api.instance_protocol import SAFE_REQUEST_ID, UNSAFE_REQUEST_ID
+from mooncake_engine.errors import EngineError, InvalidRequest
 from mooncake_engine.process.worker_counts import WorkerCounts
 
 Result = TypeVar("Result")
@@ -74,11 +74,20 @@ async def _disconnect(receive: Receive) -> None:
 _SAFE_REQUEST_ID = re.compile(SAFE_REQUEST_ID)
 
 
-def request_id_from(header: str | None) -> str:
-    """The client's ``X-Request-Id`` if it is safe to log and echo, else a new one."""
+def request_id_from(header: str | None, in_body: str | None = None) -> str:
+    """The client's ``X-Request-Id`` if it is safe to log and echo, else the ``request_id`` of the
+    body, else a new one; the order is vLLM's.
+
+    Raises:
+        InvalidRequest: the body's would be used, and is not safe to log and echo.
+    """
     if header is not None and _SAFE_REQUEST_ID.fullmatch(header):
         return header
-    return uuid.uuid4().hex
+    if in_body is None:
+        return uuid.uuid4().hex
+    if not _SAFE_REQUEST_ID.fullmatch(in_body):
+        raise InvalidRequest(UNSAFE_REQUEST_ID, param="request_id")
+    return in_body
 
 
 def choice_ids(request_id: str, num_choices: int) -> list[str]:

@@ -50,10 +50,10 @@ class ResponseSender:
         "_held",
         "_is_streaming",
         "_pending",
-        "_request_id",
         "_send",
         "_step_writes",
         "_write_chunk",
+        "request_id",
     )
 
     def __init__(
@@ -66,7 +66,7 @@ class ResponseSender:
         self._send = send
         self._step_writes = step_writes
         self._held = b""
-        self._request_id = request_id.encode()
+        self.request_id = request_id
         self._write_chunk = write_chunk
         self._is_streaming = False
         self._pending: list[bytes] = []
@@ -146,5 +146,5 @@ class ResponseSender:
         await self._send({"type": "http.response.body", "body": error.body})
 
     async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
-        headers = [*headers, (b"x-request-id", self._request_id)]
+        headers = [*headers, (b"x-request-id", self.request_id.encode())]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})

@@ -454,6 +454,8 @@ class ProxyApplication:
             request.translation.translate(request)
         client_body = request.body
         parsed, fields = parse_request(client_body)
+        if parsed.request_id is not None:
+            active.request_id = request_id_of(request.headers, parsed.request_id)
         if parsed.priority is not None or self.config.cache_salt_per_key:
             self._limit_tenant(request, parsed, fields)
         context = RequestContext(

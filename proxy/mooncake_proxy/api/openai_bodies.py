@@ -68,6 +68,7 @@ class ParsedRequest(Struct):
     return_token_ids: bool | None = None
     kv_transfer_params: Raw = ABSENT
     timeout: float | None = None
+    request_id: str | None = None
     user: str | None = None
     # Smaller runs sooner.
     priority: int | None = None

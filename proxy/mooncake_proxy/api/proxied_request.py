@@ -14,7 +14,12 @@ from typing import TYPE_CHECKING
 from msgspec import Raw, Struct, field
 
 from mooncake_api import RequestRejected
-from mooncake_api.instance_protocol import BATCH_PRIORITY, SAFE_REQUEST_ID, TIMEOUT_HEADER
+from mooncake_api.instance_protocol import (
+    BATCH_PRIORITY,
+    SAFE_REQUEST_ID,
+    TIMEOUT_HEADER,
+    UNSAFE_REQUEST_ID,
+)
 from mooncake_proxy.api.openai_bodies import (
     Fields,
     OpenAIEndpoint,
@@ -53,12 +58,21 @@ def new_request_id() -> str:
     return f"{_id_prefix}{next(_id_numbers):016x}"
 
 
-def request_id_of(headers: dict[bytes, bytes]) -> str:
-    """The client's X-Request-Id if it is safe in headers and logs, else a new one."""
+def request_id_of(headers: dict[bytes, bytes], in_body: str | None = None) -> str:
+    """The client's X-Request-Id if it is safe in headers and logs, else the body's `request_id`,
+    else a new one, as instances do.
+
+    Raises:
+        BadRequest: the body's would be used, and is not safe.
+    """
     given = headers.get(b"x-request-id")
     if given is not None and _SAFE_ID.fullmatch(given):
         return given.decode("ascii")
-    return new_request_id()
+    if in_body is None:
+        return new_request_id()
+    if not _SAFE_ID.fullmatch(in_body.encode()):
+        raise BadRequest(UNSAFE_REQUEST_ID, param="request_id")
+    return in_body
 
 
 class StreamTiming:

@@ -33,6 +33,22 @@ def test_whole_completion() -> None:
     uvloop.run(main())
 
 
+def test_id_of_the_body_names_the_request_at_both_instances() -> None:
+    async def main() -> None:
+        async with fake_deployment() as s:
+            url = f"{s.url}/v1/completions"
+            async with httpx.AsyncClient() as client:
+                answer = await client.post(url, json=BODY | {"request_id": "mine"})
+                refused = await client.post(url, json=BODY | {"request_id": "not safe"})
+            assert answer.headers["x-request-id"] == "mine"
+            for instance in (s.prefill, s.decode):
+                assert [asked.headers["x-request-id"] for asked in instance.generated] == ["mine"]
+            assert refused.status_code == 400
+            assert refused.json()["error"]["param"] == "request_id"
+
+    uvloop.run(main())
+
+
 @pytest.mark.parametrize("cut", ["one", "two", "split"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_stream_is_one_coherent_answer(cut: str, path: str) -> None:

@@ -233,6 +233,30 @@ def test_only_safe_request_ids_are_echoed(engine: FakeEngine, client: AsgiClient
     assert answer.json()["id"] == "cmpl-" + answer.headers["x-request-id"]
 
 
+def test_the_id_is_that_of_the_header_or_else_the_body(
+    engine: FakeEngine, client: AsgiClient
+) -> None:
+    client.headers = {}
+    answer = client.post(PATH, prompt="tea", request_id="mine")
+    assert (answer.json()["id"], answer.headers["x-request-id"]) == ("cmpl-mine", "mine")
+    assert client.stream(PATH, prompt="tea", request_id="mine")[0]["id"] == "cmpl-mine"
+    client.headers = {"X-Request-Id": "header's?"}  # not safe, so it does not count
+    assert client.post(PATH, prompt="tea", request_id="mine").json()["id"] == "cmpl-mine"
+    client.headers = {"X-Request-Id": "header"}
+    answer = client.post(PATH, prompt="tea", request_id="not safe")
+    assert answer.json()["id"] == "cmpl-header"
+    assert [request.request_id for request in engine.seen] == ["mine"] * 3 + ["header"]
+
+
+@pytest.mark.parametrize("request_id", ["", "a b", "x\r\ny", "x" * 129])
+def test_an_unsafe_id_in_the_body_is_refused(client: AsgiClient, request_id: str) -> None:
+    client.headers = {}
+    refused = client.post(PATH, prompt="tea", request_id=request_id)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "request_id"
+    assert "letters, digits" in refused.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_best_of_returns_the_most_probable_choices(
     client: AsgiClient, engine: FakeEngine, logprobs: int | None

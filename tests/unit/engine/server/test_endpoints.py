@@ -484,10 +484,19 @@ def test_a_client_disconnect_aborts_its_request(
     assert not any(message.get("body") == b"data: [DONE]\n\n" for message in leaving.sent)
 
 
-def test_abort_by_client_request_id(client: AsgiClient, engine: FakeEngine) -> None:
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [
+        (b'{"prompt":"tea"}', [(b"x-request-id", b"mine")]),
+        (b'{"prompt":"tea","request_id":"mine"}', []),
+    ],
+)
+def test_abort_by_client_request_id(
+    client: AsgiClient, engine: FakeEngine, body: bytes, headers: list[tuple[bytes, bytes]]
+) -> None:
     async def abort() -> ManualClient:
         engine.hold_at, engine.held, engine.release = 1, asyncio.Event(), asyncio.Event()
-        waiting = ManualClient(b'{"prompt":"tea"}', headers=[(b"x-request-id", b"mine")])
+        waiting = ManualClient(body, headers=headers)
         serving = asyncio.ensure_future(client.app(waiting.scope, waiting.receive, waiting.send))
         await engine.held.wait()
         aborting = ManualClient(b'{"request_id":"mine"}', "/abort")

@@ -120,6 +120,12 @@ def test_request_ids() -> None:
     assert len({new_request_id() for _ in range(100)}) == 100
     for bad in (b"", b"a b", b"x" * 129, b"\xff"):
         assert len(request_id_of({b"x-request-id": bad})) == 32
+        assert request_id_of({b"x-request-id": bad}, "body") == "body"
+    assert request_id_of({b"x-request-id": b"header"}, "not safe") == "header"
+    for bad_id in ("", "a b", "x" * 129, "\xe4"):
+        with pytest.raises(BadRequest, match="letters, digits") as refused:
+            request_id_of({}, bad_id)
+        assert refused.value.param == "request_id"
 
 
 def test_only_present_headers_are_forwarded() -> None:
