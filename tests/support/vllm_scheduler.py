@@ -421,7 +421,8 @@ class VllmInstance:
             }
             if isinstance(each, HalPoolConnector):
                 saves = scheduler._saves
-                kept |= {"prompts": scheduler._prompts, "current": saves._current}
+                kept |= {"prompts": scheduler._by_request, "by name": scheduler._by_name}
+                kept |= {"current": saves._current}
                 kept |= {"filling": saves._filling, "copies": saves._copies, "held": saves._held}
             else:
                 kept |= {

@@ -72,6 +72,7 @@ class PooledPrompt:
     """The look-up and load of a request's prompt, or, after a preemption, of all its tokens.
 
     Args:
+        request_id: the request.
         name: name of the look-up and the load.
         keys: keys of the chunks that may be loaded.
         num_preemptions: the request's number of preemptions before the look-up.
@@ -80,6 +81,7 @@ class PooledPrompt:
         has_failed: whether fewer chunks were loaded than the look-up had found.
     """
 
+    request_id: str
     name: str
     keys: list[bytes]
     num_preemptions: int
@@ -115,7 +117,9 @@ class PoolSchedulerSide(SchedulerSideBase):
         self._cached_blocks: object = None
         self._has_warned = False
         self._lock = threading.Lock()
-        self._prompts: dict[str, PooledPrompt] = {}
+        self._by_request: dict[str, PooledPrompt] = {}  # of requests that have not ended
+        # These, and the loads of ended requests until their end is reported.
+        self._by_name: dict[str, PooledPrompt] = {}
         self._count = 0
         self._chunk_tokens = config.chunk_tokens
         self._timeout_s = config.network.transfer_timeout_s
@@ -177,7 +181,7 @@ class PoolSchedulerSide(SchedulerSideBase):
         """Number of tokens that a request can load beyond its computed ones; None: ask again.
         Repeated calls return the same."""
         self.check_alive()
-        pooled = self._prompts.get(request.request_id)
+        pooled = self._by_request.get(request.request_id)
         if pooled is None or pooled.state is PoolState.LOADING:
             return 0
         if pooled.state is PoolState.FINISHED and request.num_preemptions > pooled.num_preemptions:
@@ -195,7 +199,7 @@ class PoolSchedulerSide(SchedulerSideBase):
         """Load a number of tokens into a request's new blocks; with 0, the request runs without
         a load. Once it loads, vLLM waits for a report, so every failure must send one."""
         with self._lock:
-            pooled = self._prompts.get(request.request_id)
+            pooled = self._by_request.get(request.request_id)
             if pooled is None or pooled.state is not PoolState.FOUND:
                 return
             pooled.state = PoolState.LOADING if num_tokens else PoolState.FINISHED
@@ -214,7 +218,7 @@ class PoolSchedulerSide(SchedulerSideBase):
     def is_waiting(self) -> bool:
         """Whether the end of a load, or the release of saved blocks, is still to be reported."""
         with self._lock:
-            is_loading = any(each.state is PoolState.LOADING for each in self._prompts.values())
+            is_loading = any(each.state is PoolState.LOADING for each in self._by_name.values())
         return is_loading or self._saves.is_holding
 
     @property
@@ -235,10 +239,10 @@ class PoolSchedulerSide(SchedulerSideBase):
         parameters for its answer."""
         self.check_alive()
         with self._lock:
-            pooled = self._prompts.pop(request.request_id, None)
+            pooled = self._by_request.pop(request.request_id, None)
             is_loading = pooled is not None and pooled.state is PoolState.LOADING
-            if pooled is not None and is_loading:
-                self._prompts[f"ended {pooled.name}"] = pooled  # until the load's end is reported
+            if pooled is not None and not is_loading:
+                del self._by_name[pooled.name]
         if pooled is not None and pooled.has_failed and request.status.name == REFUSED:
             self._warn_of_policy(request.request_id)
         is_held = self._saves.end(request, tables)
@@ -257,10 +261,10 @@ class PoolSchedulerSide(SchedulerSideBase):
             self._identity = replace(self._identity, model=secrets.token_hex(16))
             self._client.namespace = self._identity.root()
             self._saves.forget()
-            found = [each for each in self._prompts.values() if each.state is not PoolState.LOADING]
+            found = [each for each in self._by_name.values() if each.state is not PoolState.LOADING]
             for pooled in found:
                 pooled.state, pooled.sources = PoolState.FINISHED, ()
-            return len(found) == len(self._prompts)
+            return len(found) == len(self._by_name)
 
     def bind_gpu_block_pool(self, pool: BlockPool) -> None:
         """Hold blocks of sliding windows in vLLM's pool, and watch its cache for resets. The event
@@ -324,10 +328,13 @@ class PoolSchedulerSide(SchedulerSideBase):
         if not keys:
             return None
         self._count += 1
-        name = f"{request.request_id} {self._count}"
-        pooled = PooledPrompt(name, keys, request.num_preemptions)
+        request_id = request.request_id
+        name = f"{request_id} {self._count}"
+        pooled = PooledPrompt(request_id, name, keys, request.num_preemptions)
         with self._lock:
-            self._prompts[request.request_id] = pooled
+            if (earlier := self._by_request.get(request_id)) is not None:
+                del self._by_name[earlier.name]
+            self._by_request[request_id] = self._by_name[name] = pooled
         sources = self._client.lookup(pooled.name, pooled.keys)
         if sources is not None:
             self._found(pooled, sources)
@@ -362,9 +369,9 @@ class PoolSchedulerSide(SchedulerSideBase):
         """Process an event of the pool's client, on the client's thread."""
         if isinstance(event, ChunksFound):
             with self._lock:
-                found = self._by_name(event.load_id)
-            if found is not None:
-                self._found(found[1], event.sources)
+                pooled = self._by_name.get(event.load_id)
+            if pooled is not None:
+                self._found(pooled, event.sources)
                 self._ranks.wake_up()  # vLLM asked too early, and asks again in its next step
         elif isinstance(event, PoolLoadEnded):
             self._load_ended(event)
@@ -372,32 +379,22 @@ class PoolSchedulerSide(SchedulerSideBase):
             self._saves.copied(event)
 
     def _load_ended(self, event: PoolLoadEnded) -> None:
-        request_id = event.load_id.rpartition(" ")[0]
         with self._lock:
-            found = self._by_name(event.load_id)
-            if found is None:
+            pooled = self._by_name.get(event.load_id)
+            if pooled is None:
                 return
-            key, pooled = found
-            has_ended = key != request_id
+            has_ended = self._by_request.get(pooled.request_id) is not pooled
             is_failed = event.num_chunks < len(pooled.sources)
             pooled.state = PoolState.FINISHED
             if is_failed:
                 pooled.has_failed, pooled.sources = True, pooled.sources[: event.num_chunks]
             if has_ended:
-                del self._prompts[key]
+                del self._by_name[pooled.name]
         if is_failed:
             logger.info("%s: loading KV from the pool failed: %s", event.load_id, event.error)
         if is_failed and not has_ended:
-            self._saves.note_known(request_id, event.num_chunks)
-        self._ranks.report(ReportLoad(request_id, event.load_id, is_failed))
-
-    def _by_name(self, name: str) -> tuple[str, PooledPrompt] | None:
-        """Find a prompt, and its key, by the name of its load. The lock is held."""
-        for key in (name.rpartition(" ")[0], f"ended {name}"):
-            pooled = self._prompts.get(key)
-            if pooled is not None and pooled.name == name:
-                return key, pooled
-        return None
+            self._saves.note_known(pooled.request_id, event.num_chunks)
+        self._ranks.report(ReportLoad(pooled.request_id, event.load_id, is_failed))
 
     def _warn_of_policy(self, request_id: str) -> None:
         """Warn, once, of the load failure policy. Not at the start, because a MultiConnector's
