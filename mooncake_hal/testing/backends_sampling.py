@@ -155,12 +155,12 @@ class SamplingSuite:
         generator = torch.Generator().manual_seed(3)
         logits = torch.randn(16, VOCAB, generator=generator) * 2
         uniforms = torch.rand(16, generator=generator, dtype=torch.float64)
-        sampling_metadata = make_sampling_metadata(uniforms, 0.9, top_k=200, top_p=0.9)
-        together = self.sample(backend, logits, sampling_metadata)
-        assert torch.equal(self.sample(backend, logits, sampling_metadata), together)
-        for row in (0, 7, 15):
-            alone = make_sampling_metadata(uniforms[row : row + 1], 0.9, top_k=200, top_p=0.9)
-            assert self.sample(backend, logits[row : row + 1], alone)[0] == together[row]
+        together = self.sample(
+            backend, logits, make_sampling_metadata(uniforms, 0.9, top_k=200, top_p=0.9)
+        )
+        for rows in (slice(0, 1), slice(7, 8), slice(11, 16)):
+            some = make_sampling_metadata(uniforms[rows], 0.9, top_k=200, top_p=0.9)
+            assert torch.equal(self.sample(backend, logits[rows], some), together[rows])
 
     def test_an_empty_batch_samples_nothing(self, backend: Backend) -> None:
         """An empty batch gives an empty result."""

@@ -18,38 +18,47 @@ from _pytest.mark.expression import Expression
 pytest.importorskip("triton", reason="needs triton: ci/install dev installs it on Linux")
 
 ROOT = Path(__file__).resolve().parents[3]
-EVERYDAY: dict[str, tuple[str, ...]] = {
+EVERYDAY = {
     # every kernel in every dtype; other layouts, sizes and head counts are left out
-    "tests/emulated/cuda/test_ops.py": (
+    "attention": (
+        "tests/emulated/cuda/test_ops.py",
         *("layouts and BHLPT", "write_kv and BHLPT", "scaled and (BHLPT or not attention)"),
-        *("14to2", "scores", "strided", "one_token", "blocks_are", "same", "test_float16"),
-        *("widths", "empty_batch", "does_not_depend_on_others", "norm and 250-7", "rope and 7-40"),
-        *("silu_mul and 250-7", "moe and 7-chosen1", "temperature", "filters and 0.05 and 0.9"),
+        *("14to2", "scores", "strided", "one_token", "blocks_are"),
     ),
-    "tests/emulated/cuda/test_sharing.py": ("test",),
+    "ops": (
+        "tests/emulated/cuda/test_ops.py",
+        *("same", "test_float16", "widths", "empty_batch", "does_not_depend_on_others"),
+        *("norm and 250-7", "rope and 7-40", "silu_mul and 250-7", "moe and 7-chosen1"),
+        *("temperature", "filters and 0.05 and 0.9"),
+    ),
+    "sharing": ("tests/emulated/cuda/test_sharing.py", "test"),
     # every kind of memory shared between processes
-    "tests/emulated/cuda/test_ipc.py": (
+    "ipc": (
+        "tests/emulated/cuda/test_ipc.py",
         *("one_range", "odd_sizes", "any_order", "test_between_processes", "revoked_while"),
         *("TestFabric and domain", "TestFabric and host", "peer_access", "a_part"),
     ),
-    "tests/emulated/cuda/test_staged.py": (
+    "staged": (
+        "tests/emulated/cuda/test_staged.py",
         "TestStaged and not Hosts and one_range",
         "TestStaged and not Hosts and odd_sizes",
         "TestStaged and not Hosts and any_order",
     ),
-    "tests/emulated/cuda/test_kv_transfer.py": ("BHLPT and ranks0",),
-    "tests/emulated/cuda/test_engine.py": (
+    "kv transfer": ("tests/emulated/cuda/test_kv_transfer.py", "BHLPT and ranks0"),
+    "engine": (
+        "tests/emulated/cuda/test_engine.py",
         "cuda-to-cpu-pulled-llama",
         "two_ranks and cuda-to-cpu-pushed",
     ),
-    "tests/compiled/cuda/test_compiled.py": (
+    "compiled": (
+        "tests/compiled/cuda/test_compiled.py",
         "sm_90 and bfloat16-blocks16",
         "sm_90 and spans",
         "sm_90 and sampling",
         "sm_90 and narrow and bfloat16",
     ),
 }
-"""Expressions for ``-k``; a test that matches one of them is run."""
+"""Files of tests with expressions for ``-k``; a test that matches one of them is run."""
 _PASSED = re.compile(r"^PASSED (.+)$", re.MULTILINE)
 
 
@@ -60,11 +69,12 @@ def selects(expression: str, test: str) -> bool:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("path", EVERYDAY, ids=lambda path: Path(path).stem)
-def test_kernels(path: str) -> None:
+@pytest.mark.parametrize("part", EVERYDAY)
+def test_kernels(part: str) -> None:
     """All selected tests pass, and every expression selects one: tests are renamed at times."""
+    path, *expressions = EVERYDAY[part]
     interprets = "1" if "emulated" in path else "0"
-    selection = " or ".join(f"({expression})" for expression in EVERYDAY[path])
+    selection = " or ".join(f"({expression})" for expression in expressions)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-rp", path, "-k", selection]
     run = subprocess.run(
         command,
@@ -78,6 +88,6 @@ def test_kernels(path: str) -> None:
     )
     assert run.returncode == 0, run.stdout
     passed = _PASSED.findall(run.stdout)
-    unused = [each for each in EVERYDAY[path] if not any(selects(each, test) for test in passed)]
+    unused = [each for each in expressions if not any(selects(each, test) for test in passed)]
     assert not unused, f"{unused} select no test: {run.stdout}"
     assert "skipped" not in run.stdout, run.stdout
