@@ -111,7 +111,8 @@ class PushReceiver:
         self._pause_s = KeepaliveInterval(context.lease_s, MAX_PUSH_INTERVAL_S).of(())
         self._table = ReservationTable(context.lease_s, MISSED_KEEPALIVES * self._pause_s)
         self._writers: OrderedDict[str, InstanceMetadata] = OrderedDict()
-        self._started: dict[str, float] = {}
+        self._started: dict[str, float] = {}  # loads that have not ended
+        self._cancelled: set[str] = set()  # those whose request has ended: nobody lacks their KV
         self._blocks: dict[str, tuple[int, ...]] = {}  # of requests whose load has not ended
         self._draining: dict[str, tuple[float, str]] = {}  # when to free, and the failure's reason
 
@@ -145,7 +146,9 @@ class PushReceiver:
         self._context.spawn(self._ask(request_id, metaserver, params), request_id)
 
     def cancel(self, request_id: str) -> None:
-        """Cancel a request. Idempotent; an unknown request is ignored."""
+        """Cancel a request that has ended. Idempotent; an unknown request is ignored."""
+        if request_id in self._started:
+            self._cancelled.add(request_id)
         if self._table.revoke(request_id, self._context.clock()):
             self._finish(request_id, "the request ended before a prefill instance opened its push")
 
@@ -263,7 +266,8 @@ class PushReceiver:
             reason = f"the prefill instance gave up: {message.reason}"
             drain_s = self._drain_s if message.may_still_arrive else 0.0
             peer = message.writer.engine_id
-            self.counts.refused += peer in self._context.incompatible
+            is_refused = peer in self._context.incompatible
+            self.counts.refused += is_refused and request_id not in self._cancelled
             self._release_when_drained(
                 request_id, reason, drain_s, self._context.incompatible.level(peer)
             )
@@ -428,7 +432,8 @@ class PushReceiver:
             self._finish(request_id, reason, level=level)
 
     def _fail_reserved(self, request_id: str, reason: str, until: str) -> None:
-        logger.warning("request %s: %s; its blocks are kept until %s", request_id, reason, until)
+        level = logging.INFO if request_id in self._cancelled else logging.WARNING
+        logger.log(level, "request %s: %s; its blocks are kept until %s", request_id, reason, until)
         self._count_end(request_id, is_failure=True)
         self._context.post(LoadEnded(request_id, reason, is_drained=False))
 
@@ -441,6 +446,7 @@ class PushReceiver:
         level: int = logging.WARNING,
     ) -> None:
         if error is not None:
+            level = logging.INFO if request_id in self._cancelled else level
             logger.log(level, "the KV of %s was not received: %s", request_id, error)
         self._count_end(request_id, is_failure=error is not None)
         self._context.post(LoadEnded(request_id, error, first))
@@ -450,5 +456,6 @@ class PushReceiver:
         self._blocks.pop(request_id, None)
         started = self._started.pop(request_id, None)
         if started is not None:
-            self.counts.failures += is_failure
+            self.counts.failures += is_failure and request_id not in self._cancelled
+            self._cancelled.discard(request_id)
             self.counts.seconds += self._context.clock() - started

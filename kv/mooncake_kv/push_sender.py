@@ -50,7 +50,8 @@ class _Push:
         last_contact: when we sent the last request that the peer answered.
         first_token: the sampled token, once the prefill is complete.
         reports: reports of the ranks that have drained, by rank.
-        error: reason of the failure; None if there is none.
+        error: why not all KV is sent; None if there is no reason.
+        is_cancelled: whether that is no failure, because the request has ended.
         is_open: whether the peer has granted the push.
         has_ended: whether the scheduler is done with the request.
         is_acknowledged: whether the peer knows how the push ended, or can't be reached.
@@ -62,6 +63,7 @@ class _Push:
     first_token: FirstToken | None = None
     reports: dict[int, PushReport] = field(default_factory=dict)
     error: str | None = None
+    is_cancelled: bool = False
     is_open: bool = False
     has_ended: bool = False
     is_acknowledged: bool = False
@@ -118,10 +120,12 @@ class PushSender:
         self._end(push, end)
 
     def cancel(self, request_id: str) -> None:
-        """Stop sending a request; ``LeaseEnded`` follows when its blocks can be freed."""
+        """Stop sending a request that has ended; ``LeaseEnded`` follows when its blocks can be
+        freed."""
         push = self._pushes.get(request_id)
         if push is None:
             return  # it is drained already
+        push.is_cancelled = push.is_cancelled or push.error is None
         if push.has_ended:
             self._fail(request_id, push, "the request was aborted")
             return
@@ -209,7 +213,7 @@ class PushSender:
     async def _report_end(self, request_id: str, push: _Push) -> None:
         """Report how the push ended, until the peer acknowledges it or its lease must be over."""
         make = _ending(push)
-        if push.error is not None:
+        if push.error is not None and not push.is_cancelled:
             self.counts.failures += 1
             level = self._context.incompatible.level(push.remote.engine_id)
             logger.log(level, "pushing %s failed: %s", request_id, push.error)

@@ -125,6 +125,7 @@ def test_abort_of_queued_prefill(model: Path, gate: Gate) -> None:
         both.metaserver.dispatch = go_away
         assert (await ask_pushed(both, PROMPT)).finish is FinishReason.LENGTH
         assert both.decode.stat("load_failures") == 1
+        assert both.prefill.stat("push_failures") == 0
         await leave(busy)
 
     run(model, scenario, prefill={"max_num_seqs": 1})

@@ -170,6 +170,8 @@ def test_aborted_request_keeps_blocks_until_writes_end(model: Path, gate: Gate) 
         gate.open()
         await both.check_clean()
         assert (await ask_pushed(both, PROMPT)).tokens == expected
+        assert both.decode.stat("loads") == 2
+        assert both.decode.stat("load_failures") == 0, "nobody lacks the KV of the aborted one"
 
     run(model, scenario, **GATED)
 

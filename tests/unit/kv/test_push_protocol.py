@@ -101,6 +101,25 @@ def test_failure_lost_on_all_retries_is_requested() -> None:
     run_on_pair(scenario)
 
 
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_push_whose_request_ended_is_no_failure_unless_it_had_failed(
+    caplog: pytest.LogCaptureFixture, has_failed: bool
+) -> None:
+    async def scenario(pair: Pair) -> None:
+        pair.load("r")
+        pair.begin("r")
+        await asyncio.sleep(1.0)
+        if has_failed:
+            pair.p.abort("p-r", "broken")
+        pair.p.cancel("p-r")
+        await asyncio.sleep(1.0)
+        assert [ended.is_drained for ended in pair.ended["r"]] == [True]
+        assert (pair.p.counts.transfers, pair.p.counts.failures) == (1, int(has_failed))
+        assert ("pushing p-r failed" in caplog.text) == has_failed
+
+    run_on_pair(scenario)
+
+
 def test_push_forgotten_by_writer_fails() -> None:
     """All messages are lost for longer than the writer remembers the results of its pushes."""
 

@@ -341,6 +341,39 @@ def test_cancelled_load_is_drained_when_its_writer_reports_it(receiver: Receiver
     assert ended.error is not None
 
 
+def test_load_whose_request_has_ended_is_no_failure(caplog: pytest.LogCaptureFixture) -> None:
+    """Nobody lacks its KV, however it ends."""
+    for is_open in (False, True):
+        receiver = ReceiverHarness(stops_writes_on_failure=False)
+        other = msgspec.structs.replace(facts("p-1"), model_fingerprint="other")
+        with pytest.raises(HandshakeRefused, match="model differs"):
+            receiver.side.handle(Hello(1, PROTOCOL_VERSION, other))
+        caplog.clear()
+        receiver.load()
+        if is_open:
+            receiver.open()
+        receiver.side.cancel("r")
+        receiver.failed(may_still_arrive=True)
+        receiver.reap(DRAIN_S)
+        assert drains(receiver)[-1]
+        assert (receiver.side.counts.transfers, receiver.side.counts.failures) == (1, 0)
+        assert receiver.side.counts.refused == 0
+        assert [each.message for each in caplog.records if each.levelno > logging.INFO] == []
+
+
+def test_load_that_has_failed_before_its_request_ended_is_a_failure() -> None:
+    receiver = ReceiverHarness(stops_writes_on_failure=False)
+    receiver.load()
+    receiver.open()
+    receiver.failed(may_still_arrive=True)
+    receiver.side.cancel("r")
+    receiver.reap(DRAIN_S)
+    receiver.load()
+    receiver.open()
+    receiver.failed()
+    assert receiver.side.counts.failures == 2
+
+
 def test_other_model_or_protocol_is_rejected(receiver: ReceiverHarness) -> None:
     with pytest.raises(HandshakeRefused, match="protocol 99"):
         receiver.side.handle(Hello(1, 99, facts("p-3")))
