@@ -9,6 +9,7 @@ can't be continued this way; D generates all of their tokens.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from mooncake_proxy.api.openai_bodies import (
     ABSENT,
     DEFAULT_MAX_TOKENS,
     CompletionResponse,
+    Fields,
     OpenAIEndpoint,
     encode,
     has_media,
@@ -37,6 +39,10 @@ UNSUPPORTED_FIELDS = (
 """Fields that depend on the answer so far, or whose format depends on where the answer starts."""
 PENALTY_FIELDS = ("presence_penalty", "frequency_penalty")
 """Penalties on generated tokens: D would count P's token as part of the prompt."""
+STRUCTURE_FIELDS = ("response_format", "structured_outputs")
+"""Grammars, which start anew with each request."""
+HISTORY_FIELDS = ("bad_words", *STRUCTURE_FIELDS, *PENALTY_FIELDS)
+"""Fields by which the next token depends on which tokens have been generated, not prompted."""
 TRUNCATION_FIELDS = ("truncate_prompt_tokens", "truncation_side")
 """Truncation of the prompt. P has already applied it; applied again by D, it would cut off P's
 token or the prompt's first one."""
@@ -82,15 +88,17 @@ def can_continue(context: RequestContext) -> bool:
         return False
     if parsed.return_token_ids or parsed.includes_continuous_usage:
         return False
-    if any(
-        name in fields and not _is_off(name, fields[name])
-        for name in (*UNSUPPORTED_FIELDS, *PENALTY_FIELDS)
-    ):
+    if asks_for(fields, (*UNSUPPORTED_FIELDS, *PENALTY_FIELDS)):
         return False
     # vLLM's D ignores the token ids if a content part has a media field, even a null one.
     if _fills_context(fields) or has_media(parsed.messages):
         return False
     return "seed" not in fields or is_null(fields["seed"]) or _is_greedy(fields)
+
+
+def asks_for(fields: Fields, names: Sequence[str]) -> bool:
+    """Whether a request has one of these fields with a value that has an effect."""
+    return any(name in fields and not _is_off(name, fields[name]) for name in names)
 
 
 def continued_prompt(
@@ -163,7 +171,7 @@ def _is_off(name: str, raw: Raw) -> bool:
     value = _value(raw)
     if name == "logprobs":  # in a completion, 0 asks for logprobs of the sampled tokens
         return value is None or value is False
-    return value in (None, 0, False, [], {}, "none")
+    return value in (None, 0, False, [], {}, {"type": "text"}, "none")
 
 
 def _fills_context(fields: dict[str, Raw]) -> bool:

@@ -21,7 +21,13 @@ from mooncake_proxy.api.openai_bodies import (
 )
 from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.errors import ConnectFailed, Recomputed, UpstreamError, is_draining, is_loss
-from mooncake_proxy.flows.continued_prompt import TRUNCATION_FIELDS, can_continue
+from mooncake_proxy.flows.continued_prompt import (
+    HISTORY_FIELDS,
+    STRUCTURE_FIELDS,
+    TRUNCATION_FIELDS,
+    asks_for,
+    can_continue,
+)
 from mooncake_proxy.flows.token_record import TokenRecord
 from mooncake_proxy.pool.instances import Role
 from mooncake_proxy.routing.retries import MAX_LOSSES
@@ -145,16 +151,23 @@ def _may_migrate(
 
 
 def _begin_next_pass(context: RequestContext, record: TokenRecord) -> bool:
-    """Turn the request into one that continues from the tokens so far.
+    """Turn the request into one that continues from the tokens so far. If they don't determine the
+    rest and the client has seen nothing, it is generated again from the start.
 
     Returns:
-        False if that is impossible because the prompt's token ids are unknown.
+        False if that is impossible: the prompt's token ids are unknown, or the client has seen the
+        beginning of an answer that a parser or a grammar has to follow from its start.
     """
     record.begin_next_pass()
     if record.generated or context.is_committed or context.answer_id is not None:
-        if not record.prompt:
+        if not context.parsed.stream and (
+            record.is_parsed or asks_for(context.fields, HISTORY_FIELDS)
+        ):
+            record.reset_answer()
+        elif not record.prompt or record.is_parsed or asks_for(context.fields, STRUCTURE_FIELDS):
             return False
-        _set_continuation_body(context, record)
+        else:
+            _set_continuation_body(context, record)
     context.attempt += 1
     context.answer_id = None
     context.is_committed = False

@@ -45,6 +45,9 @@ class TokenRecord:
         self.may_migrate = may_migrate
         self.prompt: list[int] = []
         self.generated: list[int] = []
+        # Whether some of the answer is the output of a parser (reasoning, tool calls), which can't
+        # be continued from the text so far.
+        self.is_parsed = False
         # How many leading tokens of `generated` the client has, or whose text is whole characters.
         # The tokens after them are part of an incomplete character or have no text: the next pass
         # generates them again, so that no character is split.
@@ -157,8 +160,8 @@ class TokenRecord:
         self._record_choice(chunk, choice)
         delta = choice.get("delta") or {}
         is_whole = self._note_text(choice.get("text") or delta.get("content") or "")
-        # The output of a parser (reasoning, tool calls) can't be continued from the text so far.
-        is_parsed = any(v for k, v in delta.items() if k not in ("role", "content"))
+        is_parsed = _has_parsed_fields(delta)
+        self.is_parsed |= is_parsed
         self.may_migrate &= not is_parsed
         is_recomputed = choice.get("stop_reason") == "recomputed"
         if is_recomputed:  # the answer continues elsewhere
@@ -189,6 +192,7 @@ class TokenRecord:
         except ANSWER_ERRORS as exc:
             raise MalformedResponse(instance, f"no answer with one choice: {exc}") from exc
         if is_recomputed:
+            self.is_parsed |= is_chat_shaped and _has_parsed_fields(choice["message"])
             if self._note_text(piece or ""):
                 self._text += piece
                 self._logprobs = choice.get("logprobs") or {}
@@ -214,6 +218,13 @@ class TokenRecord:
         self._held = b""
         self._num_chars = self._num_chars_before = self._num_chars_shown
         del self.generated[self.num_shown :]
+
+    def reset_answer(self) -> None:
+        """Forget the answer so far, which the client has not seen: the next pass is the first."""
+        self.generated, self.num_shown = [], 0
+        self._text, self._logprobs = "", {}
+        self._num_chars = self._num_chars_before = self._num_chars_shown = 0
+        self.is_joined = self.is_parsed = False
 
     def closing_events(self, *, includes_usage: bool) -> bytes:
         """The events that end a stream whose last token has been delivered."""
@@ -282,6 +293,10 @@ class TokenRecord:
         usage["prompt_tokens"] = len(self.prompt)
         usage["completion_tokens"] = len(self.generated)
         usage["total_tokens"] = len(self.prompt) + len(self.generated)
+
+
+def _has_parsed_fields(message: dict[str, Any]) -> bool:
+    return any(value for name, value in message.items() if name not in ("role", "content"))
 
 
 class RecordingForwarder(StreamForwarder):

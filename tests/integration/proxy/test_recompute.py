@@ -63,6 +63,44 @@ def test_recomputed_answer_is_joined_from_all_passes(path: str, flow: str) -> No
     uvloop.run(main())
 
 
+SCHEMA: dict[str, Any] = {"type": "json_schema", "json_schema": {"name": "a", "schema": {}}}
+
+
+@pytest.mark.parametrize(
+    "field", [{"response_format": SCHEMA}, {"frequency_penalty": 0.5}, {"bad_words": ["a b"]}]
+)
+def test_whole_answer_that_depends_on_its_own_tokens_is_generated_again(
+    field: dict[str, Any],
+) -> None:
+    """A second grammar in the middle of an answer would make it no JSON."""
+
+    async def main() -> None:
+        async with fake_deployment(emits_first_token=True, recomputes=True) as s:
+            s.decode.behaviour.recompute_after = 2
+            answer = (await post(s, BODY | field)).json()
+            assert answer["choices"][0]["text"] == text_of(5)
+            assert answer["usage"]["completion_tokens"] == 5
+            first, second = s.prefill.generated
+            assert first.body == second.body
+            assert s.decode.generated[1].body["max_tokens"] == BODY["max_tokens"]
+
+    uvloop.run(main())
+
+
+def test_stream_with_grammar_is_not_continued_with_a_second_one() -> None:
+    async def main() -> None:
+        async with fake_deployment(emits_first_token=True, recomputes=True) as s:
+            s.decode.behaviour.recompute_after = 2
+            events = events_of((await post(s, BODY | USAGE | {"response_format": SCHEMA})).text)
+            assert events[-1]["error"]["code"] == "recomputed"
+            assert len(s.prefill.generated) == 1
+            plain = BODY | USAGE | {"response_format": {"type": "text"}}
+            s.decode.behaviour.recompute_after = 2
+            assert streamed_text(events_of((await post(s, plain)).text)) == text_of(5)
+
+    uvloop.run(main())
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 def test_answer_ending_in_second_prefill_keeps_earlier_tokens(path: str) -> None:
     async def main() -> None:

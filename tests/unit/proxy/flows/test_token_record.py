@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, answer_decoder
+from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, answer_decoder, parse_request
+from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.errors import ConnectionLost, MalformedResponse, Recomputed
 from mooncake_proxy.flows import migration
 from mooncake_proxy.flows.continued_prompt import ContinuedForwarder
@@ -248,6 +249,46 @@ def test_recomputed_answer_has_no_finish_reason(stop_reason: str | None) -> None
     found = record()
     found.record_event(chunk("a", [10], finish_reason="stop", stop_reason=stop_reason))
     assert found.has_finished == (stop_reason is None)
+
+
+def parsed_chunk(text: str, ids: list[int], field: str) -> bytes:
+    """A chunk or an answer with reasoning beside its text."""
+    data = json.loads(chunk(text, ids, stop_reason="recomputed"))
+    data["choices"][0][field] = {"role": "assistant", "reasoning": "hm", "content": text}
+    return json.dumps(data).encode()
+
+
+def passing(found: TokenRecord, body: dict[str, Any]) -> bool:
+    """Whether a request that this record belongs to can have another pass."""
+    raw = json.dumps(body).encode()
+    request: Any = SimpleNamespace(body=raw)
+    parsed, fields = parse_request(raw)
+    context = RequestContext(
+        request, OpenAIEndpoint.CHAT, parsed, fields, "id", 0.0, 1.0, 1, answer_id="chatcmpl-1"
+    )
+    is_possible = migration._begin_next_pass(context, found)
+    assert not is_possible or (request.body == raw) == (not found.generated)
+    return is_possible
+
+
+def test_reasoning_is_generated_again_with_its_answer() -> None:
+    found = TokenRecord(OpenAIEndpoint.CHAT, shows_ids=True)
+    with pytest.raises(Recomputed):
+        found.record_answer(parsed_chunk("a", [10, 11], "message"), "d")
+    assert passing(found, {"messages": []})
+    last = parsed_chunk("ab", [10, 11, 12], "message").replace(b'"recomputed"', b"null")
+    [choice] = json.loads(found.record_answer(last, "d"))["choices"]
+    assert choice["message"] == {"role": "assistant", "reasoning": "hm", "content": "ab"}
+    assert choice["token_ids"] == [10, 11, 12]
+
+
+def test_stream_that_began_with_reasoning_can_not_be_continued() -> None:
+    """The text of a completion would go on as content, reasoning or not."""
+    found = TokenRecord(OpenAIEndpoint.CHAT, shows_ids=False)
+    found.record_event(chunk("a", [10]))
+    assert passing(found, {"messages": [], "stream": True})
+    found.record_event(parsed_chunk("", [11], "delta"))
+    assert not passing(found, {"messages": [], "stream": True})
 
 
 def test_parsed_fields_disable_migration() -> None:
