@@ -257,7 +257,7 @@ def _empty_response(request: ResponsesRequest) -> Json:
         "previous_response_id": None,
         "background": False,
         "store": False,
-        "truncation": "disabled",
+        "truncation": request.truncation or "disabled",
         "usage": None,
         **{name: asked[name] for name in _ECHOED},
     }

@@ -79,7 +79,7 @@ class ResponsesRequest(Struct, kw_only=True):
     reasoning: Reasoning | None = None
     include: list[str] | None = None
     top_logprobs: int | None = None
-    truncation: str | None = None
+    truncation: Literal["auto", "disabled"] | None = None
     store: bool | None = None
     background: bool | None = None
     metadata: dict[str, str] | None = None
@@ -102,6 +102,8 @@ def read_responses_request(body: bytes) -> tuple[ResponsesRequest, bytes]:
     _check_stateless(request)
     chat: Json = {"messages": [*_messages(request)], **others, **_sampling(request)}
     chat |= _tools(request)
+    if request.truncation == "auto":  # as in vLLM
+        chat.setdefault("truncate_prompt_tokens", -1)
     if request.stream:
         chat |= {"stream": True, "stream_options": {"include_usage": True}}
     return request, encode(chat)
@@ -116,11 +118,6 @@ def _check_stateless(request: ResponsesRequest) -> None:
         raise RequestRejected(
             "background: background responses are not supported; send false or leave it out",
             param="background",
-        )
-    if request.truncation not in (None, "disabled"):
-        raise RequestRejected(
-            f"truncation {request.truncation!r} is not supported: shorten the input yourself",
-            param="truncation",
         )
     for name in request.include or ():
         if name not in _INCLUDED:

@@ -120,6 +120,12 @@ def test_tool_choice_auto_is_dropped_without_tools(tools: Any, choice: Any) -> N
     assert not {"tools", "tool_choice"} & set(chat)
 
 
+def test_truncation() -> None:
+    assert chat_of(truncation="auto")["truncate_prompt_tokens"] == -1
+    assert chat_of(truncation="auto", truncate_prompt_tokens=9)["truncate_prompt_tokens"] == 9
+    assert "truncate_prompt_tokens" not in chat_of(truncation=None)
+
+
 def test_a_forced_call_without_tools_is_left_to_the_chat_endpoint() -> None:
     for choice in ("required", ALLOWED | {"mode": "required"}):
         assert chat_of(tools=[], tool_choice=choice)["tool_choice"] == "required"
@@ -135,7 +141,7 @@ def test_a_forced_call_without_tools_is_left_to_the_chat_endpoint() -> None:
         ({"store": True}, "store", "responses are not stored"),
         ({"background": True}, "background", "background responses"),
         ({"prompt": {"id": "p"}}, "prompt", "instructions and input"),
-        ({"truncation": "auto"}, "truncation", "shorten"),
+        ({"truncation": "never"}, "truncation", "invalid"),
         ({"include": ["web_search_call.results"]}, "include", "web_search_call"),
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
         ({"n": 2}, "n", "several times"),
