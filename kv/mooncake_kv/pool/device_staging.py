@@ -32,8 +32,6 @@ logger = logging.getLogger(__name__)
 
 SLOT_BYTES = 4 << 20
 SLOTS = 2
-MAX_MOVES = 6
-"""Upper bound of concurrent moves: the loads and the saves of a rank."""
 _ALIGNMENT = 4096
 """Bytes by which a part of ``split_spans`` may exceed an even share."""
 
@@ -48,9 +46,9 @@ def host_transports(names: Sequence[str]) -> tuple[str, ...]:
     return tuple(name for name in names if name not in _DEVICE_TRANSPORTS)
 
 
-def connect_memory(context: RankContext) -> RankTransports | DeviceMemory:
+def connect_memory(context: RankContext, max_moves: int) -> RankTransports | DeviceMemory:
     """Open a rank's transports to stores: directly from its KV memory, or through pinned host
-    memory.
+    memory for ``max_moves`` concurrent moves.
 
     Raises:
         KVConfigError: neither is possible.
@@ -58,7 +56,7 @@ def connect_memory(context: RankContext) -> RankTransports | DeviceMemory:
     device = context.memory.regions[0].device
     try:
         if device != "cpu":
-            return DeviceMemory(context, context.registry.host_copies(device))
+            return DeviceMemory(context, context.registry.host_copies(device), max_moves)
     except (DeviceError, OutOfMemory) as exc:
         raise KVConfigError(f"--kv-pool: KV on {device} can't be moved: {exc}") from exc
     except BackendUnavailable as exc:
@@ -79,16 +77,17 @@ class DeviceMemory:
     Args:
         context: the rank's context.
         copies: host copies of its device.
+        max_moves: moves that have memory at the same time; others wait.
 
     Raises:
         OutOfMemory, DeviceError: no pinned memory can be allocated.
         KVConfigError: no transport can register it.
     """
 
-    def __init__(self, context: RankContext, copies: HostCopies) -> None:
+    def __init__(self, context: RankContext, copies: HostCopies, max_moves: int) -> None:
         self._copies = copies
         with ExitStack() as undo:
-            pinned = copies.allocate_pinned(MAX_MOVES * SLOTS * SLOT_BYTES)
+            pinned = copies.allocate_pinned(max_moves * SLOTS * SLOT_BYTES)
             undo.callback(pinned.close)
             memory = replace(
                 context.memory,
@@ -99,7 +98,7 @@ class DeviceMemory:
             self._transports = RankTransports(config, memory, context.registry, context.shared)
             self._undo = undo.pop_all()
         self._free: Queue[int] = Queue()
-        for number in range(MAX_MOVES):
+        for number in range(max_moves):
             self._free.put(pinned.address + number * SLOTS * SLOT_BYTES)
 
     def peer(

@@ -55,6 +55,8 @@ LOAD_THREADS = 4
 """Threads for loads from memory. As many more serve the loads that wait for SSDs."""
 SAVE_THREADS = 2
 """Threads for saves: as many as the saves that a pool client copies at once."""
+MAX_MOVES = 2 * LOAD_THREADS + SAVE_THREADS
+"""Transfers that all threads together wait for, one each."""
 GROUP_BYTES = 2 << 20
 """Approximate size of a group of layers, the unit of loading: large enough that moving it takes
 longer than requesting it."""
@@ -104,7 +106,7 @@ class PoolWorker:
         self._context = context
         memory = context.memory
         self._local = KVShardSpec(memory.shard, memory.layout)
-        self._transports = connect_memory(context)
+        self._transports = connect_memory(context, MAX_MOVES)
         self._connections = PeerConnections(self._transports.forget)
         self._stores: dict[str, _Store] = {}
         self._loads: dict[str, _RunningLoad] = {}

@@ -2,7 +2,9 @@
 the device."""
 
 import ctypes
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -14,7 +16,8 @@ from mooncake_hal.transport import EndpointOptions, MemoryRegion, Spans
 from mooncake_hal.transports.staging import packed_addresses
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_worker import RankContext, RankMemory
-from mooncake_kv.pool.device_staging import MAX_MOVES, SLOT_BYTES, DeviceMemory, host_transports
+from mooncake_kv.pool.device_staging import SLOT_BYTES, DeviceMemory, host_transports
+from mooncake_kv.pool.pool_worker import LOAD_THREADS, MAX_MOVES, SAVE_THREADS
 
 
 class Pinned:
@@ -88,7 +91,7 @@ def device(copies):
     context = RankContext(
         0, KVTransferConfig(transports=("shm",)), memory, Registry.discover(), *[unused] * 4
     )
-    device = DeviceMemory(context, copies)
+    device = DeviceMemory(context, copies, MAX_MOVES)
     yield device
     device.close()
 
@@ -151,6 +154,22 @@ def test_transfers_rejected_by_device_free_their_memory(store, device, copies):
     copies.is_broken = False
     peer.write(spans, timeout=20).wait()
     assert store.arena.sum() == 900
+
+
+def test_threads_for_memory_for_ssds_and_for_saves_move_at_once(
+    store, device, copies, monkeypatch
+):
+    num_threads = 2 * LOAD_THREADS + SAVE_THREADS
+    all_copy = Barrier(num_threads)
+    monkeypatch.setattr(Copier, "drain", lambda self: all_copy.wait(timeout=20))
+    memory = np.ones(1000, np.uint8)
+    peer = device.peer("store", 0, store.endpoints, connection=0, timeout_s=20)
+    spans = _spans(memory, store.arena, [900])
+    with ThreadPoolExecutor(num_threads) as threads:
+        for done in [
+            threads.submit(peer.write(spans, timeout=20).wait) for _ in range(num_threads)
+        ]:
+            done.result()
 
 
 @pytest.mark.parametrize("way", ["read", "write"])

@@ -162,7 +162,7 @@ class Worker:
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]:
     rank, connections = Rank(), Connections()
-    monkeypatch.setattr(pool_worker, "connect_memory", lambda context: connections)
+    monkeypatch.setattr(pool_worker, "connect_memory", lambda context, max_moves: connections)
     made = Worker(rank, connections)
     yield made
     made.running.close()
