@@ -52,14 +52,22 @@ class IoLoop:
         self._thread.start()
 
     def call(self, request_id: str, function: Callable[..., None], *args: Any) -> None:
-        """Schedule a function on the loop; calls keep their order. Any thread.
+        """Schedule a function on the loop; calls keep their order. After ``close`` it is dropped.
+        Any thread.
 
         Args:
             request_id: the request that fails if the function raises.
             function: the function.
             args: its arguments.
+
+        Raises:
+            RuntimeError: the loop has ended by itself.
         """
-        self._loop.call_soon_threadsafe(self._guarded, request_id, function, args)
+        try:
+            self._loop.call_soon_threadsafe(self._guarded, request_id, function, args)
+        except RuntimeError:
+            if not self._is_closing:
+                raise
 
     def spawn(
         self, coroutine: Coroutine[Any, Any, None], request_id: str | None = None

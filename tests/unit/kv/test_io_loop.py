@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import pytest
+
 from mooncake_kv.errors import ConnectorDead
 from mooncake_kv.io_loop import IoLoop
 
@@ -35,3 +37,17 @@ def test_tasks_end_if_loop_that_ended_by_itself_is_stopped_once_more() -> None:
     assert loop.is_closed()
     assert len(failures) == 1
     io_loop.close()
+
+
+def test_calls_after_close_are_dropped_and_after_a_death_are_refused() -> None:
+    """A rank may report what it was ordered before the close."""
+    failures: list[ConnectorDead] = []
+    closed, dead = (IoLoop("test", lambda *_: None, failures.append) for _ in range(2))
+    closed.close()
+    closed.call("", pytest.fail)
+    dead._loop.call_soon_threadsafe(dead._loop.stop)
+    dead._thread.join(WAIT_S)
+    assert len(failures) == 1
+    with pytest.raises(RuntimeError, match="closed"):
+        dead.call("", pytest.fail)
+    dead.close()

@@ -148,6 +148,8 @@ def test_memory_a_rank_may_be_writing_is_not_freed_at_shutdown(instance):
     instance.save()
     instance.client.stop()
     assert instance.num_staging == 1
+    instance.client.on_rank_message(0, encode(RunsEnded("save", None, 0, 0.0)))  # ranks still run
+    assert instance.num_staging == 1
 
 
 def test_memory_of_a_copied_save_is_freed_when_the_instance_stops(instance):
