@@ -15,6 +15,7 @@ import gc
 import logging
 import os
 import pickle
+import select
 import signal
 import sys
 import threading
@@ -45,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 _STATS_INTERVAL_S = 1.0
 """Interval at which reports include expert loads and waiting times."""
+_WATCH_INTERVAL_MS = 500
+_HANGUP = getattr(select, "POLLRDHUP", 0)  # only Linux has it; POLLHUP is always reported
 
 PARENT_GONE = 3
 """Exit status of a rank whose parent is gone."""
@@ -78,7 +81,12 @@ class RankProcess:
         assert isinstance(start, wire.Start), f"the first order must be Start, got {start}"
         start.log.apply()
         name_process(f"mooncake-rank{start.info.rank}")
-        worker = self._load(start)
+        loaded = threading.Event()
+        threading.Thread(target=self._watch_parent, args=(loaded,), daemon=True).start()
+        try:
+            worker = self._load(start)
+        finally:
+            loaded.set()
         if worker.steps_in_flight > 1:
             # The rank receives the next order while a step runs. The executor may be sending that
             # order rather than reading reports, so a blocked report must not block the rank.
@@ -171,6 +179,15 @@ class RankProcess:
             logger.exception("failed to compile a grammar")
         with suppress(ConnectionError):  # _receive notices if the parent is gone
             self._notify(wire.GrammarReady(order.number))
+
+    def _watch_parent(self, loaded: threading.Event) -> None:
+        """Exit the process if the parent goes while the model is loaded, which may take minutes and
+        the device's memory. Reads nothing: messages are for the extension."""
+        ended = select.poll()
+        ended.register(self._messages.fileno(), _HANGUP)
+        while not loaded.is_set():
+            if ended.poll(_WATCH_INTERVAL_MS):
+                os._exit(PARENT_GONE)
 
     def _receive(self, worker: Worker) -> None:
         """Pass messages to the extension; exits the process when the parent is gone."""
