@@ -274,7 +274,8 @@ class StoreStats:
         pinned_bytes: bytes of all chunks that were pinned.
         num_puts, put_bytes: chunks that were committed, and their bytes.
         num_aborts: writes that were aborted or missed their deadline.
-        num_refused_puts: refused puts, by ``PutRefusal``.
+        num_refused_puts: chunks of clients that got no memory, by ``PutRefusal``.
+        num_refused_loads: chunks on SSDs that got no memory to be loaded to, by ``PutRefusal``.
         num_evicted: chunks evicted from memory, by reason: ``room``, ``copy`` (a copy of another
             store's chunk, evicted to free memory), ``quota``, ``drop``.
         num_expired_reads, num_expired_writes: handles whose deadline passed: leaks of clients.
@@ -312,6 +313,7 @@ class StoreStats:
     put_bytes: int = 0
     num_aborts: int = 0
     num_refused_puts: dict[str, int] = field(default_factory=dict)
+    num_refused_loads: dict[str, int] = field(default_factory=dict)
     num_evicted: dict[str, int] = field(default_factory=dict)
     num_expired_reads: int = 0
     num_expired_writes: int = 0

@@ -274,8 +274,7 @@ class ChunkTable:
                 outcome.num_uses = int(is_use)
                 staged.append(outcome)
             else:
-                refused = self.stats.num_refused_puts
-                refused[outcome.value] = refused.get(outcome.value, 0) + 1
+                self._count_refusal(outcome, user)
                 ending = outcome if outcome in _ENDS_A_SEQUENCE else None
         numbers = iter(self._handles.grant(staged, user, now + lease_s, is_write=True))
         self.observer.staging([entry.chunk.key for entry in staged])
@@ -285,6 +284,11 @@ class ChunkTable:
             else o
             for o in found
         ]
+
+    def _count_refusal(self, reason: PutRefusal, user: int) -> None:
+        stats = self.stats
+        refused = stats.num_refused_loads if user == SSD_USER else stats.num_refused_puts
+        refused[reason.value] = refused.get(reason.value, 0) + 1
 
     def commit(self, handle_ids: Sequence[int], user: int, now: float) -> list[bool]:
         """Make complete writes readable. False: the handle has expired, or is unknown."""

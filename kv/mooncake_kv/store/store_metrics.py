@@ -31,6 +31,7 @@ START_TIMEOUT_S = 30.0
 
 STORE_PREFIX = "mooncake_store_"
 _PUT_REFUSALS = tuple(each.value for each in PutRefusal if each is not PutRefusal.UNREACHABLE)
+_LOAD_REFUSALS = tuple(name for name in _PUT_REFUSALS if name != PutRefusal.LOW_VALUE.value)
 
 _HELP = {
     "capacity_bytes": "Bytes of memory (dram) and of SSDs that the store may fill, by tier.",
@@ -52,9 +53,9 @@ _HELP = {
     "put_bytes_total": "Bytes of the chunks put in memory by clients, or by loads from SSDs.",
     "aborted_puts_total": "Writes of chunks to memory that were given up, or that missed their "
     "deadline.",
-    "refused_puts_total": "Chunks that got no memory to be written to, by reason: present "
-    "(stored already), staging (being written), no_space, over_quota, too_large, low_value (a copy "
-    "worth less than what it would evict).",
+    "refused_puts_total": "Chunks of clients that got no memory to be written to, by reason: "
+    "present (stored already), staging (being written), no_space, over_quota, too_large, low_value "
+    "(a copy worth less than what it would evict).",
     "evictions_total": "Chunks evicted from memory, by reason: room (for others), copy (of another "
     "store's chunk), quota (of a tenant), drop (by a client).",
     "leaked_handles_total": "Handles that clients had not given back by their deadline, by kind: "
@@ -72,6 +73,9 @@ _HELP = {
     "could not be read at start.",
     "ssd_hung_drives": "SSDs with an operation past its timeout now, by kind: read or write.",
     "ssd_unscanned_drives": "SSDs whose files have not all been read since the start.",
+    "ssd_refused_loads_total": "Chunks on SSDs that got no memory to be loaded to, which are misses, "
+    "by reason: present (but the client has no handle left), staging (being written), no_space, "
+    "over_quota, too_large.",
     "ssd_skipped_total": "Chunks not written to SSDs, by reason: first_touch (not used again yet), "
     "budget (of the day), busy, unscanned, hung, full, too_large.",
 }
@@ -139,6 +143,7 @@ def families(stats: StoreStats) -> list[Family]:
 def _ssd_rows(stats: StoreStats) -> dict[str, Rows]:
     hung = {"read": stats.num_ssd_hung_reads, "write": stats.num_ssd_hung_writes}
     skipped = dict.fromkeys(SSD_SKIP_REASONS, 0) | stats.num_ssd_skipped
+    refused_loads = dict.fromkeys(_LOAD_REFUSALS, 0) | stats.num_refused_loads
     per_day = stats.ssd_write_bytes_per_day
     return {
         "ssd_written_bytes_total": _one(stats.ssd_written_bytes),
@@ -149,6 +154,7 @@ def _ssd_rows(stats: StoreStats) -> dict[str, Rows]:
         "ssd_errors_total": _one(stats.num_ssd_errors),
         "ssd_hung_drives": _by("kind", hung),
         "ssd_unscanned_drives": _one(stats.num_ssd_unscanned),
+        "ssd_refused_loads_total": _by("reason", refused_loads),
         "ssd_skipped_total": _by("reason", skipped),
     }
 

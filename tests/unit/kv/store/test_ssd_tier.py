@@ -156,6 +156,20 @@ def test_second_use_saves_a_chunk_that_then_outlives_memory(opened):
     assert stats.num_ssd_skipped == {"first_touch": 6}
 
 
+def test_load_without_memory_is_no_refused_put(opened):
+    store = opened(capacity=2)
+    store.save([0])
+    store.put(2)
+    store.put(4)
+    store.await_event("removed", Tier.DRAM, chunk(0).key)
+    pinned = store.user.pin(keys([2, 4])).result()
+    assert store.get([0]) == [None]
+    stats = store.store.stats()
+    assert (stats.num_refused_puts, stats.num_refused_loads) == ({}, {"no_space": 1})
+    assert stats.num_misses == 1
+    assert store.user.release(pinned).result() == [True, True]
+
+
 def test_chunk_that_is_put_again_after_memory_lost_it_is_written(opened):
     store = opened(capacity=2)
     for number in (0, 10, 20):
