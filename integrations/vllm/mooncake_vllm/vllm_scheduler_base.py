@@ -3,6 +3,7 @@ ranks, the watch on vLLM's steps, and their death."""
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from mooncake_kv.params import KVTransferDict
 from mooncake_vllm.errors import ConnectorDied
 from mooncake_vllm.rank_link import Ranks
 from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request, SchedulerOutput
+
+logger = logging.getLogger(__name__)
 
 STALLED_SHARE = 0.5
 """Fraction of vLLM's step timeout after which keepalives are suspended, so that peers stop holding
@@ -135,5 +138,10 @@ class SchedulerSideBase:
         return started
 
     def _die(self, cause: BaseException) -> None:
-        """Record why the connector can't continue; the first cause is kept. Any thread."""
+        """Record and log why the connector can't continue; the first cause is kept. vLLM calls no
+        hook while it is idle, so until its next request only the log tells. Any thread."""
+        if self._death is None:
+            logger.error(
+                "the KV connector has died: %r; vLLM ends with its next step or request", cause
+            )
         self._death = self._death or cause

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.kv_rank import wait_for
 from support.vllm_caches import filled_ranks, whole_prompt
 from support.vllm_instance import HOST, NO_TOKENS, FakeRequest, FakeVllm, running
 
@@ -356,9 +357,14 @@ def test_lost_prefill_instance_fails_load_once(stack: ExitStack, tmp_path: Path)
     assert decode.reports.failed == {"d"}
 
 
-def test_dead_worker_thread_ends_the_engine(stack: ExitStack, tmp_path: Path) -> None:
+def test_dead_worker_thread_is_logged_and_ends_the_engine(
+    stack: ExitStack, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """While vLLM is idle, it calls nothing that could end it."""
     _, decode = start(stack, tmp_path)
     decode.workers[0].report_death(RuntimeError("a defect"))
+    wait_for(lambda: "the KV connector has died: " in caplog.text)
+    assert "rank 0: RuntimeError('a defect')" in caplog.text
     with pytest.raises(ConnectorDied, match="rank 0: RuntimeError"):
         decode.step_until(decode.reports.received, "nobody")
 
