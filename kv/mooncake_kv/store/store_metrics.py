@@ -74,8 +74,8 @@ _HELP = {
     "ssd_hung_drives": "SSDs with an operation past its timeout now, by kind: read or write.",
     "ssd_unscanned_drives": "SSDs whose files have not all been read since the start.",
     "ssd_refused_loads_total": "Chunks on SSDs that got no memory to be loaded to, and so are "
-    "misses, by reason: present (but the client has no handle left), staging (being written), no_space, "
-    "over_quota, too_large.",
+    "misses, by reason: present (but the client has no handle left), staging (being written), "
+    "no_space, over_quota, too_large.",
     "ssd_skipped_total": "Chunks not written to SSDs, by reason: first_touch (not used again yet), "
     "budget (of the day), busy, unscanned, hung, full, too_large.",
 }
