@@ -129,12 +129,18 @@ class BlockManager:
         request.share_offers(parent)
 
     def may_share_later(self, parent: Request) -> bool:
-        """Whether a ``fork`` from ``parent`` is valid if no copy on write follows at once. It is
-        not while the parent has yet to write to its prompt's last block and owns blocks behind that
-        one for drafts."""
-        prompt = parent.num_prompt_tokens
-        writes_to_it = parent.num_scheduled // self.block_size == prompt // self.block_size
-        return not writes_to_it or len(parent.block_ids) <= prompt // self.block_size + 1
+        """Whether a ``fork`` from ``parent`` is valid if no copy on write follows at once.
+
+        It is not if the parent has filled the prompt's last block with its own tokens, or is about
+        to: the block is cached with them, and the fork would write over it once the parent has
+        ended. Nor is it while the parent has yet to write to that block and owns blocks behind it
+        for drafts.
+        """
+        last, num_in_last = divmod(parent.num_prompt_tokens, self.block_size)
+        if num_in_last and parent.num_scheduled_with_drafts // self.block_size > last:
+            return False
+        writes_to_it = parent.num_scheduled // self.block_size == last
+        return not writes_to_it or len(parent.block_ids) <= last + 1
 
     def num_missing(self, request: Request, num_tokens: int) -> int:
         """Returns the blocks that ``grow`` would allocate: for new tokens, and to copy on write."""

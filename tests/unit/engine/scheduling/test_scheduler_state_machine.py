@@ -28,6 +28,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.limits: dict[str, int] = {}
         self.answers: dict[str, list[int]] = {}
         self.first: dict[str, int] = {}
+        self.groups: dict[str, tuple[list[int], str]] = {}
 
     @initialize(
         host_blocks=st.sampled_from([0, HOST_BLOCKS]),
@@ -74,8 +75,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, length: int, family: int, kind: str, max_tokens: int, siblings: int) -> None:
         prompt = [100 * family + index for index in range(length)]
         group = f"g{self.count}" if siblings > 1 else None
+        if group is not None:
+            self.groups[group] = prompt, kind
         for _ in range(siblings):
             self._add(prompt, kind, max_tokens, group)
+
+    @precondition(lambda self: self.groups)
+    @rule(data=st.data(), max_tokens=st.integers(1, 12))
+    def add_late_sibling(self, data: st.DataObject, max_tokens: int) -> None:
+        """The choices of a prompt reach the core one by one, maybe after the others have ended."""
+        group = data.draw(st.sampled_from(sorted(self.groups)))
+        prompt, kind = self.groups[group]
+        self._add(prompt, kind, max_tokens, group)
 
     def _add(self, prompt: list[int], kind: str, max_tokens: int, group: str | None) -> None:
         name = f"r{self.count}"

@@ -176,6 +176,29 @@ def test_next_sibling_loads_if_the_first_load_fails() -> None:
     assert set(answers) == {"a0", "a1"}
 
 
+@pytest.mark.parametrize("depth", [1, 2], ids=["in turn", "ahead"])
+def test_late_sibling_from_a_peer_never_writes_to_a_cached_block(depth: int) -> None:
+    """The first choice has filled the prompt's last block with its own tokens, and ends before the
+    late one writes its first token there."""
+    bench = endless(depth=depth, uses_async_scheduling=depth > 1)
+    first = bench.add("a", PROMPT, group="g", first_token=token_of("a", 0), max_tokens=20)
+    bench.step()
+    bench.end_load("a", None)
+    while first.num_scheduled < 12:
+        bench.step()
+    bench.add("late", PROMPT, group="g", first_token=token_of("late", 0))
+    while "late" not in bench.connector.loading:
+        bench.step()
+    bench.step()
+    bench.scheduler.abort("a")
+    while bench.in_flight:
+        bench.land()
+    bench.end_load("late", None)
+    bench.run()
+    bench.add("next turn", [*PROMPT, *(token_of("a", index) for index in range(3))])
+    bench.run()
+
+
 def test_group_with_two_prompts_is_rejected() -> None:
     bench = Bench()
     bench.add("a", PROMPT, group="g")
