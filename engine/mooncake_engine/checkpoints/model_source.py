@@ -1,12 +1,15 @@
-"""Resolves a model's path or hub name, as given to ``--model``, to a directory on this host."""
+"""Resolves a model's path or hub name, as given to ``--model``, to a directory on this host, and
+reads the directory's JSON files."""
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from mooncake_engine.errors import ConfigError
+from mooncake_engine.errors import CheckpointError, ConfigError
 
 _HUB_NAME = re.compile(
     r"(?P<hub>modelscope:)?(?P<repository>[\w.-]+/[\w.-]+?)(:(?P<quantization>\w+))?"
@@ -87,6 +90,25 @@ def find_model(wanted: str | Path, flag: str = "--model") -> LocalModel:
     from mooncake_engine.checkpoints.hub_download import download
 
     return LocalModel(download(named), str(wanted))
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Parse a JSON file of a model directory.
+
+    Raises:
+        CheckpointError: there is no such file, or it is not a JSON object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as exc:
+        raise CheckpointError(
+            f"{path} does not exist; expected a Hugging Face model directory"
+        ) from exc
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
+        raise CheckpointError(f"{path} can't be read: {exc}") from exc
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, found {type(value).__name__}")
+    return value
 
 
 def read_hub_name(text: str) -> HubModel | None:

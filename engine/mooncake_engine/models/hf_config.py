@@ -6,11 +6,11 @@ transformers 5), and ``rope_parameters`` with ``dtype`` (since).
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mooncake_engine.checkpoints.model_source import read_json_object
 from mooncake_engine.errors import CheckpointError
 from mooncake_engine.models.mlp import RoutingConfig
 from mooncake_engine.models.quantization_config import Fp8Config, read_quantization
@@ -184,13 +184,13 @@ def read_raw(model_dir: Path) -> RawConfig:
     """
     if not model_dir.is_dir():
         raise CheckpointError(f"model directory {str(model_dir)!r} does not exist")
-    return RawConfig(_read_object(model_dir / "config.json"), str(model_dir / "config.json"))
+    return RawConfig(read_json_object(model_dir / "config.json"), str(model_dir / "config.json"))
 
 
 def read_eos_token_ids(model_dir: Path, raw: RawConfig) -> tuple[int, ...]:
     """The end-of-sequence tokens of ``generation_config.json`` and ``config.json`` together."""
     path = model_dir / "generation_config.json"
-    generation = _read_object(path) if path.exists() else {}
+    generation = read_json_object(path) if path.exists() else {}
     found: set[int] = set()
     for value in (generation.get("eos_token_id"), raw.fields.get("eos_token_id")):
         ids = value if isinstance(value, list) else [value]
@@ -261,20 +261,6 @@ def read_qwen3(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> Model
     bias = raw.flag("attention_bias")
     options = {"qkv_bias": bias, "output_bias": bias, "has_qk_norm": True}
     return read_decoder(raw, architecture, eos, options)
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as exc:
-        raise CheckpointError(
-            f"{path} does not exist; expected a Hugging Face model directory"
-        ) from exc
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as exc:
-        raise CheckpointError(f"{path} can't be read: {exc}") from exc
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, found {type(value).__name__}")
-    return value
 
 
 def read_decoder(

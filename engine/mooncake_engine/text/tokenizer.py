@@ -13,6 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mooncake_engine.checkpoints.model_source import read_json_object
 from mooncake_engine.errors import CheckpointError, ConfigError, InvalidRequest
 
 if TYPE_CHECKING:
@@ -176,6 +177,8 @@ class Tokenizer:
         from transformers import AutoTokenizer
 
         fingerprint = tokenizer_fingerprint(directory, chat_template)
+        if (directory / "config.json").is_file():  # transformers reads it, and blames the tokenizer
+            read_json_object(directory / "config.json")
         try:
             hf_tokenizer = AutoTokenizer.from_pretrained(
                 directory, local_files_only=True, trust_remote_code=False, use_fast=True

@@ -134,6 +134,18 @@ def test_tokenizer_file_of_another_form_is_rejected(tmp_path: Path, name: str) -
         Tokenizer.load(directory)
 
 
+@pytest.mark.parametrize(
+    ("content", "message"), [("{", "can't be read"), ("[]", "must hold a JSON object, found list")]
+)
+def test_damaged_config_is_not_called_a_damaged_tokenizer(
+    tmp_path: Path, content: str, message: str
+) -> None:
+    directory = write_byte_tokenizer(tmp_path)
+    (directory / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=f"^{directory}/config.json {message}"):
+        Tokenizer.load(directory)
+
+
 def test_decoder_that_cannot_stream_is_rejected(tmp_path: Path) -> None:
     directory = write_byte_tokenizer(tmp_path)
     tokenizer = json.loads((directory / "tokenizer.json").read_text())
