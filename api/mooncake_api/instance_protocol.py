@@ -81,11 +81,13 @@ def is_signed(secret: bytes, value: bytes, body: bytes) -> bool:
 
 
 def is_http_url(text: str) -> bool:
-    """Whether a text is the URL of an HTTP server, with a valid port if it has one."""
+    """Whether a text is the URL of an HTTP server: with a host name that can be looked up, and a
+    valid port if it has one."""
     try:
         parts = urlsplit(text)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # the port is not a number, or an IPv6 address is incomplete
+        name = (parts.hostname or "").encode("idna")
+        return parts.scheme in ("http", "https") and bool(name) and parts.port != 0
+    except ValueError:  # the port is not a number, a part of the name is empty or too long, ...
         return False
 
 

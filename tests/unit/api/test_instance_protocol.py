@@ -2,7 +2,18 @@
 
 import pytest
 
-from mooncake_api.instance_protocol import is_origin, split_origins
+from mooncake_api.instance_protocol import is_http_url, is_origin, split_origins
+
+
+@pytest.mark.parametrize("host", ["a.example", "[::1]:80", "127.0.0.1:8000", "a" * 63])
+def test_urls_of_servers(host):
+    assert is_http_url(f"http://{host}")
+    assert is_http_url(f"https://{host}/path")
+
+
+@pytest.mark.parametrize("host", ["", ":80", "a..example", "a" * 64, "a:port", "a:0", "[::1"])
+def test_hosts_that_can_not_be_looked_up_make_no_url(host):
+    assert not is_http_url(f"http://{host}")
 
 
 @pytest.mark.parametrize(
