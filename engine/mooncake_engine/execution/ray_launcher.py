@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _PLACE_TIMEOUT_S = 60.0
 """How long Ray may take to reserve resources for all ranks."""
+_START_TIMEOUT_S = 300.0
+"""How long the actors may take to start, on hosts that may have to import everything first."""
 _CONNECT_TIMEOUT_S = 60.0
 """How long an actor may take to connect to the executor."""
 _KEY_BYTES = 32
@@ -110,7 +112,7 @@ class RayRank(Rank):
     def exit_reason(self) -> str:
         ray = _ray()
         try:
-            status = ray.get(self._running)
+            status = ray.get(self._running, timeout=_CONNECT_TIMEOUT_S)
         except ray.exceptions.RayError as exc:
             return " ".join(str(exc).split())
         return f"exited with status {status}; its log says why"
@@ -165,7 +167,9 @@ class RayLauncher:
             )
         actors = [self._actor(info.number) for info in self._rank_infos]
         try:
-            described = ray.get([actor.describe.remote() for actor in actors])
+            described = ray.get(
+                [actor.describe.remote() for actor in actors], timeout=_START_TIMEOUT_S
+            )
             self._choose_rendezvous(actors, [host for host, _ in described])
         except ray.exceptions.RayError as exc:
             raise EngineDead(f"Ray could not start the ranks: {exc}") from exc
@@ -191,7 +195,8 @@ class RayLauncher:
             for name in info.group_names:
                 leaders.setdefault(name, info.number)
         led = Counter(leaders.values())
-        found = _ray().get([actors[rank].find_ports.remote(count) for rank, count in led.items()])
+        asked = [actors[rank].find_ports.remote(count) for rank, count in led.items()]
+        found = _ray().get(asked, timeout=_CONNECT_TIMEOUT_S)
         ports = dict(zip(led, found, strict=True))
         self._rendezvous = {
             name: f"tcp://{hosts[rank]}:{ports[rank].pop()}" for name, rank in leaders.items()
