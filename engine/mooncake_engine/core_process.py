@@ -368,9 +368,7 @@ def serve(process: CoreProcess, start: Start, ranks: Sequence[Rank]) -> int:
         return 1
     except Exception as exc:
         logger.critical("the engine died: %s", exc, exc_info=exc)
-        process.fail(
-            exc if isinstance(exc, EngineDead) else EngineDead(f"the engine died: {exc!r}")
-        )
+        process.fail(EngineDead(f"the engine died: {exc!r}"))
         return 1
     return 0
 
