@@ -23,7 +23,7 @@ from mooncake_proxy.ops.proxy_process import ShutdownSignals
 from mooncake_proxy.ops.worker_link import WorkerLink
 from mooncake_proxy.ops.worker_processes import WorkerSupervisor
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 def run(config: ProxyConfig) -> int:
@@ -80,7 +80,7 @@ def _announce(line: str) -> None:
         sys.stdout.write(f"{line}\n")  # one write: workers share the output
         sys.stdout.flush()
     except OSError as exc:
-        log.warning("can't write to standard output: %s", exc)
+        logger.warning("can't write to standard output: %s", exc)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout again at exit
 
 
