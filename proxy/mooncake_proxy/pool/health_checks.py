@@ -110,14 +110,8 @@ class PassiveHealth:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._bad: dict[str, int] = {}
 
-    def succeeded(self, name: str) -> None:
-        """Note an answered request."""
-        if self._bad:
-            self._bad.pop(name, None)
-
-    def failed(self, name: str, error: UpstreamError) -> bool:
+    def failed(self, instance: Instance, error: UpstreamError) -> bool:
         """Note a failed request. Returns True if the instance must be ejected.
 
         Error statuses don't count, because the instance has answered.
@@ -126,12 +120,11 @@ class PassiveHealth:
             error, ConnectFailed | ConnectionLost | UpstreamTimeout | MalformedResponse
         ):
             return False
-        count = self._bad.get(name, 0) + 1
-        if self._limit > 0 and count >= self._limit:
-            self._bad.pop(name, None)  # after its recovery the count starts at zero
-            return True
-        self._bad[name] = count
-        return False
+        instance.num_failures += 1
+        if not 0 < self._limit <= instance.num_failures:
+            return False
+        instance.num_failures = 0  # after its recovery the count starts at zero
+        return True
 
 
 @dataclass(frozen=True, slots=True)

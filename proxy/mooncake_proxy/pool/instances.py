@@ -128,6 +128,7 @@ class Instance(RequestLoad):
         "kv_pool",
         "lists_models",
         "name",
+        "num_failures",
         "relative_speed",
         "spec",
         "topology",
@@ -145,6 +146,8 @@ class Instance(RequestLoad):
         self.connections = ConnectionPool(spec.origin, context)
         self.is_up = True
         self.is_draining = False
+        # Consecutive requests that failed because of it.
+        self.num_failures = 0
         # Human-readable reason why it is down.
         self.error = ""
         self.compatibility = Compatibility()

@@ -310,7 +310,7 @@ class RequestRouter:
     def note_verdict(self, instance: Instance) -> None:
         """Process a change of an instance's health. One that is down counts as restarted."""
         if instance.is_up:
-            self.passive.succeeded(instance.name)
+            instance.num_failures = 0
         else:
             self.note_restart(instance)
 
@@ -480,7 +480,7 @@ class RequestRouter:
                 self._note_retry(role, context, error)
             else:
                 self.metrics.attempts.add(instance.name, role.label, "ok")
-                self.passive.succeeded(instance.name)
+                instance.num_failures = 0
                 return result
             finally:
                 instance.num_running -= 1
@@ -514,7 +514,7 @@ class RequestRouter:
 
     def _count_failure(self, instance: Instance, role: Role, error: UpstreamError) -> None:
         self.metrics.attempts.add(instance.name, role.label, error.reason)
-        if is_draining(error) or self.passive.failed(instance.name, error):
+        if is_draining(error) or self.passive.failed(instance, error):
             self.pool.set_up(instance, up=False, error=str(error))
 
     # ------------------------------------------------ suspects
