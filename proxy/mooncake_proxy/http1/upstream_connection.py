@@ -27,7 +27,8 @@ class Sink(Protocol):
 
 @dataclass(slots=True)
 class ClientLimits:
-    """Timeouts in seconds, and the bound of idle connections, per instance."""
+    """Timeouts in seconds, and the bound of idle connections, per instance. Bytes of a response
+    that this process holds at once: of its head, and of a body that is not forwarded at once."""
 
     connect_timeout_s: float = 5.0
     # Until the response's head. Long, because P answers only after its prefill.
@@ -35,6 +36,8 @@ class ClientLimits:
     # Between two reads of a body.
     stall_timeout_s: float = 120.0
     max_idle: int = 256
+    max_head_bytes: int = 256 * 1024
+    max_held_bytes: int = 1024 * 1024 * 1024
 
 
 @dataclass(slots=True)
@@ -345,8 +348,19 @@ class UpstreamConnection(asyncio.Protocol):
         sink = self._sink
         if sink is not None and self._parts:
             self._flush(sink)
+        elif sink is None and not self._is_complete:
+            self._check_held()
         if self._is_complete or (self._has_head and not self._waits_for_body):
             self._wake()
+
+    def _check_held(self) -> None:
+        """Fail the exchange if the part of its response that is held here is too large."""
+        limits = self._context.limits
+        part, limit = "answer", limits.max_held_bytes
+        if not self._has_head:
+            part, limit = "head of the answer", limits.max_head_bytes
+        if self.num_received > limit:
+            self.fail(MalformedResponse(self.name, f"the {part} is larger than {limit} bytes"))
 
     def _flush(self, sink: Sink) -> None:
         """Feed all body bytes of one network read to the sink, in one call."""

@@ -13,10 +13,14 @@ from typing import Any
 import pytest
 import uvloop
 
-from mooncake_proxy.errors import ConnectFailed, ConnectionLost
+from mooncake_proxy.errors import ConnectFailed, ConnectionLost, MalformedResponse
 from mooncake_proxy.http1.connection_pool import ConnectionPool
 from mooncake_proxy.http1.http_wire import Origin
-from mooncake_proxy.http1.upstream_connection import ClientContext, UpstreamConnection
+from mooncake_proxy.http1.upstream_connection import (
+    ClientContext,
+    ClientLimits,
+    UpstreamConnection,
+)
 
 GET = b"GET / HTTP/1.1\r\nhost: instance\r\n\r\n"
 HEAD = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n"
@@ -198,6 +202,49 @@ def test_reset_response_without_length_is_incomplete(
                     await asyncio.wait_for(answer.read(), 10.0)
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("head", "message"),
+    [
+        (HEAD, "the answer is larger than 100000 bytes"),
+        (b"HTTP/1.1 200 OK\r\nx: ", "the head of the answer is larger than 1000 bytes"),
+    ],
+)
+def test_endless_answer_is_not_held(head: bytes, message: str) -> None:
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(head)
+            with suppress(ConnectionError):
+                while True:
+                    writer.write(b"8\r\nan event\r\n" if head is HEAD else b"x" * 100)
+                    await writer.drain()
+
+        async with pool_of(serve) as pool:
+            pool.context.limits = ClientLimits(max_head_bytes=1000, max_held_bytes=100_000)
+            deadline = pool.context.loop.time() + 60.0
+            with pytest.raises(MalformedResponse, match=message):
+                await asyncio.wait_for(pool.fetch(GET, deadline), 10.0)
+
+    uvloop.run(main())
+
+
+def test_forwarded_answer_has_no_limit() -> None:
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(HEAD + b"8\r\nan event\r\n" * 800_000 + b"0\r\n\r\n")
+
+        async with pool_of(serve) as pool:
+            pool.context.limits = ClientLimits(max_held_bytes=4_000_000)
+            client = Gathered()
+            deadline = pool.context.loop.time() + 60.0
+            with await pool.exchange(GET, deadline, await_body=False) as answer:
+                await asyncio.wait_for(answer.forward(client), 10.0)
+            assert len(client.data) == 6_400_000
+
+    uvloop.run(main())
 
 
 def test_ca_certificates_of_host_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
