@@ -76,6 +76,18 @@ class AdmissionQueue:
         self._charge(self._queue_of(tenant), cost)
         return True
 
+    def check_room(self, tenant: Tenant = NO_KEY) -> None:
+        """Check that a request would be admitted or queued now, before its prompt costs any work.
+
+        Raises:
+            Overloaded: the queue is full.
+        """
+        config = self._config
+        if self.num_waiting < config.max_waiting or self.num_running < config.max_running:
+            return
+        if self.is_bounded and self._displaced_by(self._queue_of(tenant)) is None:
+            raise self._full()
+
     def leave(self) -> None:
         """End a request, and admit the next one."""
         while self.num_waiting:
@@ -139,14 +151,20 @@ class AdmissionQueue:
         Returns:
             False if the newcomer itself is that tenant: nothing is dropped.
         """
-        longest = max(self._queues.values(), key=lambda t: len(t.waiting) / t.weight)
-        if len(longest.waiting) / longest.weight <= (len(newcomer.waiting) + 1) / newcomer.weight:
+        longest = self._displaced_by(newcomer)
+        if longest is None:
             return False
         turn, _ = longest.waiting.pop()
         self.num_waiting -= 1
         if not turn.done():
             turn.set_exception(self._full())
         return True
+
+    def _displaced_by(self, newcomer: _TenantQueue) -> _TenantQueue | None:
+        """The tenant with the most waiting requests, by weight; None if that is the newcomer."""
+        longest = max(self._queues.values(), key=lambda t: len(t.waiting) / t.weight)
+        share = (len(newcomer.waiting) + 1) / newcomer.weight
+        return longest if len(longest.waiting) / longest.weight > share else None
 
     def _full(self) -> Overloaded:
         return Overloaded(

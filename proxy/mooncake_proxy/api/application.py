@@ -422,12 +422,13 @@ class ProxyApplication:
         router = self.routers.of_model(context.parsed.model)
         context.tenant = tenant
         router.prepare(context)
+        share: Tenant = NO_KEY if tenant is None else tenant
         if router.prompt_tokens is not None:
+            admission.check_room(share)
             await router.tokenize_prompt(context, router.prompt_tokens)
         if tenant is not None:
             self.process.tenants.begin(tenant, context)
         router.budget.deposit()
-        share: Tenant = NO_KEY if tenant is None else tenant
         if not admission.enter(share, context.cost_tokens if admission.is_bounded else 0):
             await self._wait_in_queue(context, share)
         try:

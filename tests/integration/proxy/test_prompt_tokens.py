@@ -11,8 +11,10 @@ from support.proxy_fakes import FakeDeployment, fake_deployment
 from support.proxy_fakes_client import BODY, post
 from support.sglang_pair import sglang_deployment
 
+from mooncake_proxy.api.proxied_request import RequestContext
+from mooncake_proxy.config import AdmissionConfig
 from mooncake_proxy.routing.prefix_index import Tokenizer, load_tokenizer
-from mooncake_proxy.routing.prompt_tokens import PROBE
+from mooncake_proxy.routing.prompt_tokens import PROBE, PromptTokens
 
 MODEL = str(Path(__file__).resolve().parents[3] / "examples" / "tiny-llama")
 TEXT = "Once upon a time there was a proxy. " * 4
@@ -51,6 +53,32 @@ def test_both_instances_receive_ids_instead_of_text(flow: str, tokenizer: Tokeni
             assert s.decode.generated[-1].body["prompt"] == tokenizer.encode(TEXT)
 
     uvloop.run(main())
+
+
+def test_refused_request_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenized = []
+    encode = PromptTokens.encode
+
+    def counted(self: PromptTokens, context: RequestContext, text: str) -> list[int]:
+        tokenized.append(text)
+        return encode(self, context, text)
+
+    async def main() -> None:
+        admission = AdmissionConfig(max_running=1, max_waiting=0)
+        async with fake_deployment(**WITH_TOKENIZER, admission=admission) as s:
+            await agree(s)
+            s.prefill.behaviour.hangs = True
+            running = asyncio.ensure_future(post(s, BODY))
+            while not s.prefill.generated:
+                await asyncio.sleep(0.01)
+            refused = await post(s, BODY | {"prompt": TEXT})
+            assert refused.status_code == 429
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+    monkeypatch.setattr(PromptTokens, "encode", counted)
+    uvloop.run(main())
+    assert tokenized == [BODY["prompt"]]
 
 
 def test_sglang_pair_receives_ids(tokenizer: Tokenizer) -> None:

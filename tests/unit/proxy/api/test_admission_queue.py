@@ -104,6 +104,34 @@ def test_key_that_fills_queue_is_displaced_by_others() -> None:
     asyncio.run(main())
 
 
+def test_room_is_checked_without_taking_it() -> None:
+    async def main() -> None:
+        queue = AdmissionQueue(AdmissionConfig(1, max_waiting=2))
+        queue.check_room(HEAVY)
+        assert queue.enter(HEAVY)
+        waiting = []
+        for _ in range(2):
+            queue.check_room(HEAVY)
+            waiting.append(asyncio.ensure_future(queue.queue(HEAVY)))
+            await asyncio.sleep(0)
+        with pytest.raises(Overloaded):
+            queue.check_room(HEAVY)
+        queue.check_room(LIGHT)  # would displace a request of the other key
+        assert (queue.num_running, queue.num_waiting) == (1, 2)
+        for each in waiting:
+            each.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+
+    asyncio.run(main())
+
+
+def test_queue_without_bound_has_room() -> None:
+    queue = AdmissionQueue(AdmissionConfig(0, max_waiting=0))
+    queue.check_room(HEAVY)
+    assert queue.enter(HEAVY)
+    queue.check_room(HEAVY)
+
+
 def test_idle_key_accumulates_no_credit() -> None:
     async def main() -> None:
         queue = AdmissionQueue(AdmissionConfig(1))
