@@ -156,9 +156,7 @@ def test_transfers_rejected_by_device_free_their_memory(store, device, copies):
     assert store.arena.sum() == 900
 
 
-def test_threads_for_memory_for_ssds_and_for_saves_move_at_once(
-    store, device, copies, monkeypatch
-):
+def test_threads_for_memory_for_ssds_and_for_saves_move_at_once(store, device, copies, monkeypatch):
     num_threads = 2 * LOAD_THREADS + SAVE_THREADS
     all_copy = Barrier(num_threads)
     monkeypatch.setattr(Copier, "drain", lambda self: all_copy.wait(timeout=20))
