@@ -245,7 +245,8 @@ class ConnectorScheduler(ABC):
         if not self._is_started:
             return
         self._is_started = False
-        self._loop.run(self._shut_down(), START_TIMEOUT_S + self._config.transfer_timeout_s)
+        if self._loop.is_alive:  # else its failure has been reported
+            self._loop.run(self._shut_down(), START_TIMEOUT_S + self._config.transfer_timeout_s)
         self._loop.close()
 
     def _refuses(self, request_id: str, params: KVTransferParams) -> bool:

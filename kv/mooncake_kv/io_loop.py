@@ -51,6 +51,11 @@ class IoLoop:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread runs: neither was it closed, nor has it ended by itself."""
+        return self._thread.is_alive()
+
     def call(self, request_id: str, function: Callable[..., None], *args: Any) -> None:
         """Schedule a function on the loop; calls keep their order. After ``close`` it is dropped.
         Any thread.

@@ -214,10 +214,10 @@ class MetricsServer:
 
     def close(self) -> None:
         """Close the listener. Idempotent."""
-        if self._server is not None:
+        if self._server is not None and self._loop.is_alive:
             with contextlib.suppress(FutureTimeout):
                 self._loop.run(self._close_server(self._server), CLOSE_TIMEOUT_S)
-            self._server = None
+        self._server = None
         self._loop.close()
 
     async def _listen(self, host: str, port: int) -> None:

@@ -185,10 +185,10 @@ class StoreService:
 
     def close(self) -> None:
         """Close the listener and all sessions. Idempotent."""
-        if self._listener is not None:
+        if self._listener is not None and self._loop.is_alive:
             with contextlib.suppress(FutureTimeout):  # a stuck loop ends with the process
                 self._loop.run(self._close_sessions(self._listener), CLOSE_TIMEOUT_S)
-            self._listener = None
+        self._listener = None
         self._loop.close()
         for user in [*self._users.values(), *self._departed]:
             user.end()

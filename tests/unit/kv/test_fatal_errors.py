@@ -24,12 +24,15 @@ from mooncake_kv.lease_keeper import LeaseKeeper
 from mooncake_kv.metaserver_client import RequestMetaserver
 from mooncake_kv.params import RemoteKV
 from mooncake_kv.peers import Handshake, PeerTable
+from mooncake_kv.pull_connector import MooncakeConnector
 from mooncake_kv.pull_receiver import PullReceiver
 from mooncake_kv.pull_worker import PullWorker, _RunningLoad
 from mooncake_kv.push_progress import PromptProgress
 from mooncake_kv.push_receiver import PushReceiver
 from mooncake_kv.push_worker import PushSession, SendServices, SendTask, SendThread
 from mooncake_kv.ranks import Load, LoadReport, RankGroup, RankLoads, decode_from_rank
+from mooncake_kv.store.store_metrics import MetricsServer
+from mooncake_kv.store.store_service import StoreService
 
 TIMEOUT_S = 20.0
 LOAD = Load("r", "p", (0,), (0,), 0, 4, 0, 4)
@@ -138,6 +141,31 @@ def test_request_that_finds_the_connector_dead_ends_the_engine(owner: Owner) -> 
 def test_loop_that_stops_by_itself_ends_the_engine(owner: Owner) -> None:
     owner.loop.call("r", lambda: asyncio.get_running_loop().stop())
     owner.wait()
+    assert [dead.fatal for dead in owner.failures] == [Fatal.IO_LOOP_ENDED]
+
+
+def closable(kind: str, loop: IoLoop) -> Any:
+    """A connector or a server that has started with this loop, without its sockets."""
+    if kind == "connector":
+        made: Any = object.__new__(MooncakeConnector)
+        made._is_started = True
+    elif kind == "service":
+        made = object.__new__(StoreService)
+        made._listener = SimpleNamespace(sessions=())
+        made._users, made._clients, made._departed = {}, {}, set()
+    else:
+        made = object.__new__(MetricsServer)
+        made._server = SimpleNamespace()
+    made._loop = loop
+    return made
+
+
+@pytest.mark.parametrize("kind", ["connector", "service", "metrics"])
+def test_owner_of_a_loop_that_stopped_by_itself_can_be_closed(owner: Owner, kind: str) -> None:
+    """An error there would hide why the loop has stopped."""
+    owner.loop._loop.call_soon_threadsafe(owner.loop._loop.stop)
+    owner.loop._thread.join(TIMEOUT_S)
+    closable(kind, owner.loop).close()
     assert [dead.fatal for dead in owner.failures] == [Fatal.IO_LOOP_ENDED]
 
 
