@@ -49,6 +49,10 @@ DEADLINE_S = 60.0
 """A request without an answer or an error after this time counts as hung."""
 WORKERS = 12
 NUM_CASES = 40
+NUM_CHOICES = 3
+"""Of one case in four, which then are sent together half of the time."""
+CHOICES_APART_S = 0.05
+"""Choices reach the decode instance one by one, as those of a client's request do."""
 REPORT_EVERY = 500
 FATES = {
     "none": 70,
@@ -150,6 +154,14 @@ class Soak:
     async def _one(self) -> None:
         case = self._numbers.choice(self._cases)
         second = self._choose(self._over.decode)
+        choices = [each for each in self._cases if each.prompt == case.prompt]
+        if len(choices) == 1 or self._numbers.random() < 0.5:
+            await self._ask(case, second)
+            return
+        group = f"choices {next(self._keys)}"
+        await asyncio.gather(*(self._ask(choice, second, group) for choice in choices))
+
+    async def _ask(self, case: Case, second: SoakInstance, group: str | None = None) -> None:
         [fate] = self._numbers.choices(list(FATES), list(FATES.values()))
         self.tally.requests += 1
         if not self.tally.requests % REPORT_EVERY:
@@ -158,7 +170,7 @@ class Soak:
             self.tally.faults[fate] += 1
         seen: list[int] = []
         try:
-            await asyncio.wait_for(self._serve(case, second, fate, seen), DEADLINE_S)
+            await asyncio.wait_for(self._serve(case, second, fate, seen, group), DEADLINE_S)
         except asyncio.TimeoutError:
             self.tally.hangs.append(f"{fate}: {type(second).__name__}")
         except (EngineError, httpx.HTTPError) as exc:
@@ -176,7 +188,9 @@ class Soak:
             return local
         return chosen
 
-    async def _serve(self, case: Case, second: SoakInstance, fate: str, seen: list[int]) -> None:
+    async def _serve(
+        self, case: Case, second: SoakInstance, fate: str, seen: list[int], group: str | None
+    ) -> None:
         if self._over.decode_first:
             params: KVTransferDict | None = self._order_prefill(case, fate)
         else:
@@ -186,7 +200,11 @@ class Soak:
         if fate == "malformed":
             params = {**params, self._numbers.choice(sorted(params)): "what?"}
         limit = case.sampling.max_tokens or 0
-        answering = asyncio.create_task(second.answer(case, params, seen, max_tokens=limit))
+        if group is not None:
+            await asyncio.sleep(self._numbers.uniform(0.0, CHOICES_APART_S))
+        answering = asyncio.create_task(
+            second.answer(case, params, seen, max_tokens=limit, group=group)
+        )
         if fate == "left during decode":
             await leave(answering, self._numbers.uniform(0.0, 0.2))
             return
@@ -271,12 +289,12 @@ async def make_cases(model: Path, seed: int) -> list[Case]:
     async with instance(model) as single:
         for index in range(NUM_CASES):
             prompt = numbers.choice(prefixes) + prompt_of(numbers.randrange(1, 120), seed=index)
-            sampling = replace(GREEDY, max_tokens=numbers.randrange(2, 24))
-            if numbers.random() < 0.3:
-                sampling = replace(sampling, temperature=0.8, seed=index)
-            cases.append(
-                Case(prompt, sampling, tuple((await ask(single, prompt, sampling)).tokens))
-            )
+            for choice in range(1 if index % 4 else NUM_CHOICES):
+                sampling = replace(GREEDY, max_tokens=numbers.randrange(2, 24))
+                if choice or numbers.random() < 0.3:
+                    sampling = replace(sampling, temperature=0.8, seed=NUM_CHOICES * index + choice)
+                expected = tuple((await ask(single, prompt, sampling)).tokens)
+                cases.append(Case(prompt, sampling, expected))
     return cases
 
 

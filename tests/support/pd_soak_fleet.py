@@ -41,9 +41,17 @@ class SoakInstance(Protocol):
     """An instance in this process or in another one."""
 
     async def answer(
-        self, case: Case, params: KVTransferDict, seen: list[int], *, max_tokens: int
+        self,
+        case: Case,
+        params: KVTransferDict,
+        seen: list[int],
+        *,
+        max_tokens: int,
+        group: str | None = None,
     ) -> Answer:
-        """Send a request; ``seen`` gets the tokens as they arrive, if the instance streams."""
+        """Send a request; ``seen`` gets the tokens as they arrive, if the instance streams.
+        ``group`` is the one that it shares with other choices of its prompt, if the instance is in
+        this process."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -59,11 +67,21 @@ class LocalInstance:
     relay: Relay | None = None
 
     async def answer(
-        self, case: Case, params: KVTransferDict, seen: list[int], *, max_tokens: int
+        self,
+        case: Case,
+        params: KVTransferDict,
+        seen: list[int],
+        *,
+        max_tokens: int,
+        group: str | None = None,
     ) -> Answer:
-        sampling = replace(case.sampling, max_tokens=max_tokens)
         answer = await ask(
-            self.instance, case.prompt, sampling, params, lambda u: seen.extend(u.token_ids)
+            self.instance,
+            case.prompt,
+            replace(case.sampling, max_tokens=max_tokens),
+            params,
+            lambda update: seen.extend(update.token_ids),
+            group=group,
         )
         if answer.params is not None and self.relay is not None:
             answer.params = {**answer.params, "remote_port": self.relay.port}
@@ -101,7 +119,13 @@ class RemoteInstance:
         await self._stack.aclose()
 
     async def answer(
-        self, case: Case, params: KVTransferDict, seen: list[int], *, max_tokens: int
+        self,
+        case: Case,
+        params: KVTransferDict,
+        seen: list[int],
+        *,
+        max_tokens: int,
+        group: str | None = None,
     ) -> Answer:
         body = body_of(case.prompt, replace(case.sampling, max_tokens=max_tokens), params)
         found = await self._running().complete(body)
