@@ -19,7 +19,7 @@ from statistics import median
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import SpeculationStats
-from mooncake_engine.scheduling.request import Request
+from mooncake_engine.scheduling.request import Request, RequestStatus
 from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
 from mooncake_engine.scheduling.step_plan import (
     ScheduledSequence,
@@ -161,7 +161,7 @@ class DraftScheduler:
 
     def complete(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
         """Learn from a sequence that ran with drafts allowed; its request has the new tokens."""
-        if request.block_ids:  # it has not ended
+        if request.status is not RequestStatus.FINISHED:  # steps in flight may write to its blocks
             self._blocks.free_drafts(request)
         num_drafted = result.num_drafted.get(sequence.request_id, 0)
         num_accepted = len(result.tokens_of(sequence.request_id)) - 1

@@ -122,6 +122,25 @@ def test_drafts_after_eos_are_dropped() -> None:
     assert bench.num_free == 16
 
 
+def test_blocks_of_a_request_that_ends_are_freed_after_the_last_step_that_drafts_for_it() -> None:
+    """The workers know nothing of the end: they accept all drafts, and draft behind them."""
+    bench = Bench(depth=2, uses_async_scheduling=True, num_speculative_tokens=5)
+    bench.add("a", range(10, 17), max_tokens=30)
+    bench.worker.num_accepted = 5
+    bench.submit()
+    bench.submit()
+    while not all(plan.has_drafts for plan in bench.in_flight):
+        bench.land()
+        bench.submit()
+    num_free = bench.num_free
+    bench.worker.token = EOS
+    [update] = bench.land()
+    assert update.finish is FinishReason.STOP
+    assert bench.num_free == num_free, "a peer may write to a free block at once"
+    bench.land()
+    assert bench.num_free == 16
+
+
 def test_only_accepted_tokens_are_cached() -> None:
     bench = Bench(num_speculative_tokens=5)
     bench.worker.num_accepted = 2
