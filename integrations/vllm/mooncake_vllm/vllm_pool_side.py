@@ -391,7 +391,8 @@ class PoolSchedulerSide(SchedulerSideBase):
             if has_ended:
                 del self._by_name[pooled.name]
         if is_failed:
-            logger.info("%s: loading KV from the pool failed: %s", event.load_id, event.error)
+            reason = event.error or "the stores no longer have all of its chunks"
+            logger.info("%s: loading KV from the pool failed: %s", event.load_id, reason)
         if is_failed and not has_ended:
             self._saves.note_known(pooled.request_id, event.num_chunks)
         self._ranks.report(ReportLoad(pooled.request_id, event.load_id, is_failed))

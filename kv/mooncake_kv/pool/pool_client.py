@@ -336,7 +336,7 @@ class PoolClient:
             self._cancelled.discard(load.load_id)
             self._loading.discard(load.load_id)
             self._count_in_flight()
-            self.stats.num_failed_loads += bool(error)
+            self.stats.num_failed_loads += num_valid < len(load.keys)
             self.stats.num_loaded_chunks += num_valid - load.first_chunk
             if is_drained:
                 self._post(PoolLoadEnded(load.load_id, num_valid, error or None))

@@ -105,10 +105,10 @@ class Instance:
         assert self.client.save(SaveRequest("save", (b"k" * 16,), 0, (0,)))
         assert self.is_writing.wait(WAIT_S)
 
-    def load(self, timeout_s, **report):
+    def load(self, timeout_s, keys=(KEY,), **report):
         """Load a chunk that the store holds; returns the result that the rank reports."""
-        home = ChunkSource(0, Tier.DRAM)
-        self.client.start_load(LoadRequest("load", "r", (KEY,), (home,), 0, 1, (0,), timeout_s, 0))
+        home = [ChunkSource(0, Tier.DRAM)] * len(keys)
+        self.client.start_load(LoadRequest("load", "r", keys, home, 0, 1, (0,), timeout_s, 0))
         ended = RunsEnded(self.loading.get(timeout=WAIT_S), **report)
         self.client.on_rank_message(0, encode(ended))
         return self.ends.get(timeout=WAIT_S)
@@ -337,6 +337,14 @@ def test_timed_out_load_without_transfers_is_learnt_with_its_timeout(stored):
     assert stored.load(0.0, **FAILED, seconds=0.0) == "late"
     assert stored.client.load_costs._models[ChunkSource(0, Tier.DRAM)].has_learnt
     assert stored.estimate() != before
+
+
+@pytest.mark.parametrize(("gone", "num_failed"), [((), 0), ((b"g" * 16,), 1)])
+def test_load_without_all_requested_chunks_counts_as_failed(stored, gone, num_failed):
+    """The store has lost some since the look-up."""
+    assert stored.load(WAIT_S, (KEY, *gone), error=None, nbytes=1, seconds=0.0) is None
+    stats = stored.client.stats
+    assert (stats.num_loads, stats.num_failed_loads, stats.num_loaded_chunks) == (1, num_failed, 1)
 
 
 @pytest.mark.parametrize("timeout_s", [WAIT_S, 1e-6])
