@@ -1,7 +1,7 @@
 """Random requests of every kind at random steps, each answer compared with the request's alone.
 
 A seed determines the traffic, and when each choice reaches the core. Each choice must be answered
-as it is by itself on an engine with plenty of memory, whatever else runs, ends or gives way; and
+as it is by itself on an engine with plenty of memory, whatever else runs, ends or is preempted; and
 afterwards nothing may be left of any of them.
 """
 
