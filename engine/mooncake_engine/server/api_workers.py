@@ -13,11 +13,13 @@ from __future__ import annotations
 import logging
 import mmap
 import os
+import queue
 import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
@@ -58,6 +60,10 @@ without their confirmation."""
 _EXIT_TIMEOUT_S = 8.0
 """Seconds that workers have to exit before they are killed: more than a worker may take to send the
 end of its responses."""
+
+
+_MAX_UNSENT_MESSAGES = 4096
+"""Messages for a worker that does not read them; later ones are dropped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +126,8 @@ class StopWorker:
 
 
 class _Worker:
-    """A worker process, as its parent sees it."""
+    """A worker process, as its parent sees it. Messages are sent by a thread: a worker that reads
+    none, because it is frozen, does not hold up the parent and through it the other workers."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], control: Connection) -> None:
         self.name = name
@@ -128,13 +135,30 @@ class _Worker:
         self.control = control
         self.is_ready = False
         self.is_draining = False
+        self._unsent: queue.Queue[object] = queue.Queue(_MAX_UNSENT_MESSAGES)
+        self._sender = threading.Thread(target=self._send_all, name=f"to-{name}", daemon=True)
+        self._sender.start()
 
     def send(self, message: object) -> None:
         """Send a message. If the worker has exited, ``ApiWorkers.check`` reports it."""
         try:
-            self.control.send(message)
-        except OSError:
-            logger.debug("%s is gone", self.name)
+            self._unsent.put_nowait(message)
+        except queue.Full:
+            logger.warning("%s reads no messages: dropped %s", self.name, type(message).__name__)
+
+    def close(self) -> None:
+        """Close the connection. Call once the process has exited, so that nothing blocks."""
+        self._unsent.put(None)
+        self._sender.join()
+        self.control.close()
+
+    def _send_all(self) -> None:
+        """Thread main: send the messages until there is None."""
+        while (message := self._unsent.get()) is not None:
+            try:
+                self.control.send(message)
+            except OSError:
+                logger.debug("%s is gone", self.name)
 
 
 class ApiWorkers:
@@ -218,7 +242,7 @@ class ApiWorkers:
                 logger.warning("%s has not exited in time and is killed", worker.name)
                 worker.process.kill()
                 worker.process.wait()
-            worker.control.close()
+            worker.close()
 
     def _start(self, number: int, descriptors: tuple[int, ...]) -> None:
         ours, theirs = Pipe()

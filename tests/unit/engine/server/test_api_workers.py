@@ -1,0 +1,34 @@
+"""The parent of API workers never waits for one of them."""
+
+from __future__ import annotations
+
+import subprocess
+import threading
+from multiprocessing.connection import Pipe
+
+import pytest
+
+from mooncake_engine.server.api_workers import AbortEverywhere, _Worker
+
+
+def test_a_worker_that_reads_nothing_does_not_block_its_parent(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    ours, theirs = Pipe()
+    with subprocess.Popen(["true"]) as process:
+        worker = _Worker("api-0", process, ours)
+        names = [f"request-{number}" for number in range(10_000)]
+
+        def abort_all() -> None:
+            for name in names:
+                worker.send(AbortEverywhere(name))
+
+        aborting = threading.Thread(target=abort_all, daemon=True)
+        aborting.start()
+        aborting.join(10.0)
+        assert not aborting.is_alive()
+        assert "api-0 reads no messages: dropped AbortEverywhere" in caplog.text
+        received = [theirs.recv() for _ in range(4096)]
+        assert received == [AbortEverywhere(name) for name in names[:4096]]
+        theirs.close()
+        worker.close()
