@@ -266,13 +266,13 @@ class OutputProcessor:
         return FinishReason.LENGTH if num_tokens >= request.max_num_tokens else None
 
     def _free(self, request: Request) -> None:
+        self._blocks.drop_swapped(request)
         if request.sends_kv:
             assert self._connector is not None, "a request that sends its KV needs a connector"
             self._leased[request.request_id] = self._blocks.detach(request)
             self._connector.cancel_send(request.request_id)
             return
         self._blocks.release(request)
-        self._blocks.drop_swapped(request)
         self.cancel_load(request)
 
     def _hold_for_peer(self, request: Request, update: TokenUpdate) -> TokenUpdate:

@@ -193,6 +193,27 @@ def test_swapped_request_can_be_aborted() -> None:
     assert bench.scheduler.blocks.host_pool.num_free == 8
 
 
+def test_swapped_request_whose_kv_is_pushed_can_be_aborted() -> None:
+    bench = Bench(12, num_host_blocks=8, token=None, max_num_batched_tokens=4)
+    crowd(bench, 0)
+    bench.step()
+    for index in range(2):
+        bench.add(f"new{index}", range(30, 50), arrival=1.0, group="g", sends_kv=True)
+    while bench.num_free > 12 - 2 - 5:
+        bench.step()
+    pool = bench.scheduler.blocks.pool
+    held = pool.allocate(pool.num_free)
+    assert held is not None
+    while not bench.scheduler.num_swapped:
+        bench.submit()
+        bench.land()
+    pool.release(held)
+    for name in ("new0", "new1"):
+        bench.scheduler.abort(name)
+        bench.scheduler.check_integrity()
+    assert bench.scheduler.blocks.host_pool.num_free == 8
+
+
 @pytest.mark.parametrize(("watermark", "new_request"), [(0.0, True), (0.2, False)])
 def test_watermark_reserves_blocks_for_running_requests(
     watermark: float, new_request: bool
