@@ -292,7 +292,7 @@ class _Client:
                 connection.request("POST", self._prefix + path, body, self._headers)
                 with connection.getresponse() as response:
                     return _parse_response(response.status, response.headers, response.read())
-        except (OSError, http.client.HTTPException, UnicodeError) as exc:  # of the host's name
+        except (OSError, http.client.HTTPException) as exc:
             if self._ended.is_set():
                 raise _RunEnded from exc
             return _Response(None, error=f"{self._batch.url} does not respond: {exc}")

@@ -167,13 +167,10 @@ def test_priority_of_another_type_fails_its_request_alone(run: Run, tmp_path: Pa
     assert found["body"]["error"]["param"] == "priority"
 
 
-def test_host_that_is_no_name_is_no_answer(tmp_path: Path) -> None:
+def test_host_that_is_no_name_is_refused(tmp_path: Path) -> None:
     source = written(tmp_path / "in.jsonl", line("tea"))
-    batch = BatchRun("http://a..b", source, tmp_path / "out.jsonl", max_attempts=1)
-    with pytest.raises(BatchFailed):
-        run_batch(batch, lambda stage, share: None)
-    [found] = results(tmp_path / "out.jsonl").values()
-    assert found["error"]["message"].startswith("http://a..b does not respond: ")
+    with pytest.raises(ConfigError, match=r"--url must be .*, got 'http://a\.\.b'"):
+        BatchRun("http://a..b", source, tmp_path / "out.jsonl")
 
 
 @pytest.mark.parametrize(
