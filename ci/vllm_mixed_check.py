@@ -265,8 +265,10 @@ def compare_several(
 ) -> list[str]:
     """Request two choices with the log-probabilities of every token; returns the problems."""
     name, (path, body) = next(item for item in asked.items() if item[1][0] == COMPLETIONS)
-    all_but_greedy = {"n": 2, "temperature": 0.01, "logprobs": 1, "cache_salt": f"two {way}"}
-    answer = post(proxy, path, body | all_but_greedy)
+    # Greedy requests can't have two choices; at a low temperature, a second token that is almost as
+    # likely was chosen in every tenth.
+    only_likeliest = {"n": 2, "temperature": 1.0, "top_k": 1, "logprobs": 1}
+    answer = post(proxy, path, body | only_likeliest | {"cache_salt": f"two {way}"})
     found = [
         (choice["text"].rstrip("\ufffd"), {len(entries) for entries in choice["logprobs"].values()})
         for choice in answer.get("choices", ())

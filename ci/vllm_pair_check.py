@@ -145,7 +145,7 @@ def cases() -> dict[str, tuple[str, Json]]:
     found |= {f"at once {n}": completion(tokens(60 + 41 * n, 1)) for n in range(NUM_CONCURRENT)}
     found |= {
         "prefix": completion(tokens(300)[:256] + tokens(90, 2)),
-        CHILDREN: completion(tokens(200, 3), n=3, temperature=0.01),  # almost greedy
+        CHILDREN: completion(tokens(200, 3), n=3, top_k=1, temperature=1.0),
         "logprobs": completion(tokens(170, 6), logprobs=2),
         "penalties": completion(
             # Without ignore_eos, the first token would end it before any KV transfer.
