@@ -425,9 +425,12 @@ class ProxyApplication:
         share: Tenant = NO_KEY if tenant is None else tenant
         if router.prompt_tokens is not None:
             admission.check_room(share)
-            await router.tokenize_prompt(context, router.prompt_tokens)
         if tenant is not None:
             self.process.tenants.begin(tenant, context)
+        if router.prompt_tokens is not None:
+            estimate = context.cost_tokens
+            await router.tokenize_prompt(context, router.prompt_tokens)
+            self.process.tenants.recount(context, estimate)
         router.budget.deposit()
         if not admission.enter(share, context.cost_tokens if admission.is_bounded else 0):
             await self._wait_in_queue(context, share)

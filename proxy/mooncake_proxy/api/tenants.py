@@ -50,6 +50,13 @@ class Tenants:
         finally:
             context.limit_headers = self.limits.headers(tenant.name, now)
 
+    def recount(self, context: RequestContext, charged: int) -> None:
+        """Correct the charge of ``charged`` tokens now that the prompt's tokens are counted."""
+        tenant = context.tenant
+        if tenant is not None and tenant.name in self.limits:
+            self.limits.settle(tenant.name, context.cost_tokens - charged)
+            context.limit_headers = self.limits.headers(tenant.name, self._now())
+
     def end(self, context: RequestContext) -> None:
         """End a request: charge the tokens really used. In streams, each event counts as one."""
         tenant = context.tenant

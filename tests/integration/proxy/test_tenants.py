@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
@@ -15,10 +16,15 @@ from support.proxy_fakes import FakeDeployment, fake_deployment
 from support.proxy_fakes_client import BODY
 
 from mooncake_proxy.api.api_keys import ApiKey
+from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.config import RequestClass
 from mooncake_proxy.config_from_options import config_from
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.proxy_options import build_parser
+from mooncake_proxy.routing.prefix_index import load_tokenizer
+from mooncake_proxy.routing.prompt_tokens import PromptTokens
+
+MODEL = Path(__file__).resolve().parents[3] / "examples" / "tiny-llama"
 
 
 def keys(*given: ApiKey) -> dict[str, object]:
@@ -79,6 +85,34 @@ def test_requested_tokens_are_charged_and_settled_by_usage(
             too_many = await ask(s, "k", prompt=prompt, max_tokens=200)
             assert too_many.status_code == 429
             assert too_many.json()["error"]["type"] == "tokens"
+
+    uvloop.run(main())
+
+
+def test_rate_limited_prompt_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    team = ApiKey("k", "team", requests_per_minute=2, tokens_per_minute=1000)
+    prompt, encode, tokenized = "word " * 80, PromptTokens.encode, []
+
+    def encode_noted(tokens: PromptTokens, context: RequestContext, text: str) -> Sequence[int]:
+        tokenized.append(context.request_id)
+        return encode(tokens, context, text)
+
+    async def main() -> None:
+        reads_prompts = {"prefill_policy": "prefix", "tokenizers": {"": str(MODEL)}}
+        async with fake_deployment(**keys(team), **reads_prompts) as s:
+            monkeypatch.setattr(PromptTokens, "encode", encode_noted)
+            s.prefill.behaviour.stops_at_first = True
+            first = await ask(s, "k", prompt=prompt, max_tokens=1)
+            assert first.status_code == 200
+            counted = len(load_tokenizer(str(MODEL)).encode(prompt))
+            left = int(first.headers["x-ratelimit-remaining-tokens"])
+            assert abs(999 - counted - left) <= 2, "the counted tokens are charged"
+            assert abs(counted - len(prompt) // 4) > 10, "the estimate is another number"
+            too_many = await ask(s, "k", prompt=prompt, max_tokens=1000)
+            assert too_many.json()["error"]["type"] == "tokens"
+            assert (await ask(s, "k", prompt=prompt)).status_code == 200
+            assert (await ask(s, "k", prompt=prompt)).status_code == 429
+            assert len(tokenized) == 2
 
     uvloop.run(main())
 
