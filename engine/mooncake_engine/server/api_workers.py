@@ -64,6 +64,7 @@ end of its responses."""
 
 _MAX_UNSENT_MESSAGES = 4096
 """Messages for a worker that does not read them; later ones are dropped."""
+_WARN_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,8 @@ class _Worker:
         self.is_ready = False
         self.is_draining = False
         self._unsent: queue.Queue[object] = queue.Queue(_MAX_UNSENT_MESSAGES)
+        self._num_dropped = 0
+        self._warned_at = -_WARN_EVERY_S
         self._sender = threading.Thread(target=self._send_all, name=f"to-{name}", daemon=True)
         self._sender.start()
 
@@ -144,7 +147,16 @@ class _Worker:
         try:
             self._unsent.put_nowait(message)
         except queue.Full:
-            logger.warning("%s reads no messages: dropped %s", self.name, type(message).__name__)
+            self._num_dropped += 1
+            now = time.monotonic()
+            if now - self._warned_at >= _WARN_EVERY_S:
+                self._warned_at = now
+                logger.warning(
+                    "%s reads no messages: dropped %s, %d in all",
+                    self.name,
+                    type(message).__name__,
+                    self._num_dropped,
+                )
 
     def close(self) -> None:
         """Close the connection. Call once the process has exited, so that nothing blocks."""
