@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
-from mooncake_engine.messages import TokenLogprobs
+from mooncake_engine.messages import LOCAL_HIT, TokenLogprobs
 from mooncake_engine.scheduling.output_processor import OutputProcessor
 from mooncake_engine.scheduling.request import Request, RequestStatus
 from mooncake_engine.scheduling.request_queues import RequestQueues, priority_key
@@ -196,13 +196,16 @@ class RemoteKVQueue:
         self._queues.dequeue(request)
         if self._limits.reports_received_blocks:
             self.received.note(request)
-        request.num_computed = request.num_received = request.num_prompt_tokens
+        prompt, num_local = request.num_prompt_tokens, request.num_computed
+        request.prompt_hits = {LOCAL_HIT: num_local, "p2p": prompt - num_local}
+        request.num_computed = request.num_received = prompt
         request.loaded_at = self._queues.now
         self._blocks.publish(request, shares=False)
         self._queues.wait(request)
         for follower in self._queues.followers(request):
             self._queues.dequeue(follower)
-            if follower.loads_kv:
+            # The connector has given up the load of one that was to compute its prompt after all.
+            if follower.status is RequestStatus.PREALLOCATING:
                 self._share(follower, request)
             else:
                 self._queues.wait(follower)

@@ -642,6 +642,25 @@ def test_sibling_saves_the_chunks_of_its_own_answer():
     assert saved[bench.pool.keys(late, 3)[-1]] == 2
 
 
+def test_choice_whose_pull_failed_shares_the_prompt_that_its_sibling_pulls():
+    """The connector has given up its own load: a second one would never end."""
+    bench = PoolBench(num_blocks=64, token=None)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    bench.pool.answers_at_once = False
+    failed = bench.add("n0", prompt, max_tokens=4, group="n", pulls_kv=True)
+    other = bench.add("n1", prompt, max_tokens=4, group="n", pulls_kv=True)
+    bench.step()
+    bench.end_load("n0", "the peer is dead")
+    bench.step()
+    bench.answer(next(iter(bench.pool.asked)))
+    bench.step()
+    assert failed.leader is other
+    bench.end_load("n1", None)
+    assert not bench.connector.loading
+    assert set(bench.run()) == {"n0", "n1"}
+
+
 def test_choice_pulls_by_itself_after_its_siblings_pull_failed():
     """The sibling now loads from the pool, which is not a load of the peer's KV."""
     bench = PoolBench(num_blocks=64, token=None)
