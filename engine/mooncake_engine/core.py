@@ -95,7 +95,6 @@ class EngineCore:
         self._seeds = random.Random(seed)
         self._in_flight: deque[tuple[StepPlan, PendingStep]] = deque()
         self._inbox: SimpleQueue[Command] = SimpleQueue()
-        self._num_prompt_tokens = 0
         self._num_generated = 0
         self._step_sizes = StepSizes()
         self._kv_residency = KVResidency(block_bytes)
@@ -221,6 +220,7 @@ class EngineCore:
 
     def _stats(self) -> EngineStats:
         blocks, pool = self._scheduler.blocks, self._scheduler.chunk_pool
+        by_source = self._scheduler.prompt_tokens_by_source
         return EngineStats(
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
@@ -232,8 +232,9 @@ class EngineCore:
             num_shared_blocks=blocks.num_shared_blocks,
             prefix_cache_queries=blocks.num_queried_tokens,
             prefix_cache_hits=blocks.num_hit_tokens,
-            prompt_tokens=self._num_prompt_tokens,
+            prompt_tokens=sum(by_source.values()),
             generation_tokens=self._num_generated,
+            prompt_tokens_by_source=by_source,
             step_sizes=self._step_sizes,
             kv_byte_seconds=dict(self._kv_residency.byte_seconds),
             speculation=self._scheduler.speculation.stats(),
@@ -311,7 +312,6 @@ class EngineCore:
 
     def add(self, request: Request) -> None:
         """Add a request to the scheduler. The core's thread only."""
-        self._num_prompt_tokens += request.num_prompt_tokens
         self._scheduler.add(request)
 
 

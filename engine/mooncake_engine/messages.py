@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from typing import TypeVar
 
 import msgspec
 
@@ -80,12 +81,14 @@ class RequestTimes:
         load_started_at, loaded_at: when its load from a peer or the KVCache pool began and
             completed; None if it had none.
         scheduled_at: when its first step was planned; None before that.
+        num_preemptions: how often it was preempted.
     """
 
     arrived_at: float
     load_started_at: float | None = None
     loaded_at: float | None = None
     scheduled_at: float | None = None
+    num_preemptions: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,6 +243,14 @@ class ExpertLoad:
         )
 
 
+LOCAL_COMPUTE, LOCAL_HIT = "local_compute", "local_cache_hit"
+EXTERNAL_SOURCES = ("host", "p2p", "disk", "external_unspecified")
+"""Where loaded KV came from, in vLLM's words: memory of the instance's own node store, a peer, that
+store's SSDs, another store."""
+PROMPT_TOKEN_SOURCES = (LOCAL_COMPUTE, LOCAL_HIT, *EXTERNAL_SOURCES)
+"""Where the KV of a prompt's tokens came from: computed, from the prefix cache or another choice of
+the same prompt, or loaded."""
+
 WaitedSeconds = dict[str, dict[str, float]]
 """Seconds waited, by group of ranks and collective, such as ``["experts"]["all_to_all"]``."""
 
@@ -256,7 +267,9 @@ class EngineStats:
         num_swap_outs: preempted requests whose KV was swapped out to host memory.
         num_shared_blocks: blocks that were freed because another block has the same content.
         prefix_cache_queries, prefix_cache_hits: tokens looked up in the prefix cache, and found.
-        prompt_tokens, generation_tokens: prompt tokens received, and tokens generated.
+        prompt_tokens, generation_tokens: prompt tokens of requests that began to run, and tokens
+            generated.
+        prompt_tokens_by_source: the former by key of ``PROMPT_TOKEN_SOURCES``.
         step_sizes: histogram of steps by number of tokens.
         kv_byte_seconds: bytes of KV times seconds that they were held, by field of ``HeldBlocks``.
         kv_transfer: the connector's figures by name, such as ``bytes_received``.
@@ -284,6 +297,7 @@ class EngineStats:
     prefix_cache_hits: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    prompt_tokens_by_source: dict[str, int] = field(default_factory=dict)
     step_sizes: StepSizes = field(default_factory=StepSizes)
     kv_byte_seconds: dict[str, float] = field(default_factory=dict)
     kv_transfer: dict[str, float] = field(default_factory=dict)
@@ -312,6 +326,7 @@ def total_stats(parts: Sequence[EngineStats]) -> EngineStats:
         **summed,
         kv_cache_usage=sum(part.kv_cache_usage for part in parts) / len(parts),
         step_sizes=sizes,
+        prompt_tokens_by_source=_summed([part.prompt_tokens_by_source for part in parts]),
         kv_byte_seconds=_summed([part.kv_byte_seconds for part in parts]),
         kv_transfer=_summed([part.kv_transfer for part in parts]),
         speculation=_total_speculation([part.speculation for part in parts if part.speculation]),
@@ -330,9 +345,12 @@ _SUMMED = (
 )
 
 
-def _summed(parts: Sequence[dict[str, float]]) -> dict[str, float]:
+Number = TypeVar("Number", int, float)
+
+
+def _summed(parts: Sequence[dict[str, Number]]) -> dict[str, Number]:
     names = dict.fromkeys(name for part in parts for name in part)
-    return {name: sum(part.get(name, 0.0) for part in parts) for name in names}
+    return {name: sum(part.get(name, 0) for part in parts) for name in names}
 
 
 def _total_speculation(parts: Sequence[SpeculationStats]) -> SpeculationStats | None:

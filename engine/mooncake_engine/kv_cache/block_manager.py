@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from mooncake_engine.kv_cache.block_pool import BlockEvents, BlockPool, extend_block_hashes
+from mooncake_engine.messages import LOCAL_HIT
 
 if TYPE_CHECKING:
     from mooncake_engine.scheduling.request import Request
@@ -45,7 +46,8 @@ class BlockManager:
         events: receives the changes of the prefix cache; None publishes none.
 
     Attributes:
-        num_queried_tokens: tokens of all allocated tables; the base of the prefix hit rate.
+        num_queried_tokens: tokens of the tables of new requests that may use the prefix cache; the
+            base of the prefix hit rate.
         num_hit_tokens: how many of these were found in the prefix cache.
         num_shared_blocks: blocks that were replaced because another block has the same content.
         replaced: replaced blocks that ``take_replaced`` has not returned yet.
@@ -99,8 +101,10 @@ class BlockManager:
         request.block_ids = found + fresh
         request.num_published = len(found)
         request.num_computed = len(found) * self.block_size
-        self.num_queried_tokens += num_tokens
-        self.num_hit_tokens += request.num_computed
+        request.prompt_hits = {LOCAL_HIT: request.num_computed}
+        if self.prefix_caching and not request.num_preemptions and not request.awaits_scores:
+            self.num_queried_tokens += num_tokens
+            self.num_hit_tokens += request.num_computed
         return True
 
     def count_cached(self, request: Request, cacheable: int) -> int:
@@ -126,6 +130,7 @@ class BlockManager:
         request.num_published = min(parent.num_published, complete)
         request.num_computed = min(parent.num_computed, prompt)
         request.num_cached_tokens = parent.num_cached_tokens
+        request.prompt_hits = {LOCAL_HIT: prompt}
         request.share_offers(parent)
 
     def may_share_later(self, parent: Request) -> bool:

@@ -59,6 +59,8 @@ CHOICE_TTL_S = 0.5
 """Seconds for which the choice between loading and computing is reused while a prompt waits."""
 MAX_STALE_HITS = 64
 """Up to this many hits of requests that have ended are kept rather than searched for."""
+_EXTERNAL_SOURCE = {"dram": "host", "ssd": "disk"}
+"""Chunks of the own store, by ``ChunkSource.name``, among ``EXTERNAL_SOURCES``."""
 GRACE_S = 0.5
 """Seconds after the ranks' own deadline of a load at which the scheduler gives the load up."""
 
@@ -405,7 +407,7 @@ class PoolLoads:
             return
         self.num_unproven += 1
         load.request.is_unproven = True
-        self._requeue_loaded(load.request, event.num_chunks)
+        self._requeue_loaded(load, event.num_chunks)
 
     def hold(self, request: Request, sequence: ScheduledSequence, result: StepResult) -> None:
         """Keep a step's result for an unproven request until its load has ended."""
@@ -443,7 +445,7 @@ class PoolLoads:
                 logger.info(
                     "request %s: load from the KVCache pool: %s", request.request_id, event.error
                 )
-            self._requeue_loaded(request, event.num_chunks)
+            self._requeue_loaded(load, event.num_chunks)
             self._blocks.publish(request, shares=False)
         return ()
 
@@ -503,11 +505,17 @@ class PoolLoads:
         is_its = request.pool_load == load.load_id
         return is_its and request.status is RequestStatus.TRANSFERRING
 
-    def _requeue_loaded(self, request: Request, num_chunks: int) -> None:
+    def _requeue_loaded(self, load: _Load, num_chunks: int) -> None:
         """Requeue a request, to continue behind the chunks that were loaded or that the device had
         already."""
+        request, size = load.request, self._pool.chunk_tokens
         self._queues.dequeue(request)
-        num_loaded = num_chunks * self._pool.chunk_tokens
+        for chunk in range(load.first, num_chunks):
+            source = _EXTERNAL_SOURCE.get(load.sources[chunk].name, "external_unspecified")
+            num_tokens = (chunk + 1) * size - max(chunk * size, request.num_computed)
+            known = request.prompt_hits.get(source, 0)
+            request.prompt_hits[source] = known + max(num_tokens, 0)
+        num_loaded = num_chunks * size
         request.num_computed = max(request.num_computed, num_loaded)
         if not request.num_output_tokens:
             request.num_cached_tokens = request.num_computed

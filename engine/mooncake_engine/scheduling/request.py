@@ -124,6 +124,7 @@ class Request:
         block_hashes: digests of its full blocks, as far as they were needed.
         num_published: number of its first blocks that are full and in the prefix cache.
         num_cached_tokens: prompt tokens that were cached, here or at the prefill instance.
+        prompt_hits: prompt tokens that it did not compute, by key of ``PROMPT_TOKEN_SOURCES``.
         num_scored: prompt tokens whose log probabilities were reported.
         changed_at: index from which the workers' copy of its block table is stale; None if the
             copy is current.
@@ -170,6 +171,7 @@ class Request:
     changed_at: int | None = None
     awaits_copies: bool = False
     num_cached_tokens: int = 0
+    prompt_hits: dict[str, int] = field(default_factory=dict)
     num_scored: int = 0
     draft_length: DraftLength | None = None
     chunk_keys: list[bytes] = field(default_factory=list)
@@ -200,8 +202,14 @@ class Request:
 
     @property
     def times(self) -> RequestTimes:
-        """Clock readings of its milestones so far."""
-        return RequestTimes(self.arrival, self.load_started_at, self.loaded_at, self.scheduled_at)
+        """Clock readings of its milestones so far, and its preemptions."""
+        return RequestTimes(
+            self.arrival,
+            self.load_started_at,
+            self.loaded_at,
+            self.scheduled_at,
+            self.num_preemptions,
+        )
 
     @property
     def first_token(self) -> FirstToken | None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from itertools import count
 from typing import Any
 
+from mooncake_engine.messages import LOCAL_COMPUTE, PROMPT_TOKEN_SOURCES
 from mooncake_engine.scheduling.request import Request, RequestStatus, SequenceGroup
 
 
@@ -99,6 +100,7 @@ class RequestQueues:
         following: requests that wait for a sibling's prompt, by id.
         removed: ids that the workers have yet to be told to forget.
         now: start of the current step, in seconds; moves are stamped with it.
+        prompt_tokens_by_source: counts the prompt tokens of the requests that have begun to run.
     """
 
     def __init__(self) -> None:
@@ -113,6 +115,7 @@ class RequestQueues:
         self.following: dict[str, Request] = {}
         self.removed: list[str] = []
         self.now = 0.0
+        self.prompt_tokens_by_source = dict.fromkeys(PROMPT_TOKEN_SOURCES, 0)
         self._queue_of: dict[str, RequestQueue] = {}
         self._groups: dict[str, SequenceGroup] = {}
         self._known: set[str] = set()
@@ -174,9 +177,18 @@ class RequestQueues:
     def run(self, request: Request) -> None:
         """Move a request to ``running``, in order of priority; the workers know it from now on."""
         request.status = RequestStatus.RUNNING
-        request.scheduled_at = request.scheduled_at or self.now
+        if request.scheduled_at is None:
+            request.scheduled_at = self.now
+            self._count_prompt(request)
         insort_right(self.running, request, key=priority_key)
         self._known.add(request.request_id)
+
+    def _count_prompt(self, request: Request) -> None:
+        computed = request.num_prompt_tokens
+        for source, num_tokens in request.prompt_hits.items():
+            self.prompt_tokens_by_source[source] += num_tokens
+            computed -= num_tokens
+        self.prompt_tokens_by_source[LOCAL_COMPUTE] += computed
 
     def swap(self, request: Request) -> None:
         """Move a request to ``swapped``."""

@@ -102,6 +102,11 @@ class Scheduler:
         return len(self._queues.transferring)
 
     @property
+    def prompt_tokens_by_source(self) -> dict[str, int]:
+        """Prompt tokens of the requests that have begun to run, by ``PROMPT_TOKEN_SOURCES``."""
+        return dict(self._queues.prompt_tokens_by_source)
+
+    @property
     def num_preemptions(self) -> int:
         """Preemptions so far, by swap or by recomputation."""
         return self._preemption.num_preemptions

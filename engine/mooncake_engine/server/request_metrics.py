@@ -23,6 +23,9 @@ from prometheus_client.metrics_core import (
 )
 
 from mooncake_engine.messages import (
+    LOCAL_COMPUTE,
+    LOCAL_HIT,
+    PROMPT_TOKEN_SOURCES,
     EngineInfo,
     EngineStats,
     ExpertLoad,
@@ -55,6 +58,7 @@ _WHOLE_REQUEST_S = (
 )
 _TOKENS = tuple(float(base * 10**power) for power in range(6) for base in (1, 2, 5))
 _CHOICES = (1.0, 2.0, 5.0, 10.0, 20.0)
+_PREEMPTIONS = (1.0, 2.0, 3.0, 4.0, 5.0, 10.0, 20.0)
 _GAUGES = frozenset(
     {*TRANSFER_GAUGES, "loads_in_flight", "saves_in_flight"}
     | {"num_stores", "num_connected_stores"}
@@ -87,6 +91,11 @@ _HISTOGRAMS = {
         _TOKENS,
     ),
     "n": ("vllm:request_params_n", "The request's n.", _CHOICES),
+    "preemptions": (
+        "vllm:request_num_preemptions",
+        "Preemptions of a request.",
+        _PREEMPTIONS,
+    ),
     "inference": (
         "vllm:request_inference_time_seconds",
         "First step to last token.",
@@ -267,6 +276,8 @@ class ServerMetrics:
         self._observe("prompt_tokens", stats.num_prompt_tokens)
         self._observe("computed", max(0, stats.num_prompt_tokens - stats.num_cached_tokens))
         self._observe("tokens", stats.num_tokens)
+        if stats.times is not None:
+            self._observe("preemptions", stats.times.num_preemptions)
         phases = stats.phases()
         for phase in phases:
             self._observe(phase.name, phase.duration_s)
@@ -374,6 +385,7 @@ class _StatsMetrics:
         yield counter("vllm:prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits)
         yield counter("vllm:prompt_tokens", "Prompt tokens processed.", stats.prompt_tokens)
         yield counter("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens)
+        yield from self._prompt_sources(stats)
         yield self._step_sizes(stats.step_sizes)
         yield self._kv_byte_seconds(stats.kv_byte_seconds)
         if stats.speculation is not None:
@@ -392,6 +404,37 @@ class _StatsMetrics:
             yield from self._experts(stats.experts)
         if stats.waited_s:
             yield self._collective_waits(stats.waited_s)
+
+    def _prompt_sources(self, stats: EngineStats) -> Iterator[Metric]:
+        """Where prompts' KV came from. The external cache is asked about all tokens that are not in
+        the prefix cache, if there is one: a connector or a KVCache pool."""
+        found = dict.fromkeys(PROMPT_TOKEN_SOURCES, 0) | stats.prompt_tokens_by_source
+        computed, local = found.pop(LOCAL_COMPUTE), found.pop(LOCAL_HIT)
+        external = sum(found.values())
+        yield self._by_source(
+            "vllm:prompt_tokens_by_source",
+            "Prompt tokens by source.",
+            {LOCAL_COMPUTE: computed, LOCAL_HIT: local, "external_kv_transfer": external},
+        )
+        yield self._by_source(
+            "vllm:prompt_tokens_cached_by_source",
+            "Prompt tokens that were not computed, by what supplied them.",
+            {"device": local, **found},
+        )
+        counter, has_external = self._counter, bool(stats.kv_transfer or stats.kv_pool)
+        text = "Prompt tokens that were not computed."
+        yield counter("vllm:prompt_tokens_cached", text, local + external)
+        text = "Prompt tokens not in the prefix cache, if they may be loaded."
+        queried = computed + external if has_external else 0
+        yield counter("vllm:external_prefix_cache_queries", text, queried)
+        text = "Prompt tokens that were loaded."
+        yield counter("vllm:external_prefix_cache_hits", text, external)
+
+    def _by_source(self, name: str, help_text: str, counts: dict[str, int]) -> Metric:
+        family = CounterMetricFamily(name, help_text, labels=(*_LABELS, "source"))
+        for source, count in counts.items():
+            family.add_metric((*self._label_values, source), count)
+        return family
 
     def _waiting(self, **counts: int) -> Metric:
         family = GaugeMetricFamily(

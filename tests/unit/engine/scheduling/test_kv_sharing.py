@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.scheduling import EOS, RecordingConnector, make_request
+from support.scheduling import EOS, Bench, RecordingConnector, make_request
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.kv_cache.block_pool import ROOT, extend_block_hashes, root_of
@@ -65,6 +65,27 @@ def test_chains_of_two_salts_share_no_block() -> None:
 
 def test_empty_salt_is_the_default_chain() -> None:
     assert root_of("") == ROOT
+
+
+def test_prompt_tokens_are_counted_by_source_once_a_request_runs() -> None:
+    bench = Bench(num_blocks=32)
+    for name in ("a", "b"):
+        bench.add(name, PROMPT, max_tokens=2, group="g")
+    assert sum(bench.scheduler.prompt_tokens_by_source.values()) == 0, "none has run"
+    bench.run()
+    found = {"local_compute": len(PROMPT), "local_cache_hit": len(PROMPT)}
+    assert nonzero(bench) == found
+    bench.add("d", [*PROMPT, 1, 2, 3, 4], first_token=5, max_tokens=3)
+    bench.step()
+    bench.end_load("d", None)
+    bench.run()
+    num_local = len(PROMPT) // 4 * 4
+    found = found | {"local_cache_hit": len(PROMPT) + num_local, "p2p": len(PROMPT) + 4 - num_local}
+    assert nonzero(bench) == found
+
+
+def nonzero(bench: Bench) -> dict[str, int]:
+    return {name: n for name, n in bench.scheduler.prompt_tokens_by_source.items() if n}
 
 
 @pytest.mark.parametrize(("is_verified", "num_cached"), [(True, 8), (False, 0)])

@@ -191,8 +191,12 @@ def test_chunks_cached_on_the_device_are_not_loaded():
     bench.step()
     (load,) = bench.pool.loads.values()
     assert (load.first_chunk, load.skipped_tokens, len(load.keys)) == (1, 4, 3)
+    before = bench.scheduler.prompt_tokens_by_source
     bench.end(load.load_id)
     bench.run()
+    found = bench.scheduler.prompt_tokens_by_source
+    new = {name: found[name] - before[name] for name in found if found[name] != before[name]}
+    assert new == {"local_cache_hit": 12, "host": 12, "local_compute": 6}
 
 
 def test_failed_load_is_recomputed():

@@ -38,6 +38,18 @@ def test_group_is_swapped_out_and_in_without_recomputation() -> None:
     assert bench.worker.num_computed == 7 + 7 + 3 * 7
 
 
+def test_preemption_is_reported_and_counts_no_prompt_twice() -> None:
+    bench = Bench(8, token=None, eos_token_ids=frozenset())
+    crowd(bench, 2)
+    ends = {}
+    for _ in range(100):
+        ends |= {update.request_id: update for update in bench.step()[1] if update.finish}
+    counts = [update.times.num_preemptions for update in ends.values() if update.times]
+    assert sum(counts) == bench.scheduler.num_preemptions > 0
+    assert sum(bench.scheduler.prompt_tokens_by_source.values()) == 3 * 7
+    assert bench.scheduler.blocks.num_queried_tokens == 2 * 7, "one choice follows the other"
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_swapping_a_group_overlaps_with_steps(depth: int) -> None:
     """The group resumes once its copies have completed; the others continue meanwhile."""

@@ -216,23 +216,43 @@ def test_expert_load_is_the_tokens_per_expert(client: AsgiClient, engine: FakeEn
 def test_metrics_have_one_engine_per_data_parallel_rank() -> None:
     store = StoreStats(num_puts=3)  # one store, shared by all ranks
     parts = [
-        EngineStats(num_running=1, prompt_tokens=5, pool_store=store),
+        EngineStats(
+            num_running=1,
+            prompt_tokens=15,
+            prompt_tokens_by_source={"local_compute": 5, "local_cache_hit": 4, "p2p": 6},
+            kv_transfer={"loads": 1.0},
+            pool_store=store,
+        ),
         EngineStats(num_running=2, pool_store=store),
     ]
     load = ExpertLoad({0: (3, 1)}, 1.5, 4)
     total = total_stats([replace(part, experts=load) for part in parts])
-    assert (total.num_running, total.prompt_tokens) == (3, 5)
+    assert (total.num_running, total.prompt_tokens) == (3, 15)
+    assert total.prompt_tokens_by_source["p2p"] == 6
     assert total.experts == replace(load, num_sent_rows=8)
     info = EngineInfo(256, 258, (0,), 64, 16, "me", dp_size=2)
     engine: Any = SimpleNamespace(info=info, stats=lambda: total)
-    found = {
-        (sample.name, sample.labels["engine"]): sample.value
-        for family in _EngineCollector(engine, "m").collect()
-        for sample in family.samples
-    }
+    samples = [
+        sample for family in _EngineCollector(engine, "m").collect() for sample in family.samples
+    ]
+    found = {(sample.name, sample.labels["engine"]): sample.value for sample in samples}
     assert found["vllm:num_requests_running", "0"] == 1
     assert found["vllm:num_requests_running", "1"] == 2
-    assert found["vllm:prompt_tokens_total", "0"] == 5
+    assert found["vllm:prompt_tokens_total", "0"] == 15
+    assert found["vllm:prompt_tokens_cached_total", "0"] == 10
+    assert found["vllm:external_prefix_cache_queries_total", "0"] == 11
+    assert found["vllm:external_prefix_cache_hits_total", "0"] == 6
+    assert {
+        sample.labels["source"]: sample.value
+        for sample in samples
+        if "by_source" in sample.name and sample.labels["engine"] == "0" and sample.value
+    } == {
+        "local_compute": 5,
+        "local_cache_hit": 4,
+        "external_kv_transfer": 6,
+        "device": 4,
+        "p2p": 6,
+    }
     assert found["mooncake:expert_rows_sent_total", "0"] == 8
     assert found["mooncake_store_puts_total", "0"] == 3
     for name in ("mooncake:expert_rows_sent_total", "mooncake_store_puts_total"):

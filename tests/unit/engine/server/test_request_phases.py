@@ -73,7 +73,17 @@ class TimedEngine(FakeEngine):
 
     def _updates(self, request: Any) -> list[Any]:
         *updates, last = super()._updates(request)
-        return [*updates, replace(last, times=RequestTimes(1.0, scheduled_at=2.0))]
+        times = RequestTimes(1.0, scheduled_at=2.0, num_preemptions=3)
+        return [*updates, replace(last, times=times)]
+
+
+def test_preemptions_of_a_request_are_counted(byte_tokenizer: Tokenizer) -> None:
+    client = AsgiClient(create_app(TimedEngine(), byte_tokenizer))
+    assert client.post("/v1/completions", prompt="tea").status_code == 200
+    text = client.get("/metrics").text
+    name = 'vllm:request_num_preemptions_bucket{engine="0",le="%s",model_name="fake"} %s'
+    assert name % ("2.0", "0.0") in text
+    assert name % ("3.0", "1.0") in text
 
 
 @pytest.mark.parametrize("traceparent", [None, f"00-{TRACE_ID}-{PARENT_ID}-01"])
