@@ -158,8 +158,20 @@ class PushSender:
         if report.error is not None:
             self._fail(report.request_id, push, report.error)
         if self._is_drained(push):
+            self._count_end(report.request_id, push)
             self._context.spawn(self._report_end(report.request_id, push), report.request_id)
             self._settle(report.request_id, push)
+
+    def _count_end(self, request_id: str, push: _Push) -> None:
+        """Count the end of a push, before its blocks are freed: vLLM reads the counters in the step
+        that frees them, which may be the last one for a long time."""
+        if push.error is not None and not push.is_cancelled:
+            self.counts.failures += 1
+            level = self._context.incompatible.level(push.remote.engine_id)
+            logger.log(level, "pushing %s failed: %s", request_id, push.error)
+        else:
+            self.counts.nbytes += sum(sum(r.written.values()) for r in push.reports.values())
+            self.counts.seconds += max(report.seconds for report in push.reports.values())
 
     def _fail(self, request_id: str, push: _Push, reason: str) -> None:
         if push.error is None:
@@ -213,13 +225,6 @@ class PushSender:
     async def _report_end(self, request_id: str, push: _Push) -> None:
         """Report how the push ended, until the peer acknowledges it or its lease must be over."""
         make = _ending(push)
-        if push.error is not None and not push.is_cancelled:
-            self.counts.failures += 1
-            level = self._context.incompatible.level(push.remote.engine_id)
-            logger.log(level, "pushing %s failed: %s", request_id, push.error)
-        else:
-            self.counts.nbytes += sum(sum(r.written.values()) for r in push.reports.values())
-            self.counts.seconds += max(report.seconds for report in push.reports.values())
         deadline = self._context.clock() + max(self._context.lease_s, push.remote.lease_s or 0.0)
         while not push.is_acknowledged:
             try:

@@ -183,6 +183,8 @@ class Pair:
         lease_s: of ``p`` and ``d``.
 
     Attributes:
+        freed: how often ``p`` freed the blocks of each request.
+        counted: the bytes that ``p`` had counted as sent when it first did.
         is_p_dead: ``p`` is dead, and the host that both run on knows it.
         is_p_hidden: connections to ``p`` reach another instance, which rejects them, whether ``p``
             is dead or not.
@@ -195,6 +197,7 @@ class Pair:
     is_p_hidden: bool = False
     ended: defaultdict[str, list[LoadEnded]] = field(default_factory=lambda: defaultdict(list))
     freed: Counter[str] = field(default_factory=Counter)
+    counted: dict[str, int] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     tasks: SpawnedTasks = field(default_factory=SpawnedTasks)
     _tasks_of_p: list[asyncio.Task[None]] = field(default_factory=list)
@@ -271,6 +274,7 @@ class Pair:
         assert isinstance(event, LeaseEnded)
         assert event.request_id not in self.rank.writing, "freed under its own writer"
         self.freed[event.request_id] += 1
+        self.counted.setdefault(event.request_id, self.p.counts.nbytes)
 
     def _on_d_event(self, event: Event) -> None:
         assert isinstance(event, LoadEnded)

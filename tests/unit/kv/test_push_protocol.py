@@ -12,7 +12,16 @@ from typing import Any
 
 import pytest
 from hypothesis import given, settings, strategies as st
-from support.push_line import LOAD_S, TOKEN, Pair, deliver, dropping, unreliable
+from support.push_line import (
+    LOAD_S,
+    NUM_TOKENS,
+    TOKEN,
+    TOKEN_BYTES,
+    Pair,
+    deliver,
+    dropping,
+    unreliable,
+)
 from support.virtual_time import run_virtually
 
 from mooncake_kv.connector import LoadEnded
@@ -50,6 +59,17 @@ def test_push_ends_once_on_both_sides() -> None:
         assert pair.freed["p-r"]
         assert pair.d.num_reserved == pair.p.num_sending == 0
         assert "StatusRequest" not in pair.asked
+
+    run_on_pair(scenario)
+
+
+def test_push_is_counted_before_its_blocks_are_freed() -> None:
+    """vLLM reads the counters in the step that frees the blocks; after it, an idle one has none."""
+
+    async def scenario(pair: Pair) -> None:
+        await push(pair)
+        await asyncio.sleep(2.0)
+        assert pair.counted == {"p-r": NUM_TOKENS * TOKEN_BYTES}
 
     run_on_pair(scenario)
 
