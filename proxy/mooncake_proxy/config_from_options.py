@@ -20,7 +20,9 @@ from mooncake_proxy.http1.http_wire import MAX_PORT, Origin
 from mooncake_proxy.http1.server_connection import ServerLimits
 from mooncake_proxy.http1.upstream_connection import ClientLimits
 from mooncake_proxy.pool.health_checks import HealthConfig
+from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 from mooncake_proxy.pool.instances import InstanceSpec, Role
+from mooncake_proxy.pool.membership import parse_store_events
 
 # Length of the shortest secret that is accepted, as by instances. Messages are signed with it, so
 # whoever has recorded one can try guesses of the secret at home, as fast as their machines can.
@@ -205,6 +207,7 @@ def _instances(args: argparse.Namespace) -> tuple[InstanceSpec, ...]:
     ):
         if port is not None and not 1 <= port <= MAX_PORT:
             raise ConfigError(f"{flag} {port}: wanted 1 to {MAX_PORT}")
+    stores = _store_events(args.store_kv_events)
     specs = []
     for role, flag, urls in given:
         for text in urls:
@@ -217,7 +220,21 @@ def _instances(args: argparse.Namespace) -> tuple[InstanceSpec, ...]:
                 bootstrap_port=args.prefill_bootstrap_port if role is Role.PREFILL else None,
                 kv_events_port=args.kv_events_port,
                 kv_events_replay_port=args.kv_events_replay_port,
+                store_kv_events=stores.get("".join(names[:1]), stores.get("", ())),
                 models=names,
             )
             specs.append(spec)
     return tuple(specs)
+
+
+def _store_events(given: list[str]) -> dict[str, tuple[KVEventEndpoints, ...]]:
+    """KV events of node stores by model; the name is empty for models without their own."""
+    found: dict[str, tuple[KVEventEndpoints, ...]] = {}
+    for text in given:
+        model, _, endpoints = text.rpartition("=")
+        try:
+            parsed = parse_store_events(endpoints if model else text)
+        except ConfigError as exc:
+            raise ConfigError(f"--store-kv-events: {exc}") from exc
+        found[model] = (*found.get(model, ()), parsed)
+    return found

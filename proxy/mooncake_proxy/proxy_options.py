@@ -232,6 +232,15 @@ def _add_conductor(parser: argparse.ArgumentParser) -> None:
         metavar="PORT",
         help="port of every instance at which lost KV events are replayed",
     )
+    add(
+        "--store-kv-events",
+        action="append",
+        default=[],
+        metavar="[MODEL=]EVENTS",
+        help="KV events of a node store that instances of other engines use: tcp://HOST:PORT, and "
+        "after commas tcp://HOST:PORT of the replay, and the model's namespace if the store has "
+        "several models; repeat for each store; mooncake-engine's instances report theirs",
+    )
 
 
 def _add_health(parser: argparse.ArgumentParser) -> None:

@@ -160,6 +160,8 @@ class PoolSchedulerSide(SchedulerSideBase):
             self._stores, info.geometry, self._identity, self._timeout_s, len(self._ranks)
         )
         try:
+            # For `--store-kv-events` of a proxy, if a store has the KV of several models.
+            logger.info("the pool's events have the namespace %s", client.namespace.hex())
             self._ranks.listen(client.on_rank_message)
             client.start(self._ranks.send, self._on_event, self._die, self._steps.has_stalled)
         except BaseException:

@@ -220,7 +220,7 @@ class HealthChecker:
             self._on_restart(instance)
         self._pools.note_compatibility(instance, compatibility)
         is_unknown = instance.base_models is None and instance.lists_models
-        if is_unknown and instance.kv_events is not None:
+        if is_unknown and (instance.kv_events is not None or instance.store_kv_events):
             await self._fetch_models(instance, deadline)
         if instance.dp_ranks is not None:
             queues = _decoded(_queues_decoder, reports.data_parallel_ranks, [])

@@ -67,6 +67,8 @@ class InstanceSpec:
     # Ports of its KV events and of their replay, if its health endpoint does not report them.
     kv_events_port: int | None = None
     kv_events_replay_port: int | None = None
+    # KV events of the node stores that it uses, if it is of an engine that does not report them.
+    store_kv_events: tuple[KVEventEndpoints, ...] = ()
     # Who declared it: flags, file, api, kubernetes, register. A source only removes its own.
     source: str = "flags"
     # Names of its model in requests: the first is the name of its pool, the others are aliases and
@@ -218,7 +220,11 @@ class Instance(RequestLoad):
 
     @property
     def store_kv_events(self) -> tuple[KVEventEndpoints, ...]:
-        """Endpoints of the KV events of the node stores that it uses and that publish any."""
+        """Endpoints of the KV events of the node stores that it uses and that publish any, from its
+        health report, or from its spec if it is of an engine that reports nothing."""
+        report = self.compatibility
+        if report.kv_pool is None and not report.data_parallel_size:
+            return self.spec.store_kv_events
         found = (use.kv_events for use in self.stores)
         return tuple(dict.fromkeys(events for events in found if events is not None))
 

@@ -12,6 +12,7 @@ import logging
 import os
 import ssl
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from urllib.parse import quote
 
@@ -22,8 +23,9 @@ from mooncake_proxy.errors import ConfigError, UpstreamError
 from mooncake_proxy.http1.connection_pool import ConnectionPool, timeout
 from mooncake_proxy.http1.http_wire import MAX_PORT, Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext, ClientLimits
+from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 from mooncake_proxy.pool.instances import InstanceSpec, Role
-from mooncake_proxy.pool.membership import apply_plan, plan_membership
+from mooncake_proxy.pool.membership import apply_plan, parse_store_events, plan_membership
 from mooncake_proxy.pool.model_pools import ModelPools
 
 logger = logging.getLogger(__name__)
@@ -33,6 +35,8 @@ PORT_ANNOTATION = "mooncake-hal/port"
 EMITS_ANNOTATION = "mooncake-hal/decode-emits-first-token"
 # Comma-separated names of the model. An annotation, because label values can't contain a slash.
 MODELS_ANNOTATION = "mooncake-hal/models"
+# `--store-kv-events` of each store that the pod uses, separated by spaces.
+STORES_ANNOTATION = "mooncake-hal/store-kv-events"
 POLL_S = 2.0
 TIMEOUT_S = 10.0
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
@@ -137,8 +141,24 @@ def specs_of_pods(pods: PodList) -> list[InstanceSpec]:
         origin = Origin("http", pod.status.pod_ip, port)
         models = pod.metadata.annotations.get(MODELS_ANNOTATION, "")
         names = tuple(name.strip() for name in models.split(",") if name.strip())
-        found.append(InstanceSpec(origin, Role(role), emits, source=SOURCE, models=names))
+        stores = _store_events(pod.metadata.annotations.get(STORES_ANNOTATION, ""))
+        found.append(
+            InstanceSpec(
+                origin, Role(role), emits, store_kv_events=stores, source=SOURCE, models=names
+            )
+        )
     return found
+
+
+@lru_cache(maxsize=256)  # so that a wrong one is logged once, not at every poll
+def _store_events(annotation: str) -> tuple[KVEventEndpoints, ...]:
+    try:
+        return tuple(parse_store_events(text) for text in annotation.split())
+    except ConfigError as exc:
+        logger.warning(
+            "pods without KV events of stores, annotation %s: %s", STORES_ANNOTATION, exc
+        )
+        return ()
 
 
 def _is_ready(pod: Pod) -> bool:

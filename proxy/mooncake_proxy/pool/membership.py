@@ -7,6 +7,7 @@ The admin API, registrations and workers use `MembershipChange`; the pool file a
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -16,11 +17,15 @@ import msgspec
 from msgspec import Struct
 
 from mooncake_proxy.errors import ConfigError, Refusal
-from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.http_wire import MAX_PORT, Origin
+from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 from mooncake_proxy.pool.instances import Instance, InstanceSpec, Role
 from mooncake_proxy.pool.model_pools import ModelPools
 
 logger = logging.getLogger(__name__)
+# No wildcards: they are for the store's own side.
+_ADDRESS = r"(tcp://(?!(?:\*|0\.0\.0\.0|\[::\]|::):\d+)[^\s,/]+:(\d{1,5}))"
+_STORE_EVENTS = re.compile(f"{_ADDRESS}(?:,{_ADDRESS})?(?:,([0-9a-f]+))?")
 
 
 class ChangeOperation(Enum):
@@ -47,6 +52,8 @@ class MembershipChange(Struct, forbid_unknown_fields=True):
     bootstrap_port: int | None = None
     kv_events_port: int | None = None
     kv_events_replay_port: int | None = None
+    # As in `--store-kv-events`.
+    store_kv_events: tuple[str, ...] = ()
     remove: bool = False
     source: str = "api"
     # Lease of an instance that registers itself, in seconds; 0: without a lease.
@@ -64,6 +71,7 @@ class PoolFileEntry(Struct, forbid_unknown_fields=True):
     bootstrap_port: int | None = None
     kv_events_port: int | None = None
     kv_events_replay_port: int | None = None
+    store_kv_events: tuple[str, ...] = ()
 
 
 class PoolFileModel(Struct, forbid_unknown_fields=True):
@@ -127,9 +135,24 @@ def spec_of(change: MembershipChange) -> InstanceSpec:
         change.bootstrap_port,
         change.kv_events_port,
         change.kv_events_replay_port,
+        tuple(parse_store_events(each) for each in change.store_kv_events),
         change.source,
         change.models,
     )
+
+
+def parse_store_events(text: str) -> KVEventEndpoints:
+    """Parse `tcp://HOST:PORT[,tcp://HOST:REPLAY_PORT][,NAMESPACE]`: where a node store publishes
+    and replays its events, and which of them belong to the instance's model. Raises ConfigError."""
+    found = _STORE_EVENTS.fullmatch(text)
+    ports = [] if found is None else [int(port) for port in found.group(2, 4) if port]
+    if found is None or not all(1 <= port <= MAX_PORT for port in ports):
+        raise ConfigError(
+            f"KV events of a store {text!r}: wanted tcp://HOST:PORT, and after a comma each "
+            "tcp://HOST:PORT of the replay and the model's namespace, in hexadecimal digits"
+        )
+    endpoint, _, replay, _, namespace = found.groups()
+    return KVEventEndpoints(endpoint, replay, namespace=namespace)
 
 
 def plan_membership(
@@ -187,6 +210,7 @@ def _specs_of_model(
                     entry.bootstrap_port,
                     entry.kv_events_port,
                     entry.kv_events_replay_port,
+                    tuple(parse_store_events(each) for each in entry.store_kv_events),
                     source,
                     names,
                 )

@@ -6,9 +6,11 @@ import math
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from mooncake_proxy.cli import main
 from mooncake_proxy.config import AdmissionConfig, ConductorConfig, ProxyConfig, TlsConfig
+from mooncake_proxy.config_from_options import config_from
 from mooncake_proxy.errors import (
     ConfigError,
 )
@@ -16,7 +18,9 @@ from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.server_connection import ServerLimits
 from mooncake_proxy.http1.upstream_connection import ClientLimits
 from mooncake_proxy.pool.health_checks import HealthConfig
+from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 from mooncake_proxy.pool.instances import InstanceSpec, Role
+from mooncake_proxy.proxy_options import build_parser
 
 
 def spec(port: int, source: str, role: Role = Role.DECODE) -> InstanceSpec:
@@ -99,3 +103,19 @@ def test_short_prompt_tokens_names_what_it_accepts(capsys: pytest.CaptureFixture
     with pytest.raises(SystemExit):
         main(["--short-prompt-tokens", "some"])
     assert "wanted a number of tokens, or auto, found 'some'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["s1:5557", "=tcp://s1:5557", "m=tcp://*:5557"])
+def test_wrong_events_of_a_store_are_reported(text: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["--backend-url", "http://h:1", "--store-kv-events", text]) == 2
+    assert "mooncake-proxy: --store-kv-events: KV events of a store" in capfd.readouterr().err
+
+
+def test_instances_use_the_stores_of_their_model() -> None:
+    argv = ["--backend-url", "m,alias=http://h:1", "--backend-url", "http://h:2"]
+    for text in ("m=tcp://s1:5557,6d", "m=tcp://s2:5557", "tcp://s3:5557"):
+        argv += ["--store-kv-events", text]
+    named, unnamed = config_from(build_parser().parse_args(argv)).instances
+    first, second, third = (KVEventEndpoints(f"tcp://s{number}:5557") for number in (1, 2, 3))
+    assert named.store_kv_events == (replace(first, namespace="6d"), second)
+    assert unnamed.store_kv_events == (third,)

@@ -154,3 +154,8 @@ def test_names_of_the_model_itself_are_fetched(
     instance = checked(models=cards, port=port)
     assert instance.is_up
     assert instance.base_models == wanted
+
+
+def test_model_names_are_known_of_an_instance_whose_store_publishes() -> None:
+    body = b'{"kv_pool":{"kv_events":{"endpoint":"tcp://*:5557"}}}'
+    assert checked(body=body, port=None, models=CARDS).base_models == {"m", "also-m"}

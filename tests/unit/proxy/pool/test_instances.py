@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
@@ -71,5 +72,22 @@ def test_events_of_stores_are_at_the_hosts_of_the_stores() -> None:
             KVEventEndpoints("tcp://h:5557", "tcp://h:5558", (), "6d"),
             KVEventEndpoints("tcp://store-2:5557", "tcp://store-2:5558", (), "6d"),
         )
+
+    asyncio.run(main())
+
+
+def test_declared_stores_count_until_an_instance_reports_its_own() -> None:
+    declared = KVEventEndpoints("tcp://store-1:5557")
+    reported = KVEventEndpoints("tcp://store-2:5557")
+
+    async def main() -> None:
+        declaration = replace(spec(1, "flags"), store_kv_events=(declared,))
+        instance = InstancePool(ClientContext()).add(declaration)
+        assert instance.store_kv_events == (declared,)
+        instance.compatibility = Compatibility("epoch", data_parallel_size=1)  # one without a pool
+        assert instance.store_kv_events == ()
+        use = PoolUse(StoreLocation("store-2", 7701, "epoch"), reported)
+        instance.compatibility = Compatibility("epoch", kv_pool=use, data_parallel_size=1)
+        assert instance.store_kv_events == (reported,)
 
     asyncio.run(main())

@@ -1,10 +1,23 @@
-"""Instances wanted by a source, compared with those in the pool."""
+"""Instances wanted by a source, compared with those in the pool; what is declared of one."""
 
 from __future__ import annotations
 
+import msgspec
+import pytest
+
+from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 from mooncake_proxy.pool.instances import InstanceSpec, Role
-from mooncake_proxy.pool.membership import plan_membership
+from mooncake_proxy.pool.kubernetes import Pod, PodList, specs_of_pods
+from mooncake_proxy.pool.membership import (
+    ChangeOperation,
+    MembershipChange,
+    parse_store_events,
+    plan_membership,
+    spec_of,
+)
+from mooncake_proxy.pool.pool_file import parse_pool_file
 
 
 def spec(port: int, source: str, role: Role = Role.DECODE) -> InstanceSpec:
@@ -16,3 +29,68 @@ def test_source_changes_only_its_own_instances() -> None:
     todo = plan_membership([spec(3, "file"), spec(4, "file")], present, "file")
     assert todo.add == (spec(4, "file"),)
     assert todo.leave == ("http://h:2",)
+
+
+@pytest.mark.parametrize(
+    ("text", "endpoints"),
+    [
+        ("tcp://s1:5557", KVEventEndpoints("tcp://s1:5557")),
+        (
+            "tcp://s1:5557,tcp://s1:5558",
+            KVEventEndpoints("tcp://s1:5557", "tcp://s1:5558"),
+        ),
+        ("tcp://[fd00::1]:5557,6d", KVEventEndpoints("tcp://[fd00::1]:5557", namespace="6d")),
+        (
+            "tcp://s1:5557,tcp://s2:5558,6d",
+            KVEventEndpoints("tcp://s1:5557", "tcp://s2:5558", namespace="6d"),
+        ),
+    ],
+)
+def test_events_of_a_store_are_parsed(text: str, endpoints: KVEventEndpoints) -> None:
+    assert parse_store_events(text) == endpoints
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "s1:5557", "tcp://s1", "tcp://*:5557", "tcp://0.0.0.0:5557", "tcp://[::]:5557"),
+        *("tcp://s1:0", "tcp://s1:65536", "tcp://s1:5557,tcp://*:5558", "tcp://s1:5557,model"),
+    ],
+)
+def test_wrong_events_of_a_store_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="wanted tcp://HOST:PORT, and after a comma"):
+        parse_store_events(text)
+
+
+def test_events_of_stores_are_declared_over_http_in_files_and_in_pods() -> None:
+    text, wanted = "tcp://s1:5557,6d", (KVEventEndpoints("tcp://s1:5557", namespace="6d"),)
+    change = MembershipChange(ChangeOperation.ADD, "http://h:1", Role.BOTH, store_kv_events=(text,))
+    assert spec_of(change).store_kv_events == wanted
+    entry = {"url": "http://h:1", "store_kv_events": [text]}
+    [spec] = parse_pool_file(msgspec.json.encode({"both": [entry]}), "pool.json")
+    assert spec.store_kv_events == wanted
+
+
+def test_pod_with_wrong_events_of_a_store_is_an_instance_all_the_same(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def pod(events: str) -> Pod:
+        made = {
+            "metadata": {
+                "labels": {"mooncake-hal/role": "both"},
+                "annotations": {"mooncake-hal/store-kv-events": events},
+            },
+            "spec": {"containers": [{"ports": [{"containerPort": 8100}]}]},
+            "status": {
+                "podIP": "10.0.0.1",
+                "conditions": [{"type": "Ready", "status": "True"}],
+            },
+        }
+        return msgspec.convert(made, Pod)
+
+    pods = PodList([pod("tcp://s1:5557 tcp://s2:5557"), pod("s1")])
+    right, wrong = specs_of_pods(pods)
+    assert [each.endpoint for each in right.store_kv_events] == ["tcp://s1:5557", "tcp://s2:5557"]
+    assert wrong.store_kv_events == ()
+    specs_of_pods(pods)
+    assert caplog.text.count("KV events of a store 's1': wanted tcp://HOST:PORT") == 1
