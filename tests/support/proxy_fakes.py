@@ -566,6 +566,8 @@ def _known_to_all(seen: ReceivedRequest, tokens: list[int] | None) -> tuple[int,
     if seen.path == "/tokenize":
         read = list(seen.body["prompt"].encode()) if tokens is None else tokens
         return 200, {"tokens": read}
+    if seen.path == "/tokenizer_info":
+        return 200, {"tokenizer_class": "Fake"}
     return None
 
 

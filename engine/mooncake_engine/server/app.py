@@ -123,6 +123,8 @@ def create_app(
     live = LiveRequests() if live is None else live
     plain = PlainEndpoints(processor, handler, live, started=int(time.time()))
     routes = [*_generation_routes(processor, handler, live), *_plain_routes(plain)]
+    if options.enable_tokenizer_info_endpoint:
+        routes.append(Route("/tokenizer_info", plain.tokenizer_info, methods=["GET"]))
     return Starlette(
         routes=[*routes, _schema_route(routes)],
         middleware=_middleware(options, metrics),
@@ -392,6 +394,10 @@ class PlainEndpoints:
             found["token_strs"] = [name.decode(errors="replace") for name in names]
         return found
 
+    async def tokenizer_info(self, _: Request) -> Response:
+        """``GET /tokenizer_info``, with ``--enable-tokenizer-info-endpoint``."""
+        return _json(self.processor.tokenizer.info())
+
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``."""
         wanted = decode_request(await self._body(request), DetokenizeRequest)
@@ -455,7 +461,7 @@ def _json(body: dict[str, Any]) -> Response:
 
 _CLIENT_CLOSED_REQUEST = 499
 """Status logged when the client disconnected before the response started, as nginx does."""
-_KEY_PATHS = ("/v1/", "/tokenize", "/detokenize")
+_KEY_PATHS = ("/v1/", "/tokenize", "/tokenizer_info", "/detokenize")
 
 
 class KeyCheck:

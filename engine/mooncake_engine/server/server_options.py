@@ -187,6 +187,12 @@ class ServerOptions:
             "process of their own",
         ),
     )
+    enable_tokenizer_info_endpoint: bool = field(
+        default=False,
+        metadata=option(
+            help="serve GET /tokenizer_info: the tokenizer's configuration, chat template included"
+        ),
+    )
     register: tuple[str, ...] = field(
         default=(),
         metadata=option(

@@ -243,6 +243,17 @@ class Tokenizer:
         """Whether the model has any chat template."""
         return self._hf.chat_template is not None
 
+    def info(self) -> dict[str, Any]:
+        """The configuration in the form of ``tokenizer_config.json``, as vLLM's
+        ``/tokenizer_info`` has it: special tokens as texts, and the chat template in use."""
+        files = ("vocab_file", "merges_file", "tokenizer_file")
+        shown = {name: each for name, each in self._hf.init_kwargs.items() if name not in files}
+        found: dict[str, Any] = _plain(shown)
+        found["tokenizer_class"] = type(self._hf).__name__
+        if self._hf.chat_template is not None:
+            found["chat_template"] = self._hf.chat_template
+        return found
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of a text, by default with the special tokens that the model expects around
         it."""
@@ -316,6 +327,15 @@ class Tokenizer:
                 problem = f"is {_malformed(exc)}"
             raise InvalidRequest(f"the model's chat template {problem}", param="messages") from exc
         return text
+
+
+def _plain(value: Any) -> Any:
+    """JSON of a value of a tokenizer's configuration; a token is its text."""
+    if isinstance(value, dict):
+        return {str(name): _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(each) for each in value]
+    return value if isinstance(value, str | int | float | None) else str(value)
 
 
 def _malformed(error: TemplateSyntaxError) -> str:

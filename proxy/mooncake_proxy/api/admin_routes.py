@@ -76,6 +76,7 @@ def routes(process: ProxyProcess, handle: Handler) -> Routes:
         "/tokenize": {"POST": handlers.forward_to_instance},
         COUNT_TOKENS_PATH: {"POST": handlers.forward_to_instance},
         "/detokenize": {"POST": handlers.forward_to_instance},
+        "/tokenizer_info": {"GET": handlers.forward_to_instance},
         INSTANCES_PATH: {"GET": handlers.instances, "POST": handlers.change},
         EXPLAIN_PATH: {"GET": handlers.explain},
         REGISTER_PATH: {"POST": handlers.register},

@@ -191,6 +191,7 @@ def test_model_and_tokenize_requests_are_forwarded_to_one_instance() -> None:
             answer = await client.post("/tokenize", json={"prompt": "é"})
             assert answer.json() == {"tokens": list("é".encode())}
             assert (await client.get("/tokenize")).status_code == 405
+            assert (await client.get("/tokenizer_info")).status_code == 200
 
     uvloop.run(main())
 

@@ -290,6 +290,19 @@ def test_tokenize_and_detokenize(client: AsgiClient) -> None:
     assert client.post("/detokenize", tokens=answer["tokens"]).json() == {"prompt": "é<|eos|>"}
 
 
+def test_tokenizer_info_is_served_where_the_option_allows_it(
+    client: AsgiClient, engine: FakeEngine, byte_tokenizer: Tokenizer
+) -> None:
+    assert client.get("/tokenizer_info").status_code == 404
+    options = ServerOptions(enable_tokenizer_info_endpoint=True, api_keys=frozenset({"secret"}))
+    app = create_app(engine, byte_tokenizer, options)
+    assert AsgiClient(app).get("/tokenizer_info").status_code == 401
+    found = AsgiClient(app, {"Authorization": "Bearer secret"}).get("/tokenizer_info").json()
+    assert found["chat_template"] == byte_tokenizer.chat_template
+    assert found["tokenizer_class"]
+    assert not [name for name in found if name.endswith("_file")]
+
+
 def test_tokenize_messages(client: AsgiClient) -> None:
     messages = [{"role": "user", "content": "hi"}]
     tokens = client.post("/tokenize", messages=messages).json()["tokens"]
