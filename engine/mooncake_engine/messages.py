@@ -59,6 +59,9 @@ class EngineRequest:
         cache_salt: requests with different salts share no cached prefix.
         data_parallel_rank: rank that serves the request; None for the one that is likely to answer
             first.
+        num_generated: how many tokens at the end of ``prompt_token_ids`` are output that another
+            instance has generated. The next token is sampled as behind any other output:
+            penalties, ``bad_words``, grammar and seed continue. Limits count new tokens only.
     """
 
     request_id: str
@@ -70,6 +73,7 @@ class EngineRequest:
     group: str | None = None
     cache_salt: str = ""
     data_parallel_rank: int | None = None
+    num_generated: int = 0
 
 
 @dataclass(frozen=True, slots=True)

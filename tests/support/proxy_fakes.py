@@ -18,6 +18,7 @@ from mooncake_proxy.api.application import ProxyApplication
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.pool.health_checks import HealthConfig
+from mooncake_proxy.pool.instance_reports import Compatibility
 from mooncake_proxy.pool.instances import InstanceSpec, Role
 from mooncake_proxy.pool.pair_topology import PairTopology
 
@@ -36,7 +37,9 @@ def token_id(position: int) -> int:
 
 
 def num_generated_before(body: Json) -> int:
-    """How many generated tokens the prompt already holds; the answer continues after them."""
+    """How many generated tokens the request already holds; the answer continues after them."""
+    if known := body.get("generated_token_ids"):
+        return len(known)
     prompt = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") or body.get("prompt")
     return sum(i >= 1000 for i in prompt) if isinstance(prompt, list) else 0
 
@@ -612,6 +615,12 @@ class FakeDeployment:
         pool = self.app.router.pool
         for instance in pool:
             pool.note_topology(instance, PairTopology(f"engine of {instance.name}", **facts))
+
+    def report(self, **facts: Any) -> None:
+        """Have all instances report these facts at `/health`."""
+        pool = self.app.router.pool
+        for instance in pool:
+            pool.note_compatibility(instance, Compatibility(f"engine of {instance.name}", **facts))
 
     def count(self, name: str, *labels: str) -> float:
         """A counter's value."""

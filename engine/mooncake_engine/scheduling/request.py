@@ -105,7 +105,7 @@ class Request:
         status: which queue it is in.
         request_id: the engine's key.
         sampling: the sampling parameters.
-        num_prompt_tokens: length of the prompt.
+        num_prompt_tokens: length of the prompt, and of output that other instances have generated.
         group: the group that it shares with its siblings; set when the scheduler adds the request.
         leader: the sibling whose prompt KV it waits for; None if it waits for none.
         max_num_tokens: total length at which it ends; set when the scheduler adds the request.

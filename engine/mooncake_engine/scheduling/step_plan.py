@@ -27,7 +27,7 @@ class NewRequest:
     Args:
         request_id: key in later messages.
         token_ids: all tokens known so far: the prompt, then any output.
-        num_prompt_tokens: length of the prompt.
+        num_prompt_tokens: length of the prompt, without output of other instances.
         sampling: the sampling parameters.
         seed: resolved seed; together with the output position it determines each random choice.
         block_ids: its block table so far.
@@ -247,7 +247,7 @@ class StepBuilder:
             NewRequest(
                 request.request_id,
                 tuple(request.token_ids),
-                request.num_prompt_tokens,
+                request.num_prompt_tokens - request.spec.num_generated,
                 request.sampling,
                 request.seed,
                 tuple(request.block_ids),

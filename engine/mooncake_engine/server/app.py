@@ -331,6 +331,7 @@ class PlainEndpoints:
                 **({"other_stores": others} if others else {}),
             }
         peers["data_parallel_size"] = engine.info.dp_size
+        peers["continues_answers"] = True
         if stats.by_dp_rank:
             peers["data_parallel_ranks"] = [
                 {"running": rank.num_running, "waiting": rank.num_waiting}

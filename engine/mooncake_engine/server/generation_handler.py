@@ -166,6 +166,8 @@ class GenerationHandler:
         writer: _ChunkWriter | None,
     ) -> ChoiceStream:
         processor = self._processor(context, choice)
+        if not context.kv_transfer.is_outgoing:
+            processor.replay(context.generated)
         on_plain_token = None
         if writer is not None and writer.shows_text_only and processor.is_plain:
             on_plain_token = _PlainTokens(choice, processor, running, writer).take
@@ -180,7 +182,10 @@ class GenerationHandler:
         )
 
     def _processor(self, context: RequestContext, choice: GeneratedChoice) -> TextOutputProcessor:
-        return TextOutputProcessor(self.tokenizer, choice.request.sampling, context.make_parser())
+        # A prefill of an answer's middle is parsed by the instance that streams it.
+        is_middle = context.kv_transfer.is_outgoing and context.generated
+        parser = None if is_middle else context.make_parser()
+        return TextOutputProcessor(self.tokenizer, choice.request.sampling, parser)
 
     def _replay(
         self, context: RequestContext, choice: GeneratedChoice, finished: TokenUpdate
@@ -359,6 +364,8 @@ class _ChunkWriter:
 
     def _open(self, choice: GeneratedChoice) -> bytes:
         context = self._context
+        if context.generated:
+            return b""
         opening = self._builder.opening(context, choice.index)
         if opening is None and not context.returns_token_ids:
             return b""

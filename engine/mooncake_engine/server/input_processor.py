@@ -198,14 +198,20 @@ class InputProcessor:
             request.kv_transfer_params, num_choices, stream=is_streamed
         )
         check_same_tokenizer(kv_transfer, self.tokenizer.fingerprint)
+        generated = tuple(request.generated_token_ids or ())
+        if generated:
+            _check_generated(request, num_choices, is_outgoing=kv_transfer.is_outgoing)
+            whole = (*prompts[0].token_ids, *generated)
+            check_prompt(whole, self.info, param="generated_token_ids")
         common = EngineRequest(
             request_id,
-            (),
+            generated,
             sampling,
             priority=request.priority or 0,
             cache_salt=_cache_salt(request.cache_salt),
             timeout_s=_timeout_s(request.timeout, headers.get(TIMEOUT_HEADER.lower())),
             data_parallel_rank=_dp_rank(headers.get(DP_RANK_HEADER.lower())),
+            num_generated=len(generated),
         )
         return RequestContext(
             request_id=request_id,
@@ -215,6 +221,7 @@ class InputProcessor:
             choices=self._choices(common, prompts, kv_transfer),
             sampling=sampling,
             kv_transfer=kv_transfer,
+            generated=generated,
             is_streamed=is_streamed,
             includes_usage=streaming.include_usage,
             has_usage_in_chunks=streaming.include_usage and streaming.continuous_usage_stats,
@@ -230,7 +237,8 @@ class InputProcessor:
         """The choices of all prompts, in the order of the prompts.
 
         Args:
-            common: an engine request with the fields that all choices share.
+            common: an engine request with the fields that all choices share. Its tokens follow
+                each prompt.
         """
         per_prompt = common.sampling.num_candidates
         names = choice_ids(common.request_id, len(prompts) * per_prompt)
@@ -239,14 +247,13 @@ class InputProcessor:
         for i, name in enumerate(names):
             number, index = divmod(i, per_prompt)
             prompt = prompts[number]
-            num_tokens = len(prompt.token_ids)
-            params = read_kv_transfer_params(
-                kv_transfer.params(i), prompt.token_ids, common.cache_salt
-            )
-            if params.metaserver is not None and prompt.text is not None:
+            token_ids = (*prompt.token_ids, *common.prompt_token_ids)
+            params = read_kv_transfer_params(kv_transfer.params(i), token_ids, common.cache_salt)
+            is_prompt_whole = prompt.text is not None and not common.num_generated
+            if params.metaserver is not None and is_prompt_whole:
                 # saves the prefill instance from tokenising the prompt again
                 params = replace(params, tokenizer=self.tokenizer.fingerprint)
-            sampling = choice_sampling(common.sampling, index, num_tokens, self.info)
+            sampling = choice_sampling(common.sampling, index, len(token_ids), self.info)
             if params.first_token is not None and not kv_transfer.begins_with(
                 params.first_token, wants_logprobs=sampling.logprobs is not None
             ):
@@ -254,7 +261,7 @@ class InputProcessor:
             request = replace(
                 common,
                 request_id=name,
-                prompt_token_ids=prompt.token_ids,
+                prompt_token_ids=token_ids,
                 sampling=sampling,
                 kv_transfer_params=params,
                 group=f"{group}-{number}" if per_prompt > 1 else None,
@@ -284,6 +291,24 @@ def _num_choices(sampling: SamplingParams, num_prompts: int) -> int:
             param="allowed_token_ids",
         )
     return num_choices
+
+
+def _check_generated(request: GenerationFields, num_choices: int, *, is_outgoing: bool) -> None:
+    """Raises InvalidRequest if the answer to a request can't be continued in its middle."""
+    param = "generated_token_ids"
+    if not (request.stream or is_outgoing):
+        raise InvalidRequest(
+            f"{param} continue an answer of which the client has the beginning: send stream: true",
+            param=param,
+        )
+    if num_choices > 1:
+        raise InvalidRequest(f"{param} continue one answer, not {num_choices}", param=param)
+    is_echoed = isinstance(request, CompletionRequest) and request.echo
+    if is_echoed or request.prompt_logprobs is not None:
+        raise InvalidRequest(
+            f"{param} can't be combined with echo or prompt_logprobs, which precede the answer",
+            param=param,
+        )
 
 
 def _cache_salt(given: str | None) -> str:

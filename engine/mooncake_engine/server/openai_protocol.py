@@ -125,6 +125,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    generated_token_ids: list[int] | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
 

@@ -152,6 +152,8 @@ class RequestContext:
         choices: the choices to generate, prompt after prompt; the same number for each prompt.
         sampling: the sampling parameters of all choices, as the client sent them.
         kv_transfer: the KV that is received from or sent to another instance.
+        generated: the answer's first tokens, which another instance has generated and the client
+            has received; the stream continues behind them.
         is_streamed: whether the response is a stream of events.
         includes_usage: whether the stream ends with the token counts.
         has_usage_in_chunks: whether every chunk has the token counts so far.
@@ -178,6 +180,7 @@ class RequestContext:
     choices: tuple[GeneratedChoice, ...]
     sampling: SamplingParams
     kv_transfer: KVTransferRequest = field(default_factory=KVTransferRequest)
+    generated: tuple[int, ...] = ()
     is_streamed: bool = False
     includes_usage: bool = False
     has_usage_in_chunks: bool = False
@@ -250,10 +253,13 @@ class RequestContext:
     def usage(self) -> dict[str, Any]:
         """OpenAI's ``usage`` so far; a prompt counts once, however many choices continue it."""
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        num_completion_tokens = sum(len(choice.output.token_ids) for choice in self.choices)
+        num_completion_tokens = len(self.generated)
+        num_completion_tokens += sum(len(choice.output.token_ids) for choice in self.choices)
         num_cached_tokens = self.kv_transfer.num_cached_tokens
         if num_cached_tokens is None:
             num_cached_tokens = self.num_cached_tokens
+        if self.generated:  # they may be cached, too
+            num_cached_tokens = min(num_cached_tokens, num_prompt_tokens)
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_completion_tokens,

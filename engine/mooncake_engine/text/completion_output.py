@@ -223,6 +223,13 @@ class TextOutputProcessor:
             reasoning=parsed.reasoning,
         )
 
+    def replay(self, token_ids: Sequence[int]) -> None:
+        """Process the first tokens of an answer that continues here, before any update. The client
+        has received their text."""
+        text = self._detokenizer.replay(token_ids)
+        if self._parser is not None:
+            self._parser.push(text)
+
     def _parse(self, text: str, *, is_last: bool) -> ParsedText:
         if self._parser is None:
             return ParsedText(text)

@@ -152,6 +152,15 @@ class IncrementalDetokenizer:
             parts.append(self.push_token(token_id))
         return "".join(parts)
 
+    def replay(self, token_ids: Sequence[int]) -> str:
+        """Add the first tokens of an output that another instance has generated; returns the text
+        that is final with them. No stop string ended the output there, whatever it was compared
+        with ``min_tokens``, which from now on counts the tokens that follow."""
+        min_tokens, self._min_tokens = self._min_tokens, len(token_ids)
+        text = self.push(token_ids)
+        self._min_tokens, self.num_tokens = min_tokens, 0
+        return text
+
     def push_token(self, token_id: int) -> str:
         """Like ``push`` for one token. Must not be called once ``stop_string`` is set."""
         self.num_tokens += 1

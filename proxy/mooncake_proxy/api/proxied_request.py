@@ -46,6 +46,8 @@ FORWARDED_UNTRACED = (*FORWARDED, b"traceparent", b"tracestate")
 _TIMEOUT_HEADER = TIMEOUT_HEADER.lower().encode()
 _SAFE_ID = re.compile(SAFE_REQUEST_ID.encode())
 _BYTES_PER_TOKEN = 4
+GENERATED_TOKENS = "generated_token_ids"
+"""The field of our instances with the answer's first tokens, which another one has generated."""
 _LIST_BEGINS = ord("[")
 
 # Request ids are unique across processes, without a system call per request.
@@ -171,6 +173,11 @@ class RequestContext(Struct, eq=False):
     def request_class(self) -> str:
         """`interactive` or `batch`."""
         return "batch" if (self.parsed.priority or 0) >= BATCH_PRIORITY else "interactive"
+
+    @property
+    def continues_answer(self) -> bool:
+        """Whether the client has the beginning of the answer: its stream goes on behind it."""
+        return GENERATED_TOKENS in self.fields
 
     @property
     def attempt_id(self) -> str:

@@ -15,11 +15,12 @@ from msgspec import Raw
 
 from mooncake_proxy.api.openai_bodies import (
     DEFAULT_MAX_TOKENS,
+    Fields,
     OpenAIEndpoint,
     encode,
     parse_request,
 )
-from mooncake_proxy.api.proxied_request import RequestContext
+from mooncake_proxy.api.proxied_request import GENERATED_TOKENS, RequestContext
 from mooncake_proxy.errors import ConnectFailed, Recomputed, UpstreamError, is_draining, is_loss
 from mooncake_proxy.flows.continued_prompt import (
     HISTORY_FIELDS,
@@ -91,7 +92,7 @@ async def _run_passes(
                 includes_usage = context.parsed.includes_usage
                 context.request.end(record.closing_events(includes_usage=includes_usage))
                 return
-            if not _begin_next_pass(context, record):
+            if not _begin_next_pass(router, context, record):
                 raise
             if is_recomputed:
                 router.metrics.recomputed.add()
@@ -106,17 +107,24 @@ async def _run_passes(
 def _start_record(router: RequestRouter, context: RequestContext) -> TokenRecord | None:
     """A record if the request could be continued in another pass, else None.
 
-    With several choices, tools or chat logprobs, token ids alone can't continue the answer.
+    With several choices, token ids alone can't continue the answer. With tools or chat logprobs
+    they can if the instances are told which of them are the answer's.
     """
     parsed = context.parsed
     is_chat = context.endpoint is OpenAIEndpoint.CHAT
-    if (parsed.n or 1) > 1 or (is_chat and {"tools", "logprobs"} & context.fields.keys()):
+    continues_answer = router.pool.continues_answers and _can_continue_answer(context)
+    has_tools = is_chat and bool({"tools", "logprobs"} & context.fields.keys())
+    if (parsed.n or 1) > 1 or (has_tools and not continues_answer):
         return None
-    may_migrate = router.config.migrates_streams and _can_migrate(context)
+    may_migrate = continues_answer or _can_migrate(context)
+    may_migrate &= router.config.migrates_streams
     if not (may_migrate or router.pool.recomputes):
         return None
     record = TokenRecord(
-        context.endpoint, shows_ids=bool(parsed.return_token_ids), may_migrate=may_migrate
+        context.endpoint,
+        shows_ids=bool(parsed.return_token_ids),
+        may_migrate=may_migrate,
+        continues_answer=continues_answer,
     )
     record.limit, record.min_tokens = parsed.token_limit, parsed.min_tokens or 0
     if record.limit is None and not is_chat:
@@ -124,8 +132,15 @@ def _start_record(router: RequestRouter, context: RequestContext) -> TokenRecord
     return record
 
 
+def _can_continue_answer(context: RequestContext) -> bool:
+    """Whether instances that know which tokens are the answer's can generate the rest of it."""
+    is_first = bool(context.parsed.stream) and not context.continues_answer
+    return is_first and context.disaggregation_obstacle() is None
+
+
 def _can_migrate(context: RequestContext) -> bool:
-    """Whether the rest of a stream can be generated elsewhere without the client noticing."""
+    """Whether the rest of a stream can be generated elsewhere from a prompt that ends with the
+    tokens so far, without the client noticing."""
     return context.disaggregation_obstacle() is None and can_continue(context)
 
 
@@ -150,7 +165,7 @@ def _may_migrate(
     return (is_loss(error) or isinstance(error, ConnectFailed)) and router.budget.take()
 
 
-def _begin_next_pass(context: RequestContext, record: TokenRecord) -> bool:
+def _begin_next_pass(router: RequestRouter, context: RequestContext, record: TokenRecord) -> bool:
     """Turn the request into one that continues from the tokens so far. If they don't determine the
     rest and the client has seen nothing, it is generated again from the start.
 
@@ -159,7 +174,11 @@ def _begin_next_pass(context: RequestContext, record: TokenRecord) -> bool:
         beginning of an answer that a parser or a grammar has to follow from its start.
     """
     record.begin_next_pass()
-    if record.generated or context.is_committed or context.answer_id is not None:
+    if record.continues_answer:
+        if not router.pool.continues_answers:
+            return False
+        _set_generated(context, record)
+    elif record.generated or context.is_committed or context.answer_id is not None:
         if not context.parsed.stream and (
             record.is_parsed or asks_for(context.fields, HISTORY_FIELDS)
         ):
@@ -177,18 +196,34 @@ def _begin_next_pass(context: RequestContext, record: TokenRecord) -> bool:
     return True
 
 
+def _set_generated(context: RequestContext, record: TokenRecord) -> None:
+    """Tell the instances of the next pass which tokens of the answer the client has."""
+    fields = context.fields.copy()
+    if record.generated:
+        fields[GENERATED_TOKENS] = Raw(encode(record.generated))
+    _set_body(context, record, fields)
+
+
 def _set_continuation_body(context: RequestContext, record: TokenRecord) -> None:
     """Make the request a completion whose prompt is the prompt so far and the generated tokens."""
     fields = {n: raw for n, raw in context.fields.items() if n not in FIRST_PASS_FIELDS}
-    tokens, num_generated = record.prompt + record.generated, len(record.generated)
+    fields["prompt"] = Raw(encode(record.prompt + record.generated))
+    _set_body(context, record, fields)
+    context.endpoint = OpenAIEndpoint.COMPLETION
+
+
+def _set_body(context: RequestContext, record: TokenRecord, fields: Fields) -> None:
+    """Replace the request by the one of the next pass, with the limits that are left."""
+    num_generated = len(record.generated)
     # None means "as many as fit", which only a chat request may ask for
     left = None if record.limit is None else max(1, record.limit - num_generated)
-    fields["prompt"] = Raw(encode(tokens))
     fields["max_tokens"] = Raw(encode(left))
+    if "max_completion_tokens" in fields:
+        fields["max_completion_tokens"] = fields["max_tokens"]
     if record.min_tokens:
         fields["min_tokens"] = Raw(encode(max(0, record.min_tokens - num_generated)))
     context.request.body = body = encode(fields)
     context.parsed, context.fields = parse_request(body)
-    context.endpoint = OpenAIEndpoint.COMPLETION
-    context.token_ids = tokens
-    context.prompt_tokens = len(tokens)
+    if record.prompt:
+        context.token_ids = record.prompt + record.generated
+        context.prompt_tokens = len(context.token_ids)

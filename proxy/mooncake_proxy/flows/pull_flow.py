@@ -88,7 +88,10 @@ async def _pass(router: RequestRouter, context: RequestContext) -> None:
             raise
         await prefill_locally(router, context, "prefill_failed")
         return
-    if prefill.is_final:
+    if prefill.is_final and context.continues_answer:
+        # Only an instance that streams parses an answer in its middle.
+        await prefill_locally(router, context, "last_token")
+    elif prefill.is_final:
         _answer_from_prefill(router, context, prefill)
     elif prefill.params is None:
         is_several = (context.parsed.n or 1) > 1
@@ -165,7 +168,8 @@ class HeldKV:
         continues = spec.emits_first_token and not spec.recomputes
         continued = self._prefill.continued if continues else None
         is_held = False
-        if context.parsed.stream and not self._prefill.is_shared:
+        sends_first = not (self._prefill.is_shared or context.continues_answer)
+        if context.parsed.stream and sends_first:
             is_held = router.holds_headers and context.answer_id is None and continued is None
             is_held = is_held and not spec.repeats_first_token
             deliver = partial(

@@ -35,14 +35,23 @@ class TokenRecord:
         endpoint: the endpoint that the client called; later passes are always completions.
         shows_ids: the client asked for token ids; otherwise they are removed from its events.
         may_migrate: the stream may be migrated if its decode instance is lost.
+        continues_answer: later passes are the client's request with the tokens so far, whose text
+            the instances don't send again. They decide what text a token completes, so that no
+            event need be held back.
     """
 
     def __init__(
-        self, endpoint: OpenAIEndpoint, *, shows_ids: bool, may_migrate: bool = False
+        self,
+        endpoint: OpenAIEndpoint,
+        *,
+        shows_ids: bool,
+        may_migrate: bool = False,
+        continues_answer: bool = False,
     ) -> None:
         self.endpoint = endpoint
         self.shows_ids = shows_ids
         self.may_migrate = may_migrate
+        self.continues_answer = continues_answer
         self.prompt: list[int] = []
         self.generated: list[int] = []
         # Whether some of the answer is the output of a parser (reasoning, tool calls), which can't
@@ -162,12 +171,15 @@ class TokenRecord:
         is_whole = self._note_text(choice.get("text") or delta.get("content") or "")
         is_parsed = _has_parsed_fields(delta)
         self.is_parsed |= is_parsed
-        self.may_migrate &= not is_parsed
+        self.may_migrate &= self.continues_answer or not is_parsed
         is_recomputed = choice.get("stop_reason") == "recomputed"
         if is_recomputed:  # the answer continues elsewhere
             choice["finish_reason"] = choice["stop_reason"] = None
         has_ended = choice.get("finish_reason") is not None
         self.has_finished |= has_ended
+        if self.continues_answer:
+            self._note_shown()
+            return False
         is_empty = len(self.generated) == num_before and not is_recomputed
         return not (is_whole or is_parsed or has_ended or is_empty)
 
@@ -245,7 +257,7 @@ class TokenRecord:
         self.generated += token_ids[num_repeated:]
         if not self.shows_ids:
             choice.pop("token_ids", None)
-        if self.num_passes and choice.get("logprobs"):
+        if self.num_passes and not self.continues_answer and choice.get("logprobs"):
             self._join_logprobs(choice["logprobs"])
         for part in (answer, choice):
             # the prompt of a later pass includes tokens generated before

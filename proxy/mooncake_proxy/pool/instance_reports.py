@@ -70,6 +70,8 @@ class Compatibility(Struct, frozen=True):
     kv_pool: PoolUse | None = None
     # Number of its data-parallel ranks; 0 if not reported.
     data_parallel_size: int = 0
+    # Whether it continues another instance's answer in its middle (`generated_token_ids`).
+    continues_answers: bool = False
 
 
 class PoolReport(Struct, frozen=True):

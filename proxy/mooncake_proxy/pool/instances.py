@@ -314,6 +314,8 @@ class InstancePool:
         self._paired: frozenset[Instance] = frozenset()
         # Whether any live instance may return requests for recomputation: token ids are recorded.
         self.recomputes = False
+        # Whether all live instances continue answers that others have begun.
+        self.continues_answers = False
         # Whether any live D repeats the first token, unless it gets a continued prompt.
         self.emits_first_token = False
         # Whether all live D's serve all choices of a request from one reservation.
@@ -503,6 +505,7 @@ class InstancePool:
         self.model_names = frozenset(n for i in self._instances.values() for n in i.spec.models)
         self.recomputes = any(i.spec.recomputes for i in takes)
         self.emits_first_token = any(i.spec.emits_first_token for i in takes)
+        self.continues_answers = all(i.compatibility.continues_answers for i in takes)
         for role in Role:
             self._live[role.index] = tuple(i for i in takes if i.spec.role is role)
         self._find_pairs()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 import openai
@@ -16,8 +17,40 @@ from support.pd_processes import Served, serving
 from support.programs import TINY_LLAMA, running
 
 PAGE = (TINY_LLAMA / "page.txt").read_text()
-NUM_STREAMS, NUM_TOKENS, NUM_BEFORE = 6, 400, 40
+NUM_BEFORE = 40
+LONG: dict[str, Any] = {"max_tokens": 400, "temperature": 0, "ignore_eos": True}
+SAMPLED: dict[str, Any] = LONG | {"temperature": 1.0, "seed": 5}
+ENDING: dict[str, Any] = {"max_tokens": 500, "temperature": 0}
+LETTERS: dict[str, Any] = {
+    "type": "object",
+    "properties": {"letters": {"type": "string", "pattern": "^[a-z]{300}$"}},
+    "required": ["letters"],
+    "additionalProperties": False,
+}
+TOOL = {"type": "function", "function": {"name": "write", "parameters": LETTERS}}
+NO_SPACE = {str(byte): -100 for byte in b" \n\r\t\\"}
+COMPLETIONS: list[dict[str, Any]] = [
+    LONG,
+    SAMPLED | {"frequency_penalty": 0.7, "bad_words": [" the"], "logprobs": 1},
+    ENDING | {"structured_outputs": {"regex": "[a-z]{3}( [a-z]{3}){120}"}},
+]
+CHATS: list[dict[str, Any]] = [
+    LONG | {"stop": ["neverever"]},
+    SAMPLED | {"logprobs": True, "top_logprobs": 1, "repetition_penalty": 1.1},
+    ENDING | {"tools": [TOOL], "tool_choice": "required", "logit_bias": NO_SPACE},
+]
+NUM_STREAMS = len(COMPLETIONS) + len(CHATS)
 FLOWS = {"pull": (), "push": ("--kv-connector", "MooncakeLayerwiseConnector")}
+
+
+def shown(choice: Any) -> str:
+    """What a chunk adds to the answer."""
+    if hasattr(choice, "text"):
+        tokens = [] if choice.logprobs is None else choice.logprobs.tokens
+        return f"{choice.text}{tokens}"
+    tokens = [] if choice.logprobs is None else [each.token for each in choice.logprobs.content]
+    calls = [call.function.arguments for call in choice.delta.tool_calls or ()]
+    return f"{choice.delta.content or ''}{''.join(calls)}{tokens}"
 
 
 @dataclass(frozen=True)
@@ -27,36 +60,37 @@ class Deployment:
     url: str
     decodes: list[Served]
 
-    def stream(self, number: int, is_chat: bool, progress: list[int]) -> str:
-        """The tokens that one client receives; counts the events received so far."""
+    def stream(self, number: int, progress: list[int]) -> tuple[str, str]:
+        """The answer that one client receives, and why it ends; counts the events so far."""
         client = openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=90)
-        limits = {"max_tokens": NUM_TOKENS, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        kind, is_chat = divmod(number, 2)
+        body = (CHATS if is_chat else COMPLETIONS)[kind]
         text = PAGE[30 * number : 30 * number + 200]
-        text_so_far = ""
+        chunks: Any
         if is_chat:
-            messages = [{"role": "user", "content": text}]
+            messages: Any = [{"role": "user", "content": text}]
             chunks = client.chat.completions.create(
-                model="tiny-llama", messages=messages, stream=True, **limits
+                model="tiny-llama", messages=messages, stream=True, extra_body=body
             )
-            pieces = (chunk.choices[0].delta.content for chunk in chunks)
         else:
-            texts = client.completions.create(
-                model="tiny-llama", prompt=text, stream=True, **limits
+            chunks = client.completions.create(
+                model="tiny-llama", prompt=text, stream=True, extra_body=body
             )
-            pieces = (chunk.choices[0].text for chunk in texts)
-        for piece in pieces:
-            text_so_far += piece or ""
+        answer, finish = "", ""
+        for chunk in chunks:
+            [choice] = chunk.choices
+            answer += shown(choice)
+            finish = choice.finish_reason or finish
             progress[number] += 1
-        return text_so_far
+        return answer, finish
 
-    def stream_all(self, begun: threading.Event | None = None) -> list[str]:
-        """The tokens that all clients receive; sets the event when each has a part of its
+    def stream_all(self, begun: threading.Event | None = None) -> list[tuple[str, str]]:
+        """The answers that all clients receive; sets the event when each has a part of its
         answer."""
         progress = [0] * NUM_STREAMS
         with ThreadPoolExecutor(NUM_STREAMS) as threads:
             answers = [
-                threads.submit(self.stream, number, number % 2 == 1, progress)
-                for number in range(NUM_STREAMS)
+                threads.submit(self.stream, number, progress) for number in range(NUM_STREAMS)
             ]
             while begun is not None and not begun.is_set():
                 if min(progress) >= NUM_BEFORE or any(answer.done() for answer in answers):
@@ -68,6 +102,7 @@ class Deployment:
 def deployed(flow: str) -> Iterator[Deployment]:
     with ExitStack() as stack:
         options = (*FLOWS[flow], "--num-kv-blocks", "512", "--dtype", "float32")
+        options += ("--tool-call-parser", "hermes")
         prefill = stack.enter_context(serving(TINY_LLAMA, "prefill", *options))
         decodes = [stack.enter_context(serving(TINY_LLAMA, "decode", *options)) for _ in range(2)]
         argv = ["--port", "0", "--prefill", prefill.url, "--flow", flow, "--migrate-streams"]
@@ -80,6 +115,7 @@ def deployed(flow: str) -> Iterator[Deployment]:
 def test_streams_of_lost_decoder_are_migrated(flow: str) -> None:
     with deployed(flow) as deployment, ThreadPoolExecutor(1) as threads:
         wanted = deployment.stream_all()
+        assert [finish for _, finish in wanted] == ["length", "length"] * 2 + ["stop", "tool_calls"]
         begun = threading.Event()
         answers = threads.submit(deployment.stream_all, begun)
         assert begun.wait(60)

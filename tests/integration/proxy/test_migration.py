@@ -182,6 +182,64 @@ def test_stream_with_state_beyond_tokens_ends_with_error(more: dict[str, Any]) -
     uvloop.run(main())
 
 
+def unlimited(body: dict[str, Any]) -> dict[str, Any]:
+    """A body without limits and parameters, which differ between passes."""
+    changed = {"max_tokens", "max_completion_tokens", "min_tokens", "kv_transfer_params"}
+    return {name: value for name, value in body.items() if name not in changed}
+
+
+@pytest.mark.parametrize("flow", ["pull", "push"])
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"stop": ["never"]},
+        {"seed": 1, "temperature": 1.0},
+        {"presence_penalty": 0.5},
+        {"logprobs": 1},
+        {"response_format": {"type": "json_object"}},
+        {"tools": [], "max_completion_tokens": 5, "min_tokens": 4},
+    ],
+    ids=lambda more: next(iter(more)),
+)
+def test_instances_that_can_continue_any_answer_in_its_middle(
+    more: dict[str, Any], path: str, flow: str
+) -> None:
+    async def main() -> None:
+        async with fake_deployment(flow=flow, **MIGRATES) as s:
+            s.report(continues_answers=True)
+            let_fail(s, die_after=3)
+            body = (CHAT if "chat" in path else BODY) | USAGE | more
+            check_complete(events_of((await post(s, body, path)).text))
+            first, again = s.prefill.generated
+            asked = [d.generated[0].body for d in s.decodes]
+            [second] = [each for each in asked if "generated_token_ids" in each]
+            known = second["generated_token_ids"]
+            assert known == [token_id(at) for at in range(len(known))] != []
+            assert again.path == first.path == path
+            assert unlimited(again.body) == unlimited(first.body) | {"generated_token_ids": known}
+            assert not second["kv_transfer_params"].get("first_token_delivered")
+            assert second["max_tokens"] == 5 - len(known)
+            assert second.get("min_tokens") == (4 - len(known) if "min_tokens" in more else None)
+            sent = {"generated_token_ids": known, "return_token_ids": True}
+            assert unlimited(second) == unlimited(body) | sent
+            assert s.count("migrated") == 1
+
+    uvloop.run(main())
+
+
+def test_answer_whose_last_token_prefill_samples_is_ended_by_decoder() -> None:
+    async def main() -> None:
+        async with fake_deployment(**MIGRATES) as s:
+            s.report(continues_answers=True)
+            s.prefill.behaviour.stops_later_passes = True
+            let_fail(s, die_after=3)
+            check_complete(events_of((await post(s, CHAT | USAGE, PATHS[1])).text))
+            assert s.count("fallbacks", "last_token") == 1
+
+    uvloop.run(main())
+
+
 def test_request_fails_after_two_lost_decoders() -> None:
     async def main() -> None:
         async with fake_deployment(num_decodes=3, migrates_streams=True) as s:

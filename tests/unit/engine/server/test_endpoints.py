@@ -76,7 +76,7 @@ def test_adapters_are_rejected_with_a_reason(client: AsgiClient, path: str) -> N
 
 
 def test_health_lists_incompatible_peers(client: AsgiClient, engine: FakeEngine) -> None:
-    alone = {"status": "ok", "role": "both", "data_parallel_size": 1}
+    alone = {"status": "ok", "role": "both", "data_parallel_size": 1, "continues_answers": True}
     assert client.get("/health").json() == alone
     engine.known_compatibility = CompatibilityReport("me", ("her", "him"), {"them": 4096})
     peers = {"engine_id": "me", "refused_peers": ["her", "him"], "bytes_received": {"them": 4096}}

@@ -25,6 +25,8 @@ USER = {"role": "user", "content": "hi"}
 
 BOTH_WAYS = ("do_remote_decode", "do_remote_prefill")
 
+CONTINUED: dict[str, Any] = {"prompt": "x", "stream": True, "generated_token_ids": [65, 66]}
+
 COMPLETION_REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
     ({}, "prompt", "prompt is required"),
     ({"prompt": "x", "temprature": 1}, "temprature", "did you mean temperature?"),
@@ -45,6 +47,13 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "x", "n": 2, "best_of": 3, "stream": True}, "best_of", "can't be streamed"),
     ({"prompt": "x", "use_beam_search": True}, "use_beam_search", "beam search is not supported"),
     ({"prompt": "x", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "streamed"),
+    (CONTINUED | {"stream": False}, "generated_token_ids", "send stream: true"),
+    (CONTINUED | {"n": 2}, "generated_token_ids", "continue one answer, not 2"),
+    (CONTINUED | {"prompt": ["x", "y"]}, "generated_token_ids", "continue one answer, not 2"),
+    (CONTINUED | {"echo": True}, "generated_token_ids", "can't be combined with echo"),
+    (CONTINUED | {"generated_token_ids": [258]}, "generated_token_ids", "in [0, 258), got 258"),
+    (CONTINUED | {"generated_token_ids": [1] * 255}, "generated_token_ids", "has 256 tokens"),
+    (CONTINUED | {"generated_token_ids": ["x"]}, "generated_token_ids[0]", "expected `int`"),
     ({"prompt": "x", "timeout": 0}, "timeout", "a positive number of seconds up to 86400, got 0"),
     ({"prompt": "x", "timeout": 1e9}, "timeout", "up to 86400, got 1000000000.0"),
     ({"prompt": "x", "stop": ""}, "stop", "an empty string"),

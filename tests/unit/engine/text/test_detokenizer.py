@@ -77,6 +77,27 @@ def test_grouping_changes_nothing(
         assert "".join(single) == whole
 
 
+@given(
+    ids=TEXT_IDS,
+    at=st.integers(0, 20),
+    stops=st.lists(st.text(alphabet="abé→🍵", min_size=1, max_size=3), max_size=3),
+    min_tokens=st.integers(0, 30),
+)
+def test_continues_after_replayed_tokens(
+    byte_tokenizer: Tokenizer, ids: list[int], at: int, stops: list[str], min_tokens: int
+) -> None:
+    def sampling(min_tokens: int) -> SamplingParams:
+        return SamplingParams(stop=tuple(stops), min_tokens=min_tokens, max_tokens=None)
+
+    singles = [[i] for i in ids]
+    whole, one = stream(byte_tokenizer, sampling(min_tokens), singles)
+    known = min(at, one.num_tokens - (one.stop_string is not None))
+    continued = IncrementalDetokenizer(byte_tokenizer, sampling(max(0, min_tokens - known)))
+    assert continued.replay(ids[:known]) == "".join(whole[:known])
+    assert [*map(continued.push, singles[known:]), continued.finish()] == whole[known:]
+    assert continued.stop_string == one.stop_string
+
+
 def test_holds_back_an_incomplete_character(byte_tokenizer: Tokenizer) -> None:
     deltas, _ = stream(byte_tokenizer, SamplingParams(), [[i] for i in "é🍵!".encode()])
     assert deltas == ["", "é", "", "", "", "🍵", "!", ""]

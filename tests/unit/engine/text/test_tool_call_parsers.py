@@ -231,6 +231,19 @@ def texts(draw: st.DrawFn) -> str:
 
 @settings(max_examples=400)
 @given(kind=st.sampled_from(list(PARSERS.values())), text=texts(), data=st.data())
+def test_what_is_final_depends_on_the_text_alone(
+    kind: type[ToolCallParser], text: str, data: st.DataObject
+) -> None:
+    """However it is split: another instance can go on at any character."""
+    at = data.draw(st.integers(0, len(text)))
+    whole = list(map(kind().push, text))
+    continued = kind()
+    continued.push(text[:at])
+    assert list(map(continued.push, text[at:])) == whole[at:]
+
+
+@settings(max_examples=400)
+@given(kind=st.sampled_from(list(PARSERS.values())), text=texts(), data=st.data())
 def test_no_text_is_lost_however_it_is_split(
     kind: type[ToolCallParser], text: str, data: st.DataObject
 ) -> None:

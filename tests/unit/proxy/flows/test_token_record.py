@@ -258,15 +258,17 @@ def parsed_chunk(text: str, ids: list[int], field: str) -> bytes:
     return json.dumps(data).encode()
 
 
-def passing(found: TokenRecord, body: dict[str, Any]) -> bool:
-    """Whether a request that this record belongs to can have another pass."""
+def passing(found: TokenRecord, body: dict[str, Any], *, continues: bool = False) -> bool:
+    """Whether a request that this record belongs to can have another pass, where instances can
+    or can't continue an answer in its middle."""
     raw = json.dumps(body).encode()
     request: Any = SimpleNamespace(body=raw)
     parsed, fields = parse_request(raw)
     context = RequestContext(
         request, OpenAIEndpoint.CHAT, parsed, fields, "id", 0.0, 1.0, 1, answer_id="chatcmpl-1"
     )
-    is_possible = migration._begin_next_pass(context, found)
+    router: Any = SimpleNamespace(pool=SimpleNamespace(continues_answers=continues))
+    is_possible = migration._begin_next_pass(router, context, found)
     assert not is_possible or (request.body == raw) == (not found.generated)
     return is_possible
 
@@ -289,6 +291,18 @@ def test_stream_that_began_with_reasoning_can_not_be_continued() -> None:
     assert passing(found, {"messages": [], "stream": True})
     found.record_event(parsed_chunk("", [11], "delta"))
     assert not passing(found, {"messages": [], "stream": True})
+
+
+def test_parsed_stream_is_continued_by_instances_that_can() -> None:
+    found = TokenRecord(
+        OpenAIEndpoint.CHAT, shows_ids=False, may_migrate=True, continues_answer=True
+    )
+    for text, ids in [("a", [10]), ("\ufffd", [11]), ("", [12])]:
+        assert found.record_event(parsed_chunk(text, ids, "delta"), may_hold=True)
+    assert found.may_migrate
+    assert passing(found, {"messages": [], "stream": True}, continues=True)
+    assert found.generated == [10, 11, 12]
+    assert not passing(found, {"messages": [], "stream": True}, continues=False)
 
 
 def test_parsed_fields_disable_migration() -> None:
