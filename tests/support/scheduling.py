@@ -25,6 +25,10 @@ WRONG = -1
 """A draft token that is not accepted."""
 
 
+Slot = int | None
+"""What a slot's KV was computed from, see ``fingerprints``; None: nothing yet."""
+
+
 def token_of(request_id: str, position: int) -> int:
     """The simulated model's next token: a function of the request and the position only."""
     draw = hash((len(request_id), *request_id.encode(), position)) % 40
@@ -57,8 +61,8 @@ class Worker:
         self._late: deque[tuple[str, int, int]] = deque()
         self.num_accepted = 0
         self._block_size = block_size
-        self._slots: list[list[int | None]] = [[None] * block_size for _ in range(num_blocks)]
-        self._host: list[list[int | None]] = [[None] * block_size for _ in range(num_host_blocks)]
+        self.slots: list[list[Slot]] = [[None] * block_size for _ in range(num_blocks)]
+        self._host: list[list[Slot]] = [[None] * block_size for _ in range(num_host_blocks)]
         self._tables: dict[str, list[int]] = {}
         self._tokens: dict[str, list[int]] = {}
         self._num_prompt: dict[str, int] = {}
@@ -70,7 +74,7 @@ class Worker:
             del self._tables[name], self._tokens[name]
         self._copy_late(plan.touched_blocks())
         for block in plan.received_blocks:
-            self._slots[block] = [None if slot is None else -slot for slot in self._slots[block]]
+            self.slots[block] = [None if slot is None else -slot for slot in self.slots[block]]
         self._copy_blocks(plan)
         for new_request in plan.new_requests:
             self._tables[new_request.request_id] = list(new_request.block_ids)
@@ -106,18 +110,18 @@ class Worker:
         if plan.drains_copies or not self.copies_late:
             self._copy_late({block for _, block, _ in self._late})
         self._copy_late(plan.touched_blocks())
-        copied = [list(self._slots[source]) for source, _ in plan.block_copies]  # all at once
+        copied = [list(self.slots[source]) for source, _ in plan.block_copies]  # all at once
         for (_, target), slots in zip(plan.block_copies, copied, strict=True):
-            self._slots[target] = slots
+            self.slots[target] = slots
 
     def _copy_late(self, touched: set[int]) -> None:
         """Make the pending copies of these blocks and all copies before them."""
         while touched & {block for _, block, _ in self._late}:
             way, block, host = self._late.popleft()
             if way == "out":
-                self._host[host] = list(self._slots[block])
+                self._host[host] = list(self.slots[block])
             else:
-                self._slots[block] = list(self._host[host])
+                self.slots[block] = list(self._host[host])
 
     def load(self, block_ids: Sequence[int], tokens: Sequence[int], start: int) -> None:
         """Receive a peer's KV, from token ``start`` on. The KV before it is present or will be
@@ -127,10 +131,10 @@ class Worker:
     def check(self, block_ids: Sequence[int], tokens: Sequence[int]) -> None:
         """Check that the leading slots of a block table hold these tokens' KV."""
         found = [
-            self._slots[block_ids[i // self._block_size]][i % self._block_size]
+            self.slots[block_ids[i // self._block_size]][i % self._block_size]
             for i in range(len(tokens))
         ]
-        assert found == _fingerprints(tokens), f"KV of other tokens in {list(block_ids)}"
+        assert found == fingerprints(tokens), f"KV of other tokens in {list(block_ids)}"
 
     def _run(self, sequence: ScheduledSequence) -> None:
         name = sequence.request_id
@@ -169,11 +173,11 @@ class Worker:
     def _write(
         self, table: Sequence[int], tokens: Sequence[int], start: int, is_foreign: bool = False
     ) -> None:
-        fingerprints = _fingerprints(tokens)
+        values = fingerprints(tokens)
         for position in range(start, len(tokens)):
             block, offset = table[position // self._block_size], position % self._block_size
-            value = fingerprints[position]
-            self._slots[block][offset] = -value if is_foreign else value
+            value = values[position]
+            self.slots[block][offset] = -value if is_foreign else value
 
     def _sample(self, name: str) -> SampledToken:
         tokens = self._tokens[name]
@@ -182,7 +186,7 @@ class Worker:
         return SampledToken(tokens[-1])
 
 
-def _fingerprints(tokens: Sequence[int]) -> list[int]:
+def fingerprints(tokens: Sequence[int]) -> list[int]:
     """Per position, a positive number that identifies all tokens up to it."""
     result: list[int] = []
     last = 0
@@ -196,10 +200,14 @@ OnLoad = Callable[[list[int], tuple[int, ...], int], None]
 
 
 class RecordingConnector:
-    """Records the scheduler's calls; the test plays the peer.
+    """Records the scheduler's calls, and checks that a connector can serve them; the test plays the
+    peer.
 
     Args:
         on_load: called at the start of a load with its block table, prompt and first token.
+
+    Attributes:
+        lost: requests whose lease was lost before their load; ``handle_load_ended`` follows.
     """
 
     def __init__(self, on_load: OnLoad | None = None) -> None:
@@ -212,6 +220,7 @@ class RecordingConnector:
         self.loading: dict[str, int] = {}
         self.tables: dict[str, tuple[list[int], tuple[int, ...]]] = {}
         self.cancelled: set[str] = set()
+        self.lost: set[str] = set()
 
     def on_new_request(self, request: Request) -> None:
         (self.announced if request.sends_kv else self.expected).add(request.request_id)
@@ -230,7 +239,11 @@ class RecordingConnector:
         self.withdrawn.append(request_id)
 
     def start_load_kv(self, request: Request) -> None:
-        first_token = request.num_computed
+        name, first_token = request.request_id, request.num_computed
+        assert name in self.expected, f"{name} was not announced, or its load was cancelled"
+        self.expected.remove(name)
+        if name in self.lost:
+            return
         self.loading[request.request_id] = first_token
         table, prompt = list(request.block_ids), request.spec.prompt_token_ids
         self.tables[request.request_id] = (table, prompt)
@@ -239,6 +252,7 @@ class RecordingConnector:
 
     def cancel_load(self, request_id: str) -> None:
         self.cancelled.add(request_id)
+        self.expected.discard(request_id)
 
 
 class Bench:
@@ -253,6 +267,8 @@ class Bench:
         pool: the KVCache pool, if there is one.
         limits: non-default fields of ``SchedulerLimits``.
     """
+
+    worker_type = Worker
 
     def __init__(
         self,
@@ -276,7 +292,7 @@ class Bench:
         blocks = BlockManager(
             num_blocks, block_size, prefix_caching=prefix_caching, num_host_blocks=num_host_blocks
         )
-        self.worker = Worker(num_blocks, num_host_blocks, block_size, token)
+        self.worker = self.worker_type(num_blocks, num_host_blocks, block_size, token)
         self.worker.is_turning = bool(limits.get("reports_received_blocks"))
         self.connector = RecordingConnector(self._begin_load if self.worker.is_turning else None)
         self.depth = depth
