@@ -370,9 +370,11 @@ class _ChunkWriter:
         if opening is None and not context.returns_token_ids:
             return b""
         opening = opening or self._builder.plain_delta(choice.index, "")
-        if context.returns_token_ids:
-            opening["prompt_token_ids"] = choice.prompt.token_ids
-        return self._chunk(opening)
+        if not context.returns_token_ids:
+            return self._chunk(opening)
+        ids = {"prompt_token_ids": choice.prompt.token_ids}
+        # as in vLLM: a chat has one prompt, completions have one per choice
+        return self._chunk(opening, **ids) if context.is_chat else self._chunk(opening | ids)
 
     def _delta(self, choice: GeneratedChoice, update: TextUpdate, *, is_first: bool) -> bytes:
         context = self._context
@@ -387,10 +389,11 @@ class _ChunkWriter:
             return self._chunk(delta)
         return self.templates[choice.index].encode(update.text) if update.text else b""
 
-    def _chunk(self, choice: dict[str, Any]) -> bytes:
+    def _chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
         context = self._context
-        so_far = {"usage": context.usage()} if context.has_usage_in_chunks else {}
-        return sse(chunk(self._builder, context, [choice], **so_far))
+        if context.has_usage_in_chunks:
+            more["usage"] = context.usage()
+        return sse(chunk(self._builder, context, [choice], **more))
 
 
 def _without_output(update: TextUpdate) -> TextUpdate:

@@ -206,17 +206,18 @@ class ChatResponseBuilder:
             message["content"] = output.text or None
             message |= _reasoning(output.reasoning) if context.shows_reasoning else {}
         body: dict[str, Any] = {"index": index, "message": message, "logprobs": None}
-        if context.returns_token_ids:
-            body["prompt_token_ids"] = choice.prompt.token_ids
         return self._filled(body, context, output)
 
     def top_level_fields(
         self, context: RequestContext, choices: Sequence[GeneratedChoice]
     ) -> dict[str, Any]:
-        if not context.shows_prompt_logprobs:
-            return {}
-        entries = choices[0].output.prompt_logprobs
-        return {"prompt_logprobs": prompt_logprobs(entries, self._token_bytes)}
+        fields: dict[str, Any] = {}
+        if context.returns_token_ids:
+            fields["prompt_token_ids"] = choices[0].prompt.token_ids
+        if context.shows_prompt_logprobs:
+            entries = choices[0].output.prompt_logprobs
+            fields["prompt_logprobs"] = prompt_logprobs(entries, self._token_bytes)
+        return fields
 
     def _filled(
         self, body: dict[str, Any], context: RequestContext, output: TextUpdate | ChoiceOutput

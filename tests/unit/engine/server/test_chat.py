@@ -115,11 +115,11 @@ def test_continues_the_final_message(client: AsgiClient, engine: FakeEngine) -> 
 
 def test_token_ids_if_requested(client: AsgiClient) -> None:
     prompt = list(b"<|user|>hi\n<|assistant|>")
-    choice = client.post(PATH, messages=[USER], return_token_ids=True).json()["choices"][0]
-    assert choice["prompt_token_ids"] == prompt
-    assert choice["token_ids"] == [*b"tea?", EOS]
+    whole = client.post(PATH, messages=[USER], return_token_ids=True).json()
+    assert whole["prompt_token_ids"] == prompt
+    assert whole["choices"][0]["token_ids"] == [*b"tea?", EOS]
     chunks = client.stream(PATH, messages=[USER], return_token_ids=True)
-    assert chunks[0]["choices"][0]["prompt_token_ids"] == prompt
+    assert chunks[0]["prompt_token_ids"] == prompt
     ids = [i for chunk in chunks for i in chunk["choices"][0].get("token_ids", [])]
     assert ids == [*b"tea?", EOS]
 
