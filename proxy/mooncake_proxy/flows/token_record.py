@@ -8,6 +8,7 @@ one usage and one finish reason.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ REPLACEMENT_CHARACTER = "\ufffd"
 # means that the tokens have no text (special tokens), or that an instance withholds the text
 # because a stop string may have started.
 MAX_HELD_BYTES = 64 * 1024
+# Token ids in a chunk of ours. Can't occur within a string, whose quotes are escaped.
+_TOKEN_IDS = re.compile(rb',"token_ids":\[(\d+(?:,\d+)*)\]')
 # Raised by code that reads an answer, if that is no OpenAI answer.
 ANSWER_ERRORS = (*DECODE_ERRORS, TypeError, AttributeError, LookupError)
 
@@ -71,6 +74,8 @@ class TokenRecord:
         # Characters of the answer so far, those of the first `num_shown` tokens, and those of
         # earlier passes. An instance counts text offsets from the start of its own output.
         self._num_chars = self._num_chars_shown = self._num_chars_before = 0
+        # How chunks begin that the first pass may forward without parsing them; empty for none.
+        self._plain_opening = b""
         # Events held back because their tokens are not whole characters yet.
         self._held = b""
         # Fields that are the same in every chunk of the answer; empty before the first one.
@@ -136,6 +141,8 @@ class TokenRecord:
         Returns:
             The events for the client; empty if they are held back, or only repeat the role.
         """
+        if (plain := self._record_plain(data)) is not None:
+            return plain
         chunk = msgspec.json.decode(data)
         if self.chunk_head and chunk.get("choices") and is_role_only(chunk["choices"][0]):
             return b""
@@ -143,6 +150,8 @@ class TokenRecord:
             self.chunk_head = {
                 name: chunk.get(name) for name in ("id", "object", "created", "model")
             }
+            if self.continues_answer:
+                self._plain_opening = b'{"id":%b,' % encode(self.answer_id)
         is_held = False
         may_hold &= len(self._held) < MAX_HELD_BYTES
         for choice in chunk.get("choices", ()):
@@ -152,6 +161,25 @@ class TokenRecord:
         self._normalize(chunk, "chat.completion.chunk")
         self._held += b"data: %b\n\n" % encode(chunk)
         return b"" if is_held else self.release()
+
+    def _record_plain(self, data: bytes) -> bytes | None:
+        """Record a chunk that only goes on, as almost all do, without parsing it.
+
+        Returns:
+            The event for the client; None if the chunk has to be parsed.
+        """
+        opening = self._plain_opening
+        is_plain = opening and data.startswith(opening) and b'"finish_reason":null' in data
+        if not is_plain or self._num_repeated or b'"prompt_token_ids"' in data:
+            return None
+        found = _TOKEN_IDS.search(data)
+        if found is None:
+            return None
+        self.generated += map(int, found[1].split(b","))
+        self._note_shown()
+        if not self.shows_ids:
+            data = data[: found.start()] + data[found.end() :]
+        return b"data: %b\n\n" % data
 
     def release(self) -> bytes:
         """Return the events held back, if no later event and no later pass will replace them."""
@@ -226,6 +254,7 @@ class TokenRecord:
         """Drop the tokens that the client has not seen: the next pass generates them again."""
         self.num_passes += 1
         self.is_joined = True
+        self._plain_opening = b""
         self._num_repeated = 0
         self._held = b""
         self._num_chars = self._num_chars_before = self._num_chars_shown

@@ -305,6 +305,27 @@ def test_parsed_stream_is_continued_by_instances_that_can() -> None:
     assert not passing(found, {"messages": [], "stream": True}, continues=False)
 
 
+@pytest.mark.parametrize("shows_ids", [False, True])
+@pytest.mark.parametrize("num_repeated", [0, 1])
+def test_unparsed_chunks_are_recorded_as_parsed_ones(shows_ids: bool, num_repeated: int) -> None:
+    texts = ["a", '"}],"token_ids":[9],{"', "", "é\\", "b", '"finish_reason":null']
+    chunks = [json.loads(chunk(text, [10 + i, 20 + i])) for i, text in enumerate(texts)]
+    del chunks[3]["choices"][0]["token_ids"]
+    for each in chunks[1:]:
+        del each["choices"][0]["prompt_token_ids"]
+    chunks[4]["id"] = "cmpl-1-1"  # of a second attempt
+    chunks[-1]["choices"][0]["finish_reason"] = "stop"
+    seen: list[tuple[list[Any], list[int], int, bool]] = []
+    for continues_answer in (False, True):
+        found = record(shows_ids=shows_ids, continues_answer=continues_answer)
+        found._num_repeated = num_repeated
+        compact = [json.dumps(each, separators=(",", ":")).encode() for each in chunks]
+        events = [found.record_event(each) for each in compact]
+        answers = [json.loads(event[6:]) for event in events]
+        seen.append((answers, found.generated, len(found.prompt), found.has_finished))
+    assert seen[0] == seen[1]
+
+
 def test_parsed_fields_disable_migration() -> None:
     found = record(may_migrate=True)
     found.record_event(chunk("a", [10]))
