@@ -153,6 +153,11 @@ class SsdTier:
         drive = self._drive_of(key) if record is None else record.drive
         return not drive.reading.is_hung()
 
+    @property
+    def has_hung_reads(self) -> bool:
+        """Whether reads of any drive are hung."""
+        return any(drive.reading.is_hung() for drive in self._drives)
+
     def chunks(self) -> list[Chunk]:
         """All chunks in the index."""
         with self._lock:
@@ -171,32 +176,28 @@ class SsdTier:
         return is_known
 
     def admit(self, chunk: Chunk) -> bool:
-        """Decide whether to write a chunk that was used again; counts the reason if not.
-
-        If True, ``write`` or ``withdraw`` must follow.
-        """
+        """Decide whether to write a chunk that was used again; counts the reason if not. If so,
+        ``write`` or ``withdraw`` must follow."""
         with self._lock:
             if chunk.key in self._records or chunk.key in self._writing or not self._drives:
                 return False
             drive = self._drive_for(chunk)
             if drive is None:
-                self._count_skip("too_large")
-                return False
-            if drive.is_hung():
-                self._count_skip("hung")
-                return False
-            if not drive.is_scanned:
-                self._count_skip("unscanned")
-                return False
-            if drive.num_queued_writes >= self._config.max_queued_writes:
-                self._count_skip("busy")
-                return False
-            if not self._budget.take(record_bytes(chunk.nbytes), self._clock()):
-                self._count_skip("budget")
-                return False
-            self._writing[chunk.key] = chunk
-            drive.num_queued_writes += 1
-        return True
+                reason = "too_large"
+            elif drive.is_hung():
+                reason = "hung"
+            elif not drive.is_scanned:
+                reason = "unscanned"
+            elif drive.num_queued_writes >= self._config.max_queued_writes:
+                reason = "busy"
+            elif not self._budget.take(record_bytes(chunk.nbytes), self._clock()):
+                reason = "budget"
+            else:
+                self._writing[chunk.key] = chunk
+                drive.num_queued_writes += 1
+                return True
+            self._count_skip(reason)
+            return False
 
     def withdraw(self, chunk: Chunk) -> None:
         """Undo ``admit``: the chunk will not be written."""

@@ -10,12 +10,12 @@ from ``release`` whether all of them were valid.
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
+from itertools import takewhile
 
 from msgspec import structs
 
@@ -60,7 +60,7 @@ class _Load:
     """
 
     handle: WriteHandle
-    requests: list[PinRequest]
+    requests: dict[PinRequest, None]
     num_bytes: int = 0
     is_dropped: bool = False
 
@@ -106,8 +106,11 @@ class TierMoves:
         self._clock = clock
         self._load_timeout_s = load_timeout_s
         self._loads: dict[bytes, _Load] = {}
-        self._requests: set[PinRequest] = set()
-        self._progress: dict[bytes, list[_Progress]] = {}  # by the chunk waited for
+        # Those that wait, in the order of their deadlines, since all have the same timeout. Calls of
+        # ``await_bytes`` are noted at the chunk that they wait for, too.
+        self._requests: dict[PinRequest, None] = {}
+        self._calls: dict[_Progress, bytes] = {}
+        self._progress: dict[bytes, dict[_Progress, None]] = {}
         self.tier: SsdTier | None = None
 
     def has(self, key: bytes) -> bool:
@@ -178,7 +181,7 @@ class TierMoves:
         if is_granted:
             self._count_misses(request)
         else:
-            self._requests.add(request)
+            self._requests[request] = None
 
         def begin() -> None:
             if started and self.tier is not None:
@@ -205,20 +208,15 @@ class TierMoves:
     def time_out(self, now: float) -> list[Callable[[], None]]:
         """End pins and ``await_bytes`` calls that are past their deadline or wait for a hung drive.
         Returns callbacks, to be called without the lock."""
-        late: list[_Progress] = []
-        for key, waiting in list(self._progress.items()):
-            until = now if self._is_drive_available(key) else math.inf
-            late += [each for each in waiting if each.deadline <= until]
-            self._progress[key] = [each for each in waiting if each.deadline > until]
-        answers = [partial(progress.future.set_result, 0) for progress in late]
-        return answers + self._end(
-            [
-                request
-                for request in self._requests
-                if request.deadline <= now
-                or not all(map(self._is_drive_available, request.missing))
-            ]
-        )
+        hung = self._hung()
+        calls = {call: None for key in hung for call in self._progress.get(key, ())}
+        calls |= dict.fromkeys(takewhile(lambda call: call.deadline <= now, self._calls))
+        for call in calls:
+            self._leave_queue(call)
+        requests = {each: None for key in hung for each in self._loads[key].requests}
+        requests |= dict.fromkeys(takewhile(lambda each: each.deadline <= now, self._requests))
+        answers = [partial(call.future.set_result, 0) for call in calls]
+        return answers + self._end(list(requests))
 
     def end_user(self, user: int) -> list[Callable[[], None]]:
         """End the pins of a user that has ended. Returns callbacks, to be called without the
@@ -231,17 +229,30 @@ class TierMoves:
         """Whether the SSD that has a chunk is not hung."""
         return self.tier is not None and self.tier.is_available(key)
 
+    def _hung(self) -> list[bytes]:
+        """The chunks that are being loaded from a hung drive. Looks at each only if one hangs."""
+        if self.tier is not None and not self.tier.has_hung_reads:
+            return []
+        return [key for key in self._loads if not self._is_drive_available(key)]
+
+    def _leave_queue(self, call: _Progress) -> None:
+        """Have a call of ``await_bytes`` wait for no chunk any more."""
+        key = self._calls.pop(call)
+        del self._progress[key][call]
+        if not self._progress[key]:
+            del self._progress[key]
+
     def _end(self, requests: Sequence[PinRequest]) -> list[Callable[[], None]]:
         for request in requests:
             for key in request.missing:
-                self._loads[key].requests.remove(request)
+                del self._loads[key].requests[request]
         return [self._finish(request) for request in requests]
 
     def _join(self, key: bytes, request: PinRequest) -> bool:
         """Wait for the running load of a chunk; False if there is none."""
         load = self._loads.get(key)
         if load is not None:
-            load.requests.append(request)
+            load.requests[request] = None
         return load is not None
 
     def _begin(self, keys: Sequence[bytes], request: PinRequest) -> list[bytes]:
@@ -254,7 +265,7 @@ class TierMoves:
         begun = []
         for chunk, grant in zip(chunks, granted, strict=True):
             if isinstance(grant, WriteHandle):
-                self._loads[chunk.key] = _Load(grant, [request])
+                self._loads[chunk.key] = _Load(grant, {request: None})
                 begun.append(chunk.key)
         for key in set(keys).difference(begun):
             del request.missing[key]
@@ -274,7 +285,7 @@ class TierMoves:
     def _grant_early(self, request: PinRequest) -> None:
         """Grant reads of chunks that are still being loaded."""
         for key in request.missing:
-            self._loads[key].requests.remove(request)
+            del self._loads[key].requests[request]
         places = [(key, at) for key, positions in request.missing.items() for at in positions]
         keys = [key for key, _ in places]
         handles = self._table.pin(
@@ -343,8 +354,10 @@ class TierMoves:
         for progress in waiting:
             key = self._first_incomplete(progress)
             if key is not None:
-                self._progress.setdefault(key, []).append(progress)
+                self._calls[progress] = key
+                self._progress.setdefault(key, {})[progress] = None
             else:
+                self._calls.pop(progress, None)
                 found = [self._num_bytes(handle) for handle in progress.handles]
                 answers.append(partial(progress.future.set_result, min(found, default=0)))
         return answers
@@ -380,7 +393,7 @@ class TierMoves:
         return not request.missing
 
     def _finish(self, request: PinRequest) -> Callable[[], None]:
-        self._requests.discard(request)
+        self._requests.pop(request, None)
         self._count_misses(request)
         ids = [handle.handle_id for handle in request.handles if handle is not None]
         self._table.extend(ids, request.user, request.lease_s, self._clock())

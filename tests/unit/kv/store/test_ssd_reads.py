@@ -29,7 +29,7 @@ from mooncake_kv.store.ssd_records import (
 from mooncake_kv.store.ssd_tier import SsdTier
 from mooncake_kv.store.store_client import StoreClient
 from mooncake_kv.store.store_service import StoreAddress, StoreService
-from mooncake_kv.store.tier_moves import TierMoves
+from mooncake_kv.store.tier_moves import PinRequest, TierMoves, _Progress
 
 WAIT_S = 60
 SHORT_S = 0.05
@@ -408,3 +408,32 @@ def test_cancelled_read_does_not_count_as_failed():
     is_wanted = True
     record.run(2)
     assert (read_ranges, ended) == ([0], [(False, False)])
+
+
+def test_waiting_pins_and_calls_cost_only_their_end(store, monkeypatch):
+    """The timer holds the store's lock, four times a second."""
+    reads, user = Reads(monkeypatch, beginning=False, free=None), store.open_user()
+    handles = user.pin(KEYS, first_bytes=SECTION).result(WAIT_S)
+    pins = [user.pin(KEYS) for _ in range(20)]
+    calls = [user.await_bytes(handles, 0) for _ in range(20)]
+    looked_at, compared = [], []
+    is_available = SsdTier.is_available
+    monkeypatch.setattr(
+        SsdTier, "is_available", lambda tier, key: looked_at.append(key) or is_available(tier, key)
+    )
+    for kind in (PinRequest, _Progress):
+        monkeypatch.setattr(kind, "__eq__", lambda one, other: compared.append(0) or one is other)
+    with store._lock:
+        assert store._moves.time_out(time.monotonic()) == []
+        ended = store._moves.time_out(time.monotonic() + 10 * WAIT_S)
+        assert store._moves.time_out(time.monotonic() + 10 * WAIT_S) == []
+    assert not looked_at
+    assert not compared
+    assert len(ended) == 40
+    for end in ended:
+        end()
+    assert [pin.result(0) for pin in pins] == [[None] * COUNT] * 20
+    assert [call.result(0) for call in calls] == [0] * 20
+    reads.gate.set()
+    user.release(handles)
+    user.close()
