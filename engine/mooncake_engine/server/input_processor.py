@@ -102,7 +102,9 @@ class InputProcessor:
         self.check_model(request.model)
         sampling = completion_sampling(request, self.info, self.defaults)
         sampling = with_bad_words(sampling, self.tokenizer)
-        sampling = await self._structured(sampling, grammar_of(request), structure_field(request))
+        sampling = await self._structured(
+            sampling, grammar_of(request, self.tokenizer), structure_field(request)
+        )
         made = prompt_of_peer(request.kv_transfer_params, self.tokenizer.fingerprint)
         if made is not None and isinstance(request.prompt, str):
             check_prompt(made, self.info, param="prompt")
@@ -124,7 +126,7 @@ class InputProcessor:
         num_characters = check_chat_size(request, self.info)
         sampling = chat_sampling(request, self.info, self.defaults)
         sampling = with_bad_words(sampling, self.tokenizer)
-        structure = grammar_of(request)
+        structure = grammar_of(request, self.tokenizer)
         tools = offered_tools(request, self.tool_format, structure)
         field = structure_field(request) if tools.grammar is structure else "tools"
         made = prompt_of_peer(request.kv_transfer_params, self.tokenizer.fingerprint)

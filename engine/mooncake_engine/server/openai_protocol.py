@@ -73,15 +73,41 @@ class JsonSchemaFormat(
     json_schema: JsonSchema
 
 
+class StructuralTag(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """JSON between two texts; null is any JSON."""
+
+    begin: str
+    end: str
+    schema: dict[str, Any] | None = None
+
+
+class StructuralTags(msgspec.Struct, kw_only=True):
+    """Tags within free text: whatever follows a trigger is one of the tags that begin with it."""
+
+    structures: list[StructuralTag]
+    triggers: list[str]
+
+
+class StructuralTagFormat(
+    StructuralTags,
+    kw_only=True,
+    forbid_unknown_fields=True,
+    tag_field="type",
+    tag="structural_tag",
+):
+    """vLLM's format: see ``StructuralTags``."""
+
+
 class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """vLLM's field: the output follows a JSON schema, is any JSON object, matches a regular
-    expression or a grammar, or is one of several texts."""
+    expression or a grammar, is one of several texts, or contains structural tags (as JSON)."""
 
     json: dict[str, Any] | bool | str | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+    structural_tag: str | None = None
 
 
 class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -122,7 +148,9 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     prompt_logprobs: int | None = None
     timeout: float | None = None
     request_id: str | None = None
-    response_format: TextFormat | JsonObjectFormat | JsonSchemaFormat | None = None
+    response_format: (
+        TextFormat | JsonObjectFormat | JsonSchemaFormat | StructuralTagFormat | None
+    ) = None
     structured_outputs: StructuredOutputs | None = None
     kv_transfer_params: dict[str, Any] | None = None
     generated_token_ids: list[int] | None = None

@@ -17,9 +17,16 @@ from mooncake_engine.server.openai_protocol import (
     GenerationFields,
     JsonObjectFormat,
     JsonSchemaFormat,
+    StructuralTagFormat,
+    StructuralTags,
     StructuredOutputs,
 )
-from mooncake_engine.text.grammars import choice_grammar, json_schema_grammar, vocabulary_of
+from mooncake_engine.text.grammars import (
+    choice_grammar,
+    json_schema_grammar,
+    structural_tag_grammar,
+    vocabulary_of,
+)
 from mooncake_engine.text.tokenizer import Tokenizer
 
 _SAME_NAME = (
@@ -227,14 +234,14 @@ MAX_GRAMMAR_CHARACTERS = 512 << 10
 """The longest source of a grammar, or of the grammar of a request's tools, that is compiled."""
 
 
-def grammar_of(request: GenerationFields) -> Grammar | None:
+def grammar_of(request: GenerationFields, tokenizer: Tokenizer) -> Grammar | None:
     """The grammar that ``response_format`` or ``structured_outputs`` requests; None for neither.
 
     Raises:
         InvalidRequest: both fields are given, or ``structured_outputs`` holds more than one
             constraint.
     """
-    found = [_of_format(request), _of_structure(request.structured_outputs)]
+    found = [_of_format(request, tokenizer), _of_structure(request.structured_outputs, tokenizer)]
     grammars = [grammar for grammar in found if grammar is not None]
     if len(grammars) > 1:
         raise InvalidRequest(
@@ -274,17 +281,19 @@ def structure_field(request: GenerationFields) -> str:
     return "response_format" if request.structured_outputs is None else "structured_outputs"
 
 
-def _of_format(request: GenerationFields) -> Grammar | None:
+def _of_format(request: GenerationFields, tokenizer: Tokenizer) -> Grammar | None:
     wanted = request.response_format
     if isinstance(wanted, JsonObjectFormat):
         return json_schema_grammar({"type": "object"})
     if isinstance(wanted, JsonSchemaFormat):
         schema = wanted.json_schema.schema
         return json_schema_grammar({} if schema is None else schema)
+    if isinstance(wanted, StructuralTagFormat):
+        return _of_tags(wanted, tokenizer, "response_format")
     return None
 
 
-def _of_structure(wanted: StructuredOutputs | None) -> Grammar | None:
+def _of_structure(wanted: StructuredOutputs | None, tokenizer: Tokenizer) -> Grammar | None:
     if wanted is None:
         return None
     values = {name: getattr(wanted, name) for name in wanted.__struct_fields__}
@@ -292,8 +301,8 @@ def _of_structure(wanted: StructuredOutputs | None) -> Grammar | None:
     given = [name for name, value in values.items() if value is not None]
     if len(given) != 1:
         raise InvalidRequest(
-            "structured_outputs must hold one of json, json_object, regex, choice and grammar, "
-            f"got {given}",
+            "structured_outputs must hold one of json, json_object, regex, choice, grammar and "
+            f"structural_tag, got {given}",
             param="structured_outputs",
         )
     if wanted.json_object:
@@ -310,7 +319,32 @@ def _of_structure(wanted: StructuredOutputs | None) -> Grammar | None:
         return choice_grammar(wanted.choice)
     if wanted.regex is not None:
         return Grammar(GrammarKind.REGEX, wanted.regex)
+    if wanted.structural_tag is not None:
+        try:
+            tags = msgspec.json.decode(wanted.structural_tag, type=StructuralTags)
+        except msgspec.DecodeError as exc:
+            raise InvalidRequest(
+                f"structured_outputs.structural_tag must be the JSON of structures and triggers: "
+                f"{exc}",
+                param="structured_outputs",
+            ) from exc
+        return _of_tags(tags, tokenizer, "structured_outputs")
     return Grammar(GrammarKind.LARK, wanted.grammar or "")
+
+
+def _of_tags(wanted: StructuralTags, tokenizer: Tokenizer, field: str) -> Grammar:
+    if not wanted.structures or not all(wanted.triggers):
+        raise InvalidRequest(
+            "a structural tag needs at least one structure, and no trigger may be empty",
+            param=field,
+        )
+    for tag in wanted.structures:
+        if not tag.begin.startswith(tuple(wanted.triggers)):
+            raise InvalidRequest(
+                f"the structure {tag.begin[:50]!r} begins with none of the triggers", param=field
+            )
+    tags = [(tag.begin, tag.schema or {}, tag.end) for tag in wanted.structures]
+    return structural_tag_grammar(tags, wanted.triggers, tokenizer)
 
 
 def _schema(given: str | dict[str, object] | bool) -> object:

@@ -19,6 +19,7 @@ from typing import Any
 from mooncake_engine.errors import GrammarFailed, InvalidRequest
 from mooncake_engine.sampling_params import Grammar, GrammarKind
 from mooncake_engine.text.grammar_compiler import (
+    JSON_STYLE,
     PARAM,
     GrammarCompiler,
     TokenTable,
@@ -194,6 +195,38 @@ def vocabulary_in(
 def json_schema_grammar(schema: Any) -> Grammar:
     """The grammar of the JSON values that a schema (as JSON data) describes."""
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, sort_keys=False))
+
+
+def structural_tag_grammar(
+    tags: Sequence[tuple[str, dict[str, Any], str]], triggers: Sequence[str], tokenizer: Tokenizer
+) -> Grammar:
+    """The grammar of any text in which a trigger begins one of the tags, and the tag is complete.
+
+    Args:
+        tags: begin, JSON schema and end of each tag.
+        triggers: the texts that begin tags. A trigger, the rest of a begin, or an end that is a
+            special token of the model is written as that token.
+        tokenizer: the model's tokenizer.
+    """
+
+    def written(text: str) -> str:
+        for token_id in tokenizer.ids_of([text]) & tokenizer.special_ids:
+            return f"<[{token_id}]>"
+        return json.dumps(text, ensure_ascii=False) if text else ""
+
+    names = [f"tag_{index}" for index in range(len(tags))]
+    rules = [f"start: ({' | '.join(names)})* rest", "rest: TEXT", "TEXT: /(.|\\n)*/"]
+    for name, (begin, schema, end) in zip(names, tags, strict=True):
+        trigger = next(trigger for trigger in triggers if begin.startswith(trigger))
+        opening = f"TEXT {written(trigger)}"
+        if not tokenizer.ids_of([trigger]) & tokenizer.special_ids:
+            rules.append(f"{name}_trigger[lazy]: {opening}")
+            opening = f"{name}_trigger"
+        body = json.dumps({"x-guidance": JSON_STYLE, **schema})
+        rules.append(
+            f"{name}: {opening} {written(begin[len(trigger) :])} %json {body} {written(end)}"
+        )
+    return Grammar(GrammarKind.LARK, "\n".join(rules) + "\n")
 
 
 def choice_grammar(choices: Sequence[str]) -> Grammar:

@@ -16,6 +16,13 @@ from mooncake_engine.text.grammars import Vocabulary
 from mooncake_engine.text.tokenizer import Tokenizer
 
 SCHEMA = {"type": "object", "properties": {"cups": {"type": "integer"}}, "required": ["cups"]}
+TAGS = {"structures": [{"begin": "<fn=a>", "schema": {}, "end": "</fn>"}], "triggers": ["<fn="]}
+TAG_GRAMMAR = r"""start: (tag_0)* rest
+rest: TEXT
+TEXT: /(.|\n)*/
+tag_0_trigger[lazy]: TEXT "<fn="
+tag_0: tag_0_trigger "a>" %json {"x-guidance": {"whitespace_pattern": "[ \\t\\n]{0,20}"}} "</fn>"
+"""
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "tea?"}]})
 COMPLETION = ("/v1/completions", {"prompt": "tea?"})
 
@@ -54,6 +61,14 @@ COMPLETION = ("/v1/completions", {"prompt": "tea?"})
             {"structured_outputs": {"grammar": 'start: "tea"+'}},
             Grammar(GrammarKind.LARK, 'start: "tea"+'),
         ),
+        (
+            {"response_format": {"type": "structural_tag", **TAGS}},
+            Grammar(GrammarKind.LARK, TAG_GRAMMAR),
+        ),
+        (
+            {"structured_outputs": {"structural_tag": json.dumps(TAGS)}},
+            Grammar(GrammarKind.LARK, TAG_GRAMMAR),
+        ),
     ],
 )
 def test_a_field_becomes_a_grammar(
@@ -83,6 +98,15 @@ def as_schema(schema: Any) -> dict[str, Any]:
         (as_schema({"const": "x" * 600_000}), "characters, more than"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema is required"),
         ({"response_format": {"type": "yaml"}}, "response_format"),
+        (
+            {"response_format": {"type": "structural_tag", **TAGS, "triggers": ["<f>"]}},
+            "'<fn=a>' begins with none of the triggers",
+        ),
+        (
+            {"response_format": {"type": "structural_tag", **TAGS, "triggers": [""]}},
+            "no trigger may be empty",
+        ),
+        ({"structured_outputs": {"structural_tag": "{"}}, "structural_tag must be the JSON"),
         ({"structured_outputs": {"regex": "("}}, "regular expression is rejected"),
         ({"structured_outputs": {"grammar": "start: missing"}}, "Lark grammar is rejected"),
         ({"structured_outputs": {"json": "{"}}, "structured_outputs.json is not valid JSON"),
