@@ -86,6 +86,9 @@ SIGNAL_POLL_S = 0.5
 DRAIN_POLL_S = 0.02
 MAX_TICKETS = 1024
 """Upper bound of the pending replies that one user has not collected."""
+ABANDONED_S = 60.0
+"""Seconds without a poll after which a pending reply is dropped: its user has given up on it. Users
+poll several times a second."""
 MAX_OPERATIONS = 16
 """Upper bound of the operator requests of one user that run at the same time, each on a thread."""
 UNSEEN_WRITERS_S = 600.0
@@ -405,30 +408,37 @@ class _SessionUser:
 
         if future.done():
             return resolve()
+        now = time.monotonic()
+        for number, ticket in list(self._tickets.items()):  # the longest without a poll first
+            if now - ticket.polled_at < ABANDONED_S:
+                break
+            del self._tickets[number]
         if len(self._tickets) >= MAX_TICKETS:
             raise RequestRejected(
                 f"too many pending replies: {MAX_TICKETS} have not been collected"
             )
         self._last_ticket += 1
-        self._tickets[self._last_ticket] = _Ticket(future.done, resolve)
+        self._tickets[self._last_ticket] = _Ticket(future.done, resolve, now)
         return Pending(self._last_ticket)
 
     def _collect(self, number: int) -> StoreReply:
-        ticket = self._tickets.get(number)
+        ticket = self._tickets.pop(number, None)
         if ticket is None:
             raise RequestRejected(f"no pending reply has ticket {number}")
         if not ticket.is_done():
+            ticket.polled_at = time.monotonic()
+            self._tickets[number] = ticket
             return Pending(number)
-        del self._tickets[number]
         return ticket.resolve()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Ticket:
     """A pending reply, which the client collects later; ``resolve`` may raise a refusal."""
 
     is_done: Callable[[], bool]
     resolve: Callable[[], StoreReply]
+    polled_at: float
 
 
 async def _await_exit(writers: Sequence[ProcessName], unseen_s: float) -> None:

@@ -106,8 +106,8 @@ class TierMoves:
         self._clock = clock
         self._load_timeout_s = load_timeout_s
         self._loads: dict[bytes, _Load] = {}
-        # Those that wait, in the order of their deadlines, since all have the same timeout. Calls of
-        # ``await_bytes`` are noted at the chunk that they wait for, too.
+        # Those that wait, in the order of their deadlines, since all have the same timeout. A call
+        # of ``await_bytes`` is also noted at the chunk that it waits for.
         self._requests: dict[PinRequest, None] = {}
         self._calls: dict[_Progress, bytes] = {}
         self._progress: dict[bytes, dict[_Progress, None]] = {}

@@ -47,7 +47,7 @@ from mooncake_kv.store.store_messages import (
     decode_request,
     encode_message,
 )
-from mooncake_kv.store.store_service import StoreAddress, StoreService
+from mooncake_kv.store.store_service import ABANDONED_S, StoreAddress, StoreService
 
 NBYTES = 64 << 10
 WAIT_S = 60
@@ -554,6 +554,30 @@ def test_threads_of_a_user_are_bounded(served, client, monkeypatch):
             pass
         assert reply == Verified(1, 0)
     assert client.verify().result(WAIT_S) == (1, 0)
+
+
+def test_pending_replies_that_a_user_polls_no_more_are_dropped(served, client, monkeypatch):
+    """Its call has timed out, say. They took one of the user's MAX_TICKETS for ever."""
+    monkeypatch.setattr("mooncake_kv.store.store_service.MAX_TICKETS", 2)
+    is_over = threading.Event()
+    monkeypatch.setattr(served.store, "verify", lambda: (int(is_over.wait(WAIT_S)), 0))
+    clock = [0.0]
+    monkeypatch.setattr(
+        "mooncake_kv.store.store_service.time", SimpleNamespace(monotonic=lambda: clock[0])
+    )
+    abandoned, polled = (ask(client, VerifyRecords()) for _ in range(2))
+    clock[0] = ABANDONED_S - 1
+    assert ask(client, Poll(polled.ticket)) == polled
+    with pytest.raises(RequestRejected, match="2 have not been collected"):
+        ask(client, VerifyRecords())
+    clock[0] = ABANDONED_S
+    assert isinstance(ask(client, VerifyRecords()), Pending)
+    with pytest.raises(RequestRejected, match=f"no pending reply has ticket {abandoned.ticket}"):
+        ask(client, Poll(abandoned.ticket))
+    is_over.set()
+    while isinstance(reply := ask(client, Poll(polled.ticket)), Pending):
+        pass
+    assert reply == Verified(1, 0)
 
 
 def ask(client, request):
