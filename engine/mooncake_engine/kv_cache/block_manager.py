@@ -283,7 +283,7 @@ class BlockManager:
         """Move tables back to device blocks and free their host blocks.
 
         Args:
-            requests: requests that were swapped out together.
+            requests: requests that are swapped out.
             reserve: number of blocks that must stay free.
 
         Returns:

@@ -117,8 +117,8 @@ class Preemption:
         self._wait(request)
 
     def resume(self, request: Request, step: StepBuilder, reserve: int) -> bool:
-        """Swap a request's group in, all members or none. They are then ready, and run when the
-        copies seem complete.
+        """Swap a request's group in: all members, or as many as the device can hold. They are then
+        ready, and run when the copies seem complete.
 
         Args:
             request: the most urgent request that is swapped out.
@@ -128,7 +128,7 @@ class Preemption:
         Returns:
             False if too few blocks are free.
         """
-        members = [member for member in request.group.members if member.host_block_ids]
+        members = self._fitting(request.group)
         copies = self._blocks.swap_in(members, reserve=reserve)
         if copies is None:
             return False
@@ -139,6 +139,20 @@ class Preemption:
             self._queues.dequeue(member)
             self._queues.wait(member)
         return True
+
+    def _fitting(self, group: SequenceGroup) -> list[Request]:
+        """Returns the first swapped-out members whose blocks the device can hold at once. All may
+        be too many: a member that loaded the prompt by itself, while the others were swapped out,
+        was swapped out with its own copy of it."""
+        taken: list[Request] = []
+        blocks: set[int] = set()
+        for member in group.members:
+            blocks.update(member.host_block_ids)
+            if taken and len(blocks) > self._blocks.pool.num_blocks:
+                break
+            if member.host_block_ids:
+                taken.append(member)
+        return taken
 
     def preempt(self, group: SequenceGroup, step: StepBuilder) -> None:
         """Take all blocks of a group that no step in flight runs: swap it out, or recompute it."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 from support.scheduling import Bench, make_request, token_of
@@ -281,3 +282,35 @@ def test_postponed_prompts_start_together() -> None:
         bench.add(f"r{index}", [20 + index, 21], arrival=11.0 + index / 2)
     assert step_at(11.0) == {"first"}
     assert step_at(13.1) == {"first", "r0", "r1", "r2"}, "the prompts start in separate steps"
+
+
+def test_group_resumes_in_parts_if_the_device_can_not_hold_all_of_it() -> None:
+    """A choice that loaded the prompt by itself was swapped out apart from the others."""
+    options = {"token": None, "eos_token_ids": frozenset(), "prefix_caching": False}
+    bench = Bench(13, num_host_blocks=20, **options)
+    bench.add("old", range(40, 43), max_tokens=40)
+    add = partial(bench.add, prompt=range(10, 25), arrival=1.0, max_tokens=22, group="g")
+    first, second = (add(f"n{index}", pulls_kv=True) for index in range(2))
+    bench.step()
+    bench.end_load("n0", None)
+    bench.end_load("n1", None)
+    bench.step()
+    bench.step()
+    late = add("n2", pulls_kv=True)
+    for _ in range(14):
+        bench.step()
+    assert (first.status, late.status) == (RequestStatus.SWAPPED, RequestStatus.TRANSFERRING)
+    bench.end_load("n2", None)
+    for _ in range(4):
+        bench.step()
+    held = bench.scheduler.blocks.pool.allocate(bench.num_free)
+    assert held is not None
+    for _ in range(8):
+        bench.submit()
+        bench.land()
+    assert late.status is RequestStatus.SWAPPED
+    bench.scheduler.blocks.pool.release(held)
+    assert len({*first.host_block_ids, *second.host_block_ids, *late.host_block_ids}) > 13
+    answers = bench.run()
+    assert answers["n2"][-1] == token_of("n2", 21)
+    assert bench.num_free == 13
