@@ -161,7 +161,7 @@ class ContentPool:
         if self.releases_at_once and load.release_layers is not None:
             self.release(started)
 
-    def cancel_load(self, load_id: str) -> None:
+    def cancel_load(self, load_id: str, *, is_late: bool = False) -> None:
         if load_id in self.loads:
             self.loads[load_id].is_cancelled = True
 

@@ -459,7 +459,8 @@ class PoolLoads:
                 self._end_look_up(request)
         for load in list(self._loads.values()):
             if now > load.deadline and self._is_loading(load):
-                self._give_up(load, "load from the KVCache pool timed out; computing its prompt")
+                reason = "load from the KVCache pool timed out; computing its prompt"
+                self._give_up(load, reason, is_late=True)
 
     def give_up_batch(self) -> None:
         """Give up the least urgent load of batch work, to free blocks for an interactive request.
@@ -548,10 +549,10 @@ class PoolLoads:
         self.num_unproven -= request.is_unproven
         request.is_unproven = False
 
-    def _give_up(self, load: _Load, reason: str) -> None:
+    def _give_up(self, load: _Load, reason: str, *, is_late: bool = False) -> None:
         request = load.request
         logger.info("request %s: %s", request.request_id, reason)
-        self._pool.cancel_load(load.load_id)
+        self._pool.cancel_load(load.load_id, is_late=is_late)
         self._queues.release_followers(request)
         self._queues.dequeue(request)
         self._outputs.drain(request, load.load_id)

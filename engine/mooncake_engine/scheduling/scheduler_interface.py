@@ -179,8 +179,9 @@ class ChunkPool(Protocol):
         """Start a load. ``PoolLoadEnded`` always follows, and ``LoadReleased`` may precede it."""
         ...
 
-    def cancel_load(self, load_id: str) -> None:
-        """Cancel a load; ``PoolLoadEnded`` follows once it is drained."""
+    def cancel_load(self, load_id: str, *, is_late: bool = False) -> None:
+        """Cancel a load that took too long (``is_late``) or that its request needs no more;
+        ``PoolLoadEnded`` follows once it is drained."""
         ...
 
     def save(self, save: SaveRequest) -> bool:

@@ -35,7 +35,8 @@ COUNTERS = {
     "pool_num_queried_chunks": "Chunks that were looked up.",
     "pool_num_found_chunks": "Chunks that a store had at the look-up.",
     "pool_num_loads": "Loads from stores.",
-    "pool_num_failed_loads": "Loads from stores that did not load every requested chunk.",
+    "pool_num_failed_loads": "Loads from stores that did not load every requested chunk, though "
+    "their request still ran.",
     "pool_num_loaded_chunks": "Chunks that were loaded.",
     "pool_loaded_bytes": "Bytes of KV read from stores.",
     "pool_load_seconds": "Time spent in loads from stores, in seconds.",

@@ -140,7 +140,8 @@ class PoolClient:
         self._ranks = RankOrders(num_ranks, identity.chunk_tokens)
         self._verdicts: dict[str, asyncio.Future[bool]] = {}
         self._active: set[str] = set()  # loads that the loop has started
-        self._cancelled: set[str] = set()  # the cancelled ones of them
+        # The cancelled ones of them, and whether each was cancelled because it took too long.
+        self._cancelled: dict[str, bool] = {}
         self._hinted = HintedStores(
             stores.all,
             stores.connect,
@@ -248,9 +249,10 @@ class PoolClient:
         self._count_in_flight()
         self._loop.call(load.load_id, self._begin_load, load)
 
-    def cancel_load(self, load_id: str) -> None:
-        """Cancel a load; ``PoolLoadEnded`` follows once it is drained. Idempotent."""
-        self._loop.call(load_id, self._cancel, load_id)
+    def cancel_load(self, load_id: str, *, is_late: bool = False) -> None:
+        """Cancel a load that has failed because it took too long (``is_late``), or that its request
+        needs no more. ``PoolLoadEnded`` follows once it is drained. Idempotent."""
+        self._loop.call(load_id, self._cancel, load_id, is_late)
 
     def save(self, save: SaveRequest) -> bool:
         """Start a save; a ``ChunksCopied`` event follows.
@@ -333,10 +335,10 @@ class PoolClient:
             if pinned is not None:
                 await pinned.release()
             self._active.discard(load.load_id)
-            self._cancelled.discard(load.load_id)
+            is_unneeded = not self._cancelled.pop(load.load_id, True)
             self._loading.discard(load.load_id)
             self._count_in_flight()
-            self.stats.num_failed_loads += num_valid < len(load.keys)
+            self.stats.num_failed_loads += num_valid < len(load.keys) and not is_unneeded
             self.stats.num_loaded_chunks += num_valid - load.first_chunk
             if is_drained:
                 self._post(PoolLoadEnded(load.load_id, num_valid, error or None))
@@ -563,9 +565,9 @@ class PoolClient:
         if verdict is not None and not verdict.done():
             verdict.set_result(is_unchanged)
 
-    def _cancel(self, load_id: str) -> None:
+    def _cancel(self, load_id: str, is_late: bool) -> None:
         if load_id in self._active:
-            self._cancelled.add(load_id)
+            self._cancelled.setdefault(load_id, is_late)
         self._ranks.cancel(load_id)
 
     def _introduce(self, number: int) -> str | None:

@@ -255,7 +255,8 @@ POOL_STATS_HELP: Mapping[str, str] = {
     "num_found_chunks": "Chunks that were found by look-ups, by tier of the nearest store.",
     "num_prefix_hints": "Hints of requests about stores that hold their prefix, by outcome.",
     "num_loads": "Loads of prompts from stores that were started.",
-    "num_failed_loads": "Loads that ended without all requested chunks.",
+    "num_failed_loads": "Loads that ended without all requested chunks, except those that their "
+    "request no longer needed.",
     "num_loaded_chunks": "Chunks that loads delivered.",
     "loaded_bytes": "Bytes of KV that the ranks read in loads that succeeded.",
     "loaded_bytes_by_transport": "Bytes of KV that the ranks read in loads that succeeded, by "

@@ -45,7 +45,7 @@ class Pool:
         self.stored = set()
         self.answers_at_once = answers_at_once
         self.asked, self.loads, self.saves = {}, {}, {}
-        self.cancelled = set()
+        self.cancelled, self.late = set(), set()
         self.refuses, self.refused = False, []
         self.hints = []
 
@@ -66,8 +66,10 @@ class Pool:
     def start_load(self, load):
         self.loads[load.load_id] = load
 
-    def cancel_load(self, load_id):
+    def cancel_load(self, load_id, *, is_late=False):
         self.cancelled.add(load_id)
+        if is_late:
+            self.late.add(load_id)
 
     def save(self, save):
         if self.refuses:
@@ -279,6 +281,7 @@ def test_blocks_of_an_aborted_request_are_kept_until_its_load_drains(depth, is_r
         bench.land()
     bench.scheduler.check_integrity()
     assert bench.pool.cancelled == {load_id}
+    assert not bench.pool.late
     assert bench.num_free < bench.scheduler.blocks.pool.num_blocks
     bench.end(load_id, "cancelled")
     bench.run()
@@ -346,7 +349,7 @@ def test_load_is_cancelled_at_its_timeout():
     bench.step()
     load_id = the_load(bench)
     bench.scheduler.expire(100.0)
-    assert bench.pool.cancelled == {load_id}
+    assert bench.pool.cancelled == bench.pool.late == {load_id}
     assert len(bench.run()["again"]) == 1
     assert bench.num_free < bench.scheduler.blocks.pool.num_blocks
     bench.end(load_id, "cancelled")
@@ -816,6 +819,7 @@ def test_end_of_a_cancelled_load_does_not_verify_the_next_one(is_wrong):
     bench.add("waits", prompt_of(38, seed=5), max_tokens=1)
     bench.step()
     assert bench.pool.cancelled == {given_up}
+    assert not bench.pool.late
     bench.scheduler.abort("waits")
     bench.step()
     bench.release(batch.pool_load)

@@ -347,6 +347,19 @@ def test_load_without_all_requested_chunks_counts_as_failed(stored, gone, num_fa
     assert (stats.num_loads, stats.num_failed_loads, stats.num_loaded_chunks) == (1, num_failed, 1)
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_cancelled_load_has_failed_only_if_it_took_too_long(stored, is_late):
+    """Not if its client has left."""
+    home = [ChunkSource(0, Tier.DRAM)]
+    stored.client.start_load(LoadRequest("load", "r", (KEY,), home, 0, 1, (0,), WAIT_S, 0))
+    assert stored.loading.get(timeout=WAIT_S) == "load"
+    stored.client.cancel_load("load", is_late=is_late)
+    stored.client.cancel_load("load")  # its request ends before the load is drained
+    stored.client.on_rank_message(0, encode(RunsEnded("load", **FAILED, seconds=0.0)))
+    assert stored.ends.get(timeout=WAIT_S) == "late"
+    assert stored.client.stats.num_failed_loads == is_late
+
+
 @pytest.mark.parametrize("timeout_s", [WAIT_S, 1e-6])
 def test_cancelled_or_queued_load_is_not_learnt(stored, timeout_s):
     before = stored.estimate()
