@@ -61,8 +61,8 @@ TRANSFER_STATS_HELP: Mapping[str, str] = {
     "reservations": "Requests whose blocks are reserved now for KV that a peer is computing or "
     "writing.",
     "loads": "Loads of a prompt's KV from a peer that were started.",
-    "load_failures": "Loads that failed: their requests compute the prompt themselves, or fail, as "
-    "configured.",
+    "load_failures": "Loads that failed, also those whose KV the peer lost before they were "
+    "started: their requests compute the prompt themselves, or fail, as configured.",
     "refused_loads": "Failed loads whose peer can't exchange KV with this instance; the log says "
     "why.",
     "load_seconds": "Seconds of loads: of reading with pull, from the reservation to the last byte "
