@@ -3,6 +3,8 @@ peer events in any order."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.scheduling import EOS, Bench, token_of
@@ -11,13 +13,33 @@ from mooncake_api.instance_protocol import BATCH_PRIORITY
 from mooncake_engine.messages import FinishReason, TokenUpdate
 from mooncake_engine.scheduling.request import RequestStatus
 from mooncake_engine.scheduling.request_queues import priority_key
+from mooncake_kv.config import LoadFailurePolicy
 from mooncake_kv.params import FirstToken
 
 BLOCKS = 12
 HOST_BLOCKS = 14
 MAX_SEQS = 4
 BUDGET = 10
-KINDS = ["plain", "plain", "batch", "prefill", "decode", "sender", "receiver", "puller"]
+LIMITS: list[dict[str, Any]] = [
+    {},
+    {},
+    {"load_failure": LoadFailurePolicy.FAIL},
+    {"num_stages": 2},
+    {"prefill_chunk_size": 3},
+    {"max_step_tokens_with_decodes": 6},
+]
+KINDS = [
+    "plain",
+    "plain",
+    "scored",
+    "unverified",
+    "batch",
+    "prefill",
+    "decode",
+    "sender",
+    "receiver",
+    "puller",
+]
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -30,6 +52,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.limits: dict[str, int] = {}
         self.answers: dict[str, list[int]] = {}
         self.first: dict[str, int] = {}
+        self.scores: dict[str, list[int]] = {}
+        self.now = 0.0
         self.groups: dict[str, tuple[list[int], str]] = {}
 
     @initialize(
@@ -40,6 +64,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         flights=st.sampled_from([(1, False), (1, True), (2, False), (2, True), (3, True)]),
         reports_received_blocks=st.booleans(),
         copies_late=st.booleans(),
+        limits=st.sampled_from(LIMITS),
     )
     def begin(
         self,
@@ -50,6 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         flights: tuple[int, bool],
         reports_received_blocks: bool,
         copies_late: bool,
+        limits: dict[str, Any],
     ) -> None:
         self.bench = Bench(
             BLOCKS,
@@ -63,6 +89,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             depth=flights[0],
             uses_async_scheduling=flights[1],
             reports_received_blocks=reports_received_blocks,
+            **limits,
         )
         self.bench.worker.copies_late = copies_late
         self.scheduler = self.bench.scheduler
@@ -73,14 +100,23 @@ class SchedulerMachine(RuleBasedStateMachine):
         kind=st.sampled_from(KINDS),
         max_tokens=st.integers(1, 12),
         siblings=st.sampled_from([1, 1, 1, 2, 3, 6]),
+        timeout_s=st.sampled_from([None, None, None, 20.0]),
     )
-    def add(self, length: int, family: int, kind: str, max_tokens: int, siblings: int) -> None:
+    def add(
+        self,
+        length: int,
+        family: int,
+        kind: str,
+        max_tokens: int,
+        siblings: int,
+        timeout_s: float | None,
+    ) -> None:
         prompt = [100 * family + index for index in range(length)]
         group = f"g{self.count}" if siblings > 1 else None
         if group is not None:
             self.groups[group] = prompt, kind
         for _ in range(siblings):
-            self._add(prompt, kind, max_tokens, group)
+            self._add(prompt, kind, max_tokens, group, timeout_s)
 
     @precondition(lambda self: self.groups)
     @rule(data=st.data(), max_tokens=st.integers(1, 12))
@@ -90,17 +126,26 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt, kind = self.groups[group]
         self._add(prompt, kind, max_tokens, group)
 
-    def _add(self, prompt: list[int], kind: str, max_tokens: int, group: str | None) -> None:
+    def _add(
+        self,
+        prompt: list[int],
+        kind: str,
+        max_tokens: int,
+        group: str | None,
+        timeout_s: float | None = None,
+    ) -> None:
         name = f"r{self.count}"
         self.count += 1
         self.live.add(name)
         self.answers[name] = []
+        self.scores[name] = list(prompt[1:]) if kind == "scored" else []
         self.limits[name] = 1 if kind in ("prefill", "sender") else max_tokens
         flag = {
             "prefill": "keeps_kv",
             "sender": "sends_kv",
             "receiver": "receives_kv",
-            "puller": "pulls_kv",
+            "unverified": "is_unverified",
+            "scored": "is_scored",
         }.get(kind)
         if kind in ("decode", "receiver"):
             self.first[name] = token_of(name, 0)
@@ -112,6 +157,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             first_token=self.first[name] if kind == "decode" else None,
             group=group,
             priority=BATCH_PRIORITY if kind == "batch" else 0,
+            timeout_s=timeout_s,
+            pulls_kv=kind in ("puller", "unverified"),
             **({flag: True} if flag else {}),
         )
 
@@ -162,6 +209,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         self.scheduler.abort(data.draw(st.sampled_from(sorted(self.live))))
+        self._take(self.scheduler.take_updates())
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data())
+    def execution_fails(self, data: st.DataObject) -> None:
+        """The next token of one request is an error, for example that of its grammar."""
+        self.bench.worker.failing = data.draw(st.sampled_from(sorted(self.live)))
+
+    @rule(seconds=st.sampled_from([0.01, 0.4, 1.0, 3.0, 40.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        self.scheduler.expire(self.now)
         self._take(self.scheduler.take_updates())
 
     @precondition(lambda self: self.bench.connector.loading)
@@ -227,12 +286,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         for update in updates:
             name = update.request_id
             assert name in self.live, "an update after the finish"
-            answer = self.answers[name]
+            answer, scores = self.answers[name], self.scores[name]
+            scored = [score.token_id for score in update.prompt_logprobs or ()]
+            assert scored == scores[: len(scored)], "scores of other tokens"
+            del scores[: len(scored)]
             answer += update.token_ids
             assert answer == [token_of(name, i) for i in range(len(answer))], "wrong tokens"
             if update.finish is not None:
                 self.live.remove(name)
-                if update.finish is not FinishReason.ABORT:
+                if update.finish in (FinishReason.STOP, FinishReason.LENGTH):
+                    assert not scores
                     assert answer[-1] == EOS or len(answer) >= self.limits[name]
 
     def teardown(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
-from mooncake_engine.messages import EngineRequest, TokenUpdate
+from mooncake_engine.messages import EngineRequest, TokenLogprobs, TokenUpdate
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.request import Request
 from mooncake_engine.scheduling.scheduler import Scheduler
@@ -50,6 +50,7 @@ class Worker:
             increases by one per sequence, modulo the number of its draft tokens plus one.
         copies_late: copies to and from the host are delayed until they are required.
         is_turning: KV that peers write is unusable (negative) until its block is turned once.
+        failing: a request whose next sampled token is an error instead.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class Worker:
         self.copies_late = False
         self._late: deque[tuple[str, int, int]] = deque()
         self.num_accepted = 0
+        self.failing: str | None = None
+        self._scored: set[str] = set()
         self._block_size = block_size
         self.slots: list[list[Slot]] = [[None] * block_size for _ in range(num_blocks)]
         self._host: list[list[Slot]] = [[None] * block_size for _ in range(num_host_blocks)]
@@ -76,10 +79,7 @@ class Worker:
         for block in plan.received_blocks:
             self.slots[block] = [None if slot is None else -slot for slot in self.slots[block]]
         self._copy_blocks(plan)
-        for new_request in plan.new_requests:
-            self._tables[new_request.request_id] = list(new_request.block_ids)
-            self._tokens[new_request.request_id] = list(new_request.token_ids)
-            self._num_prompt[new_request.request_id] = new_request.num_prompt_tokens
+        self._take_new(plan)
         tokens: dict[str, tuple[SampledToken, ...]] = {}
         for sequence in plan.sequences:
             self._run(sequence)
@@ -92,6 +92,8 @@ class Worker:
                 num_accepted = (self.num_accepted + index) % (sequence.num_draft_tokens + 1)
                 tokens[sequence.request_id] += self._draft(sequence, num_accepted)
                 num_drafted[sequence.request_id] = sequence.num_draft_tokens
+        scores = {s.request_id: self._score(s) for s in plan.sequences}
+        failed = {self.failing: "it failed"} if self.failing in tokens else {}
         plain_tokens = {}
         if plan.step % 2:  # both forms of a single token, in turns
             single = [name for name, sampled in tokens.items() if len(sampled) == 1]
@@ -99,10 +101,20 @@ class Worker:
         return StepResult(
             plan.step,
             tokens,
+            prompt_logprobs={name: found for name, found in scores.items() if found},
+            failed=failed,
             num_drafted=num_drafted,
             is_copying=bool(self._late),
             plain_tokens=plain_tokens,
         )
+
+    def _take_new(self, plan: StepPlan) -> None:
+        for new_request in plan.new_requests:
+            self._tables[new_request.request_id] = list(new_request.block_ids)
+            self._tokens[new_request.request_id] = list(new_request.token_ids)
+            self._num_prompt[new_request.request_id] = new_request.num_prompt_tokens
+            if new_request.sampling.prompt_logprobs is not None:
+                self._scored.add(new_request.request_id)
 
     def _copy_blocks(self, plan: StepPlan) -> None:
         self._late += [("out", block, host) for block, host in plan.swap_outs]
@@ -149,6 +161,14 @@ class Worker:
         self.num_computed += sequence.count
         for sibling in sequence.siblings:
             assert self._tokens[sibling] == tokens, "siblings with other tokens"
+
+    def _score(self, sequence: ScheduledSequence) -> tuple[TokenLogprobs, ...]:
+        """The prompt tokens that follow those that ran, if the request asks for their scores."""
+        name, start = sequence.request_id, sequence.start
+        if name not in self._scored:
+            return ()
+        following = self._tokens[name][: self._num_prompt[name]][start + 1 :][: sequence.count]
+        return tuple(TokenLogprobs(token, 0.0) for token in following)
 
     def _start(self, sequence: ScheduledSequence) -> int:
         """The first token to compute: after the accepted draft tokens."""
@@ -365,17 +385,21 @@ def make_request(
     group: str | None = None,
     priority: int = 0,
     prefix_sources: tuple[PrefixSource, ...] = (),
+    timeout_s: float | None = None,
     **kind: bool,
 ) -> Request:
     """Create a request.
 
     Args:
-        name, prompt, arrival, max_tokens, group, priority, prefix_sources: as its fields.
+        name, prompt, arrival, max_tokens, group, priority, prefix_sources, timeout_s: as its
+            fields.
         first_token: sampled by a peer that holds the prompt's KV.
         kind: ``keeps_kv``, ``sends_kv`` (implies it), ``receives_kv``, or ``pulls_kv`` from a peer
-            whose first token is not used.
+            whose first token is not used; ``is_unverified`` if that peer does not say of which
+            prompt its KV is; ``is_scored`` if it asks for its prompt's log probabilities.
     """
-    sampling = SamplingParams(max_tokens=max_tokens)
+    prompt_logprobs = 0 if kind.get("is_scored") else None
+    sampling = SamplingParams(max_tokens=max_tokens, prompt_logprobs=prompt_logprobs)
     remote = RemoteKV("peer", name, "127.0.0.1", 1, (), len(prompt))
     params = KVTransferParams(
         keeps_kv=kind.get("keeps_kv", False) or kind.get("sends_kv", False),
@@ -384,6 +408,9 @@ def make_request(
         target=PushTarget(remote, 0) if kind.get("sends_kv") else None,
         metaserver="http://proxy" if kind.get("receives_kv") else None,
         prefix_sources=prefix_sources,
+        is_verified=not kind.get("is_unverified", False),
     )
-    spec = EngineRequest(name, tuple(prompt), sampling, params, priority, group=group)
+    spec = EngineRequest(
+        name, tuple(prompt), sampling, params, priority, group=group, timeout_s=timeout_s
+    )
     return Request(spec, 0, arrival)

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import initialize, invariant, precondition, rule
-from support.scheduler_machine import BLOCKS, BUDGET, HOST_BLOCKS, MAX_SEQS, SchedulerMachine
+from support.scheduler_machine import (
+    BLOCKS,
+    BUDGET,
+    HOST_BLOCKS,
+    LIMITS,
+    MAX_SEQS,
+    SchedulerMachine,
+)
 from support.scheduling import Bench
 from support.scheduling_pool import ContentPool, PooledWorker, PoolLoad
 
@@ -32,6 +41,7 @@ class PoolMachine(SchedulerMachine):
         always_loads=st.booleans(),
         num_stored=st.sampled_from([0, 20, 20, 20]),
         releases_at_once=st.booleans(),
+        limits=st.sampled_from(LIMITS),
     )
     def begin(
         self,
@@ -45,8 +55,8 @@ class PoolMachine(SchedulerMachine):
         always_loads: bool,
         num_stored: int,
         releases_at_once: bool,
+        limits: dict[str, Any],
     ) -> None:
-        self.now = 0.0
         self.pool = ContentPool(chunk_tokens, block_size=4)
         self.pool.always_loads, self.pool.releases_at_once = always_loads, releases_at_once
         for family in range(3):
@@ -63,6 +73,7 @@ class PoolMachine(SchedulerMachine):
             depth=flights[0],
             uses_async_scheduling=flights[1],
             pool=self.pool,
+            **limits,
         )
         self.bench.worker.pool = self.pool
         self.bench.worker.copies_late = copies_late
@@ -194,11 +205,6 @@ class PoolMachine(SchedulerMachine):
         for _ in range(count):
             self.core_takes_events(len(self.pool.events))
             self._take(self.bench.step()[1])
-
-    @rule(seconds=st.sampled_from([0.01, 0.4, 1.0, 3.0, 40.0]))
-    def time_passes(self, seconds: float) -> None:
-        self.now += seconds
-        self.scheduler.expire(self.now)
 
     @invariant()
     def loads_own_their_blocks(self) -> None:
