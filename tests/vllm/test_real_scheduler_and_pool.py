@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -37,6 +37,7 @@ from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.pool.pool_events import LoadRequest, PoolLoadEnded
+from mooncake_kv.store.chunk_keys import chunk_keys
 from mooncake_kv.store.chunk_layout import chunk_bytes
 from mooncake_kv.store.chunk_store import Residence
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
@@ -53,6 +54,7 @@ PROMPTS = [STEM[:5], STEM[:8], STEM[:9], STEM, [*STEM, *range(50, 60)], [*range(
 WINDOWS = [CHUNK - 3, CHUNK, CHUNK + 2, 3 * CHUNK]
 """Sliding windows: in as many blocks as a chunk, as long as one, no multiple of a block, longer."""
 SAVED_S = 30.0
+MAX_TOLD = 50
 MANY, FEW = 64, 4
 """Capacity of the store in chunks."""
 
@@ -65,6 +67,9 @@ EVENTS = st.one_of(
     st.tuples(st.just("abort"), st.integers(0, 20), place),
     st.tuples(st.just("settle"), st.just(0), place),
     st.tuples(st.just("forget"), st.just(0), place),
+    st.tuples(st.just("preempt"), st.integers(0, 3), place),
+    st.tuples(st.just("turn"), st.integers(0, len(PROMPTS) - 1), place),
+    st.tuples(st.just("lose"), st.integers(0, 20), place),
 )
 
 
@@ -90,10 +95,13 @@ class Pair:
     def __init__(self, instances: tuple[VllmInstance, VllmInstance]) -> None:
         self.instances = instances
         self.asked: list[tuple[int, str, list[int]]] = []
+        self.sessions: dict[int, tuple[str, list[int], list[int]]] = {}
 
     def do(self, what: str, number: int, at: int) -> None:
         instance = self.instances[at]
-        if what == "ask":
+        if what in ("preempt", "turn", "lose"):
+            getattr(self, what)(number, instance, at)
+        elif what == "ask":
             name = f"r{len(self.asked)}"
             self.asked.append((at, name, answer_to(PROMPTS[number], 9)))
             instance.submit(name, PROMPTS[number], 9)
@@ -108,9 +116,47 @@ class Pair:
             settle([instance], 30)
         else:  # resets vLLM's own cache, so that only the pool still holds the KV
             settle([instance], 30)
+            if at in self.sessions:  # which holds its blocks for the next turn
+                instance.abort(self.sessions[at][0])
+                settle([instance], 30)
             assert instance.scheduler.reset_prefix_cache()
 
+    def preempt(self, number: int, instance: VllmInstance, _: int) -> None:
+        """All running requests are preempted, before new weights if the number is 0."""
+        instance.drain()
+        with suppress(RuntimeError):  # vLLM can't free the blocks of loads and sessions
+            instance.scheduler.reset_prefix_cache(
+                reset_running_requests=True, reset_connector=not number
+            )
+
+    def lose(self, number: int, instance: VllmInstance, _: int) -> None:
+        """The store loses a prompt's chunks, from one of the first three on."""
+        side = instance.scheduler.connector._scheduler
+        [user] = side._client._stores.all
+        keys = chunk_keys(side._identity, PROMPTS[number % len(PROMPTS)])
+        user.drop(keys[number % 3 :]).result(SAVED_S)
+
+    def turn(self, number: int, instance: VllmInstance, at: int) -> None:
+        """The next turn of an instance's session, whose last one may still be computed."""
+        name, told, wanted = self.sessions.get(at, ("", [], []))
+        if not name or instance.answers[name].finish == "abort" or len(told) > MAX_TOLD:
+            if name:
+                instance.abort(name)
+            name, told, wanted = f"s{len(self.asked)}", [], []
+            self.asked.append((at, name, wanted))
+            self.sessions[at] = name, told, wanted
+        told[-1:] = PROMPTS[number]
+        instance.submit(name, PROMPTS[number], 6, is_session=True)
+        answer = answer_to(told, 6)
+        told += answer
+        wanted += answer
+
     def check(self) -> None:
+        settle(self.instances, 30)
+        for at, (name, _, wanted) in self.sessions.items():
+            answer = self.instances[at].answers[name]
+            assert answer.finish == "abort" or answer.tokens == wanted
+            self.instances[at].abort(name)
         settle(self.instances, 30)
         for at, name, wanted in self.asked:
             answer = self.instances[at].answers[name]
@@ -532,15 +578,19 @@ def test_any_order_of_events(store: StoreService, is_async: bool, windows: tuple
     of their requests can run."""
     roomy, scarce = (NUM_ROOMY_BLOCKS, 2 * NUM_BLOCKS) if windows[0] else (NUM_BLOCKS, NUM_BLOCKS)
 
-    @given(st.lists(EVENTS, min_size=4, max_size=30))
+    @given(st.lists(EVENTS, min_size=4, max_size=40), st.booleans())
     @settings(
         max_examples=NUM_EXAMPLES,
         deadline=None,
         derandomize="VLLM_EXAMPLES" not in os.environ,
         suppress_health_check=list(HealthCheck),
     )
-    def run(events: list[tuple[str, int, int]]) -> None:
-        options: dict[str, Any] = {"is_async": is_async, "windows": windows}
+    def run(events: list[tuple[str, int, int]], is_behind: bool) -> None:
+        options: dict[str, Any] = {
+            "is_async": is_async,
+            "windows": windows,
+            "is_behind": is_behind,
+        }
         with (
             pooled(store, **options, num_blocks=roomy) as first,
             pooled(store, **options, num_blocks=scarce) as second,
