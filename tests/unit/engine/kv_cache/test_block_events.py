@@ -23,8 +23,9 @@ class Prompt:
         self.host_block_ids: list[int] = []
         self.block_hashes: list[bytes] = []
         self.num_published = self.num_computed = self.num_in_flight = 0
-        self.num_cached_tokens = 0
-        self.sends_kv = False
+        self.num_cached_tokens = self.num_preemptions = 0
+        self.prompt_hits: dict[str, int] = {}
+        self.sends_kv = self.awaits_scores = False
         self.has_verified_kv = True
         self.spec = SimpleNamespace(cache_salt="")
         self.changed_at: int | None = None
