@@ -248,7 +248,10 @@ def event(chunk: StreamChunk) -> bytes:
 def first_token_events(
     endpoint: OpenAIEndpoint, answer: CompletionResponse, parsed: ParsedRequest
 ) -> bytes:
-    """Events with P's token of every choice. Finish reasons are left to D."""
+    """Events with P's token of every choice. Finish reasons are left to D.
+
+    A token without text, such as the start of a tool call, may have log probabilities.
+    """
     if endpoint is OpenAIEndpoint.COMPLETION:
         deltas = [TextDelta(c.index, c.text or "", c.logprobs, None) for c in answer.choices]
         return b"".join(map(event, _chunks(endpoint, answer, parsed, [[d] for d in deltas])))
@@ -256,7 +259,7 @@ def first_token_events(
     rounds += [
         [ChatDelta(c.index, delta, c.logprobs, None)]
         for c in answer.choices
-        if (delta := _delta(c))
+        if (delta := _delta(c)) or not is_null(c.logprobs)
     ]
     return b"".join(map(event, _chunks(endpoint, answer, parsed, rounds)))
 
