@@ -143,7 +143,7 @@ def _add_choice(parser: argparse.ArgumentParser) -> None:
         "--migrate-streams",
         action="store_true",
         help="continue streams whose decode instance is lost or shuts down on another one, from "
-        "the tokens so far; this requires parsing every event",
+        "the tokens so far, which are recorded from every event",
     )
     add(
         "--policy",

@@ -55,6 +55,9 @@ def _last_event_end(data: bytes) -> int:
 
 def split_events(block: bytes) -> Iterator[tuple[bytes, bytes]]:
     """Yield (the event's bytes, its data) for each event of a block of whole events."""
+    if block.startswith(b"data: ") and block.find(b"\n") == len(block) - 2:  # one line, as usual
+        yield block, block[6:-2]
+        return
     start = 0
     while start < len(block):
         end = _first_event_end(block, start)
