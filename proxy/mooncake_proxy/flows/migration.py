@@ -3,7 +3,9 @@
 There are two reasons to do so. D runs out of KV memory and returns the request for recomputation
 (`stop_reason: "recomputed"`, vLLM-Ascend). Or, with `--migrate-streams`, the D that streams is lost
 or shuts down (request migration, as Dynamo calls it). In both cases another pass of prefill and
-decode starts, whose prompt is the original prompt plus all generated tokens.
+decode starts. Instances of ours get the request as it was and the generated tokens, and continue
+the answer in its middle; others get a completion whose prompt is the original prompt plus all
+generated tokens.
 """
 
 from __future__ import annotations
@@ -42,8 +44,8 @@ FIRST_PASS_FIELDS = {
     "chat_template", "chat_template_kwargs", "add_generation_prompt", "continue_final_message",
     "top_logprobs", "reasoning_effort", *TRUNCATION_FIELDS,
 }  # fmt: skip
-"""Fields that only the first pass has: those that shaped the prompt's token ids, and those of chat
-requests. Later passes are completions whose prompt is token ids."""
+"""Fields that the completions of later passes, whose prompt is token ids, don't have: those that
+shaped the prompt's token ids, and those of chat requests."""
 
 
 def may_need_passes(router: RequestRouter) -> bool:

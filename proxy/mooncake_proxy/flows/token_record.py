@@ -35,7 +35,7 @@ class TokenRecord:
     """Token ids and text of one request across all its passes.
 
     Args:
-        endpoint: the endpoint that the client called; later passes are always completions.
+        endpoint: the endpoint that the client called; later passes may be completions.
         shows_ids: the client asked for token ids; otherwise they are removed from its events.
         may_migrate: the stream may be migrated if its decode instance is lost.
         continues_answer: later passes are the client's request with the tokens so far, whose text
