@@ -182,6 +182,8 @@ class HealthChecker:
         except Exception as exc:  # a bad report of one instance must not end the loop or the proxy
             logger.exception("the health check of %s has failed", instance.name)
             error = MalformedResponse(instance.name, f"{self._config.path}: {exc!r}")
+        if instance not in self._pools:  # it was removed meanwhile
+            return
         if isinstance(error, OutOfSockets):
             logger.error("can't check the health of %s: %s", instance.name, error)
             return
@@ -215,6 +217,8 @@ class HealthChecker:
         ):
             instance.base_models, instance.lists_models = None, True  # it has restarted
             await self._fetch_topology(instance, compatibility.engine_id, deadline)
+        if instance not in self._pools:  # it was removed meanwhile
+            return None
         epoch, former = compatibility.engine_id, instance.compatibility.engine_id
         if epoch and former and epoch != former:
             self._on_restart(instance)

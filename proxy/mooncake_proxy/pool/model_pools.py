@@ -26,6 +26,11 @@ class ModelPools:
     def __iter__(self) -> Iterator[Instance]:
         return (instance for pool in tuple(self._pools.values()) for instance in pool)
 
+    def __contains__(self, instance: Instance) -> bool:
+        """Whether this instance is in its pool; after a removal, another one may have its name."""
+        pool, name = self._pools.get(instance.spec.model), instance.name
+        return pool is not None and name in pool and pool.get(name) is instance
+
     def __len__(self) -> int:
         return sum(len(pool) for pool in self._pools.values())
 

@@ -22,6 +22,7 @@ from mooncake_proxy.pool.health_checks import (
     HealthTrack,
     PassiveHealth,
 )
+from mooncake_proxy.pool.instance_reports import Compatibility
 from mooncake_proxy.pool.instances import Instance, InstanceSpec, Role
 from mooncake_proxy.pool.model_pools import ModelPools
 
@@ -159,3 +160,39 @@ def test_names_of_the_model_itself_are_fetched(
 def test_model_names_are_known_of_an_instance_whose_store_publishes() -> None:
     body = b'{"kv_pool":{"kv_events":{"endpoint":"tcp://*:5557"}}}'
     assert checked(body=body, port=None, models=CARDS).base_models == {"m", "also-m"}
+
+
+@pytest.mark.parametrize("added_again", [False, True])
+@pytest.mark.parametrize("health", [None, b'{"engine_id":"b"}'], ids=["down", "restarted"])
+def test_instance_that_is_removed_during_its_check_gets_no_verdict(
+    health: bytes | None, caplog: pytest.LogCaptureFixture, *, added_again: bool
+) -> None:
+    """Whoever is told of a change finds the instance in its pool: a missing one would end the
+    loop of the checks, and the proxy with it."""
+
+    async def main() -> list[Instance]:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"\r\n\r\n")
+            if instance in pools:
+                pools.remove(instance.name)
+                if added_again:
+                    pools.add(instance.spec)
+            if health is not None:
+                head = b"HTTP/1.1 200 OK\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+                writer.write(head % len(health) + health)
+            writer.close()
+            await writer.wait_closed()
+
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        origin = Origin("http", "127.0.0.1", server.sockets[0].getsockname()[1])
+        pools, told = ModelPools(ClientContext()), []
+        instance = pools.add(InstanceSpec(origin, Role.BOTH))
+        pools.note_compatibility(instance, Compatibility("a"))
+        checker = HealthChecker(HealthConfig(), pools, told.append, told.append)
+        await checker.check_all()
+        pools.close()
+        server.close()
+        return told
+
+    assert asyncio.run(main()) == []
+    assert "Traceback" not in caplog.text
