@@ -30,12 +30,16 @@ from mooncake_conductor.slo_admission import (
     Forecast,
     Objective,
     Objectives,
+    Refusal,
     UnloadedLatency,
     Verdict,
 )
 
 _REFIT_EVERY = 16
 """Measurements between two refits of the latency model; each of the first ones causes a refit."""
+_STALE_S = 60.0
+"""Seconds for which past delays, and estimates without new measurements, may refuse everything.
+Only admitted requests report delays and are measured, so nothing else would correct them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +144,10 @@ class Conductor:
         self._rng = rng
         self._lateness = RunningQuantile(settings.lateness_share, 0.0, window=128)
         self._estimators: dict[int, tuple[LatencyEstimator, int]] = {}
+        # When the first request was refused for its objective since one was admitted.
+        self._refused_since: float | None = None
+        # The latest request that was admitted only to correct the estimates.
+        self._probe_id: str | None = None
 
     def add(self, spec: InstanceSpec) -> int:
         """Add an instance. Returns its slot."""
@@ -175,10 +183,14 @@ class Conductor:
         wanted, unloaded = self._objective_of(request)
         only = self._receivers(request, choice.slot)
         decode = self._chooser.choose(request, match, now + choice.ttft, wanted.tbt_s, only)
+        self._lateness.forget_before(now - _STALE_S)
         forecast = self._forecast(request, choice.ttft, decode, unloaded)
         verdict = self.admission.at_arrival(request.request_class, forecast)
+        if self._is_probe(verdict, choice.slot, decode, now):
+            verdict, self._probe_id = ADMITTED, request.request_id
         decision = Decision(request.request_id, verdict, choice, decode, now)
         if verdict.is_admitted:
+            self._refused_since = None
             self._reserve(request, decision, now)
             if self._replicator is not None:
                 copies = self._replicator.propose(request.keys, match, now)
@@ -201,7 +213,7 @@ class Conductor:
         if reservation is None or not len(self.fleet.decode_slots):
             return ADMITTED, None
         if was_prefilling:
-            self._lateness.report(now - reservation.expected_at)
+            self._lateness.report(now - reservation.expected_at, now)
         request = reservation.request
         # The request itself must not count as load of the instance that it is bound to.
         self.ledger.release(request_id)
@@ -213,6 +225,8 @@ class Conductor:
             decode = self._reevaluate(request, reservation.decode_slot, match, decode)
         forecast = self._forecast(request, 0.0, decode, unloaded)
         verdict = self.admission.after_prefill(request.request_class, forecast)
+        if request_id == self._probe_id and verdict.refusal is Refusal.SLO_TBT:
+            verdict = ADMITTED
         if not verdict.is_admitted:
             self.book.release(request_id, now)
             return verdict, None
@@ -273,6 +287,18 @@ class Conductor:
             request, choice, decision.decode.slot, deadline, now + choice.ttft
         )
         self.book.reserve(reservation, now)
+
+    def _is_probe(
+        self, verdict: Verdict, prefill_slot: int, decode: DecodeChoice, now: float
+    ) -> bool:
+        """Whether a refused request is admitted nevertheless, to correct the estimates: nothing has
+        been admitted for a while, and its instances are idle."""
+        if verdict.refusal not in (Refusal.SLO_TTFT, Refusal.SLO_TBT):
+            return False
+        if self._refused_since is None:
+            self._refused_since = now
+        is_idle = not self.fleet.queues.num_requests[prefill_slot] and not decode.num_sequences
+        return is_idle and now - self._refused_since >= _STALE_S
 
     def _receivers(self, request: RoutingRequest, prefill_slot: int) -> frozenset[int] | None:
         """Slots that can decode what the instance in `prefill_slot` prefills; None: all can."""

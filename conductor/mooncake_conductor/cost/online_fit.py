@@ -140,16 +140,20 @@ class RunningQuantile:
         self._share = share
         self._initial = initial
         self._window = window
-        self._recent: deque[float] = deque()
+        self._recent: deque[tuple[float, float]] = deque()  # time, value
         self._ordered: list[float] = []
 
-    def report(self, value: float) -> None:
-        """Add a value."""
+    def report(self, value: float, now: float = 0.0) -> None:
+        """Add a value. `now` matters only to `forget_before`."""
         if len(self._recent) == self._window:
-            oldest = self._recent.popleft()
-            del self._ordered[bisect_left(self._ordered, oldest)]
-        self._recent.append(value)
+            self._forget_oldest()
+        self._recent.append((now, value))
         insort(self._ordered, value)
+
+    def forget_before(self, time: float) -> None:
+        """Forget the reports before `time`."""
+        while self._recent and self._recent[0][0] < time:
+            self._forget_oldest()
 
     @property
     def value(self) -> float:
@@ -157,3 +161,7 @@ class RunningQuantile:
         if not self._ordered:
             return self._initial
         return self._ordered[min(int(self._share * len(self._ordered)), len(self._ordered) - 1)]
+
+    def _forget_oldest(self) -> None:
+        _, value = self._recent.popleft()
+        del self._ordered[bisect_left(self._ordered, value)]

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 from support.conductor_fleets import ask, make_conductor
 
+from mooncake_conductor.conductor import Conductor
 from mooncake_conductor.errors import ConductorConfigError
 from mooncake_conductor.slo_admission import (
     ADMITTED,
@@ -153,3 +154,57 @@ def test_decision_is_explained_as_plain_data() -> None:
     assert data["prefill"]["instance"] in ("p0", "p1")
     assert data["prefill"]["plan"] == "recompute"
     assert (data["request"], data["refusal"], data["decode"]["instance"]) == ("r", None, "d0")
+
+
+def late_by(seconds: float, **settings) -> Conductor:
+    """A conductor with a TTFT objective of 2 s whose only request was prefilled this much late."""
+    conductor = make_conductor(1, 1, admission=AdmissionMode.EARLY, objectives=WANTED, **settings)
+    decision = conductor.route(ask("late", 1), 0.0)
+    at = decision.prefill.ttft + seconds
+    conductor.prefilled("late", at)
+    conductor.joined("late", at)
+    conductor.finished("late", at)
+    return conductor
+
+
+def test_past_delays_do_not_refuse_requests_of_an_idle_fleet_forever() -> None:
+    """Only admitted requests report delays: old ones would be the latest ones for ever."""
+    conductor = late_by(5.0, lateness_share=0.95)
+    refused = [conductor.route(ask(f"r{at}", 1), at).verdict.refusal for at in (6.0, 60.0, 70.0)]
+    assert refused == [Refusal.SLO_TTFT, Refusal.SLO_TTFT, None]
+
+
+def test_idle_instance_is_tried_again_after_its_estimate_has_refused_everything_for_a_while() -> (
+    None
+):
+    """Only admitted requests are measured: a wrong estimate would never be corrected."""
+    conductor = late_by(0.0)
+    for _ in range(8):
+        conductor.measured_prefill(0, 513, 0, 5.0)
+    times = (10.0, 40.0, 69.0, 71.0, 71.1)
+    refused = [conductor.route(ask(f"r{at}", 1), at).verdict.refusal for at in times]
+    assert refused == [*[Refusal.SLO_TTFT] * 3, None, Refusal.SLO_TTFT]
+    assert conductor.prefilled("r71.0", 71.2) == (ADMITTED, 1)
+    conductor.ended("r71.0", 71.3)
+    refused = [conductor.route(ask(f"r{at}", 1), at).verdict.refusal for at in (72.0, 130.0, 133.0)]
+    assert refused == [Refusal.SLO_TTFT, Refusal.SLO_TTFT, None]
+
+
+def test_decode_instance_that_is_tried_again_may_decode() -> None:
+    conductor = late_by(0.0)
+    for _ in range(8):
+        conductor.measured_step(1, 1, 513, 0.5)
+    refused = [conductor.route(ask(f"r{at}", 1), at).verdict.refusal for at in (10.0, 71.0)]
+    assert refused == [Refusal.SLO_TBT, None]
+    assert conductor.prefilled("r71.0", 71.2) == (ADMITTED, 1)
+
+
+def test_busy_instance_is_not_tried() -> None:
+    conductor = make_conductor(1, 1, admission=AdmissionMode.EARLY, objectives=WANTED)
+    assert conductor.route(ask("running", 1, first=9), 0.0).verdict.is_admitted
+    for _ in range(8):
+        conductor.measured_prefill(0, 513, 0, 5.0)
+    refused = [conductor.route(ask(f"r{at}", 1), at).verdict.refusal for at in (1.0, 62.0)]
+    assert refused == [Refusal.SLO_TTFT, Refusal.SLO_TTFT]
+    conductor.ended("running", 62.1)
+    assert conductor.route(ask("r", 1), 62.2).verdict.is_admitted
