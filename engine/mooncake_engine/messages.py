@@ -61,7 +61,7 @@ class EngineRequest:
             first.
         num_generated: how many tokens at the end of ``prompt_token_ids`` are output that another
             instance has generated. The next token is sampled as behind any other output:
-            penalties, ``bad_words``, grammar and seed continue. Limits count new tokens only.
+            penalties, ``bad_words``, grammar and seed continue, and limits count all output.
     """
 
     request_id: str

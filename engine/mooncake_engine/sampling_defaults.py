@@ -32,12 +32,18 @@ class SamplingDefaults:
     values: Mapping[str, float] = field(default_factory=dict)
     max_tokens: int | None = None
 
-    def limit(self, wanted: int | None) -> int | None:
-        """Returns the maximum length for a request that asks for ``wanted``; None if it asks for
-        none."""
-        if self.max_tokens is None or wanted is None:
-            return self.max_tokens if wanted is None else wanted
-        return min(self.max_tokens, wanted)
+    def limit(self, wanted: int | None, num_generated: int = 0) -> int | None:
+        """Returns the most new tokens of a request that asks for ``wanted``; None if it asks for
+        none.
+
+        Args:
+            wanted: the request's own limit of new tokens.
+            num_generated: tokens that its output has already.
+        """
+        if self.max_tokens is None:
+            return wanted
+        left = max(1, self.max_tokens - num_generated)
+        return left if wanted is None else min(left, wanted)
 
     def params(self) -> SamplingParams:
         """Returns the sampling parameters of a request that sets none."""

@@ -85,12 +85,15 @@ class OutputProcessor:
     def track(self, request: Request) -> None:
         """Start to track a request: set the lengths and stop tokens at which it ends, and watch its
         timeout, if it has one."""
-        max_new_tokens = 1 if request.keeps_kv else request.sampling.max_tokens
+        prompt, sampling = request.num_prompt_tokens, request.sampling
+        output_start = prompt - request.spec.num_generated
         longest = self._limits.max_model_len
-        if max_new_tokens is not None:
-            longest = min(longest, request.num_prompt_tokens + max_new_tokens)
+        if request.keeps_kv:
+            longest = min(longest, prompt + 1)
+        elif sampling.max_tokens is not None:
+            longest = min(longest, output_start + sampling.max_tokens)
         request.max_num_tokens = longest
-        request.min_num_tokens = request.num_prompt_tokens + request.sampling.min_tokens
+        request.min_num_tokens = output_start + sampling.min_tokens
         stops = frozenset() if request.sampling.ignore_eos else self._limits.eos_token_ids
         request.stop_token_ids = stops.union(request.sampling.stop_token_ids)
         if request.expiry is not None:

@@ -119,7 +119,9 @@ def create_app(
     objectives = LatencyObjectives.of_ms(options.slo_ttft_ms, options.slo_tbt_ms)
     metrics = ServerMetrics(engine, objectives, sorted(_COUNTED_PATHS), cells)
     max_body_bytes = options.max_body_bytes or longest_body(engine.info)
-    handler = GenerationHandler(engine, tokenizer, metrics, max_body_bytes, tracing)
+    handler = GenerationHandler(
+        engine, tokenizer, metrics, max_body_bytes, tracing, work=processor.work
+    )
     live = LiveRequests() if live is None else live
     plain = PlainEndpoints(processor, handler, live, started=int(time.time()))
     routes = [*_generation_routes(processor, handler, live), *_plain_routes(plain)]

@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import msgspec
@@ -42,6 +43,7 @@ from mooncake_engine.server.response_builders import (
     sse,
 )
 from mooncake_engine.server.response_sender import ResponseSender, StepWrites
+from mooncake_engine.text.background_work import BackgroundWork
 from mooncake_engine.text.completion_output import (
     ChoiceStream,
     EngineClient,
@@ -54,6 +56,9 @@ from mooncake_kv.params import KVTransferDict
 
 logger = logging.getLogger(__name__)
 
+_REPLAY_COST = 40
+"""The cost of replaying one token through the parsers of an answer, in characters of text to
+encode."""
 Headers = Mapping[str, str]
 """HTTP headers by name, in lower case."""
 Body = TypeVar("Body", bound=GenerationFields)
@@ -70,6 +75,7 @@ class GenerationHandler:
         max_body_bytes: the largest request body that the server reads.
         tracing: records spans; None records none.
         step_writes: batches the writes of all streams that receive a token in the same step.
+        work: processes the beginnings of answers that continue here.
     """
 
     engine: EngineClient
@@ -78,6 +84,7 @@ class GenerationHandler:
     max_body_bytes: int
     tracing: Tracing | None = None
     step_writes: StepWrites = field(default_factory=StepWrites)
+    work: BackgroundWork = field(default_factory=BackgroundWork)
 
     async def complete(self, context: RequestContext, builder: ResponseBuilder) -> bytes:
         """Generate all choices and return the encoded body of a response that is not streamed.
@@ -143,7 +150,8 @@ class GenerationHandler:
                 if finished is not None:
                     running.take(choice, self._replay(context, choice, finished))
                     continue
-                streams.append(stream := self._choice_stream(context, choice, running, writer))
+                stream = await self._choice_stream(context, choice, running, writer)
+                streams.append(stream)
                 await stream.start()
             await running.finished
         except EngineError as exc:
@@ -158,7 +166,7 @@ class GenerationHandler:
             if self.tracing is not None:
                 self.tracing.record(context, outcome)
 
-    def _choice_stream(
+    async def _choice_stream(
         self,
         context: RequestContext,
         choice: GeneratedChoice,
@@ -166,8 +174,9 @@ class GenerationHandler:
         writer: _ChunkWriter | None,
     ) -> ChoiceStream:
         processor = self._processor(context, choice)
-        if not context.kv_transfer.is_outgoing:
-            processor.replay(context.generated)
+        if context.generated and not context.kv_transfer.is_outgoing:
+            replay = partial(processor.replay, context.generated)
+            await self.work.on_text(_REPLAY_COST * len(context.generated), replay)
         on_plain_token = None
         if writer is not None and writer.shows_text_only and processor.is_plain:
             on_plain_token = _PlainTokens(choice, processor, running, writer).take
@@ -204,7 +213,7 @@ class GenerationHandler:
         }
         [prompt, *others] = context.prompts
         if prompt.text is not None and not others:  # saves the decode instance from tokenising
-            common["prompt_token_ids"] = prompt.token_ids
+            common["prompt_token_ids"] = (*prompt.token_ids, *context.generated)
         updates = [
             _finished_update(choice)
             if choice.output.kv_transfer_params is None

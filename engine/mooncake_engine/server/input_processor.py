@@ -105,7 +105,7 @@ class InputProcessor:
         sampling = await self._structured(
             sampling, grammar_of(request, self.tokenizer), structure_field(request)
         )
-        made = prompt_of_peer(request.kv_transfer_params, self.tokenizer.fingerprint)
+        made = self._made_by_peer(request)
         if made is not None and isinstance(request.prompt, str):
             check_prompt(made, self.info, param="prompt")
             prompts = [Prompt(made, request.prompt)]
@@ -129,7 +129,7 @@ class InputProcessor:
         structure = grammar_of(request, self.tokenizer)
         tools = offered_tools(request, self.tool_format, structure)
         field = structure_field(request) if tools.grammar is structure else "tools"
-        made = prompt_of_peer(request.kv_transfer_params, self.tokenizer.fingerprint)
+        made = self._made_by_peer(request)
         if made is None:
             tokenise = partial(_chat_prompt, request, self.tokenizer, self.info, tools.shown)
             prompt = await self.work.on_text(num_characters, tokenise)
@@ -161,6 +161,10 @@ class InputProcessor:
                 param="model",
                 status=404,
             )
+
+    def _made_by_peer(self, request: GenerationFields) -> tuple[int, ...] | None:
+        num_generated = len(request.generated_token_ids or ())
+        return prompt_of_peer(request.kv_transfer_params, self.tokenizer.fingerprint, num_generated)
 
     async def _structured(
         self, sampling: SamplingParams, grammar: Grammar | None, field: str
@@ -251,11 +255,16 @@ class InputProcessor:
             prompt = prompts[number]
             token_ids = (*prompt.token_ids, *common.prompt_token_ids)
             params = read_kv_transfer_params(kv_transfer.params(i), token_ids, common.cache_salt)
-            is_prompt_whole = prompt.text is not None and not common.num_generated
-            if params.metaserver is not None and is_prompt_whole:
+            if params.metaserver is not None and prompt.text is not None:
                 # saves the prefill instance from tokenising the prompt again
                 params = replace(params, tokenizer=self.tokenizer.fingerprint)
-            sampling = choice_sampling(common.sampling, index, len(token_ids), self.info)
+            sampling = choice_sampling(
+                common.sampling,
+                index,
+                len(token_ids),
+                self.info,
+                num_generated=common.num_generated,
+            )
             if params.first_token is not None and not kv_transfer.begins_with(
                 params.first_token, wants_logprobs=sampling.logprobs is not None
             ):

@@ -109,12 +109,15 @@ def read_kv_transfer_request(
     )
 
 
-def prompt_of_peer(params: KVTransferDict | None, tokenizer: str) -> tuple[int, ...] | None:
+def prompt_of_peer(
+    params: KVTransferDict | None, tokenizer: str, num_generated: int = 0
+) -> tuple[int, ...] | None:
     """The prompt's token ids, if the peer that received the request first has tokenised it with the
     same tokenizer. None if the parameters hold no usable ids, and the prompt must be tokenised.
 
     Args:
         tokenizer: fingerprint of this instance's tokenizer.
+        num_generated: generated tokens that the peer's ids end with.
 
     Raises:
         InvalidRequest: the ids are not a list of numbers.
@@ -126,9 +129,10 @@ def prompt_of_peer(params: KVTransferDict | None, tokenizer: str) -> tuple[int, 
     if params.get("tokenizer_fingerprint") != tokenizer:
         return None
     try:
-        return msgspec.convert(params[_PROMPT], tuple[int, ...])
+        found = msgspec.convert(params[_PROMPT], tuple[int, ...])
     except msgspec.ValidationError as exc:
         raise InvalidRequest(f"{_PARAM}.{_PROMPT}: {exc}", param=_PARAM) from exc
+    return found[: max(0, len(found) - num_generated)]
 
 
 def check_same_tokenizer(kv_transfer: KVTransferRequest, tokenizer: str) -> None:

@@ -54,7 +54,7 @@ class ChoiceStats:
     """Token counts and times of one choice, which starts when this is created.
 
     Args:
-        num_prompt_tokens: the length of the choice's prompt.
+        num_prompt_tokens: the length of the prompt that the engine receives.
     """
 
     __slots__ = (
@@ -137,7 +137,7 @@ class GeneratedChoice:
     stats: ChoiceStats = field(init=False)
 
     def __post_init__(self) -> None:
-        self.stats = ChoiceStats(len(self.prompt.token_ids))
+        self.stats = ChoiceStats(len(self.request.prompt_token_ids))
 
 
 @dataclass(frozen=True, slots=True)

@@ -155,7 +155,7 @@ def _sampling(
         **{**defaults.values, **given},
         stop=_texts("stop", request.stop, _MAX_STOPS),
         stop_token_ids=stop_token_ids,
-        max_tokens=defaults.limit(max_tokens),
+        max_tokens=defaults.limit(max_tokens, len(request.generated_token_ids or ())),
         logprobs=logprobs,
         logit_bias=_logit_bias(request.logit_bias or {}, info),
         allowed_token_ids=allowed_token_ids,

@@ -154,11 +154,10 @@ class IncrementalDetokenizer:
 
     def replay(self, token_ids: Sequence[int]) -> str:
         """Add the first tokens of an output that another instance has generated; returns the text
-        that is final with them. No stop string ended the output there, whatever it was compared
-        with ``min_tokens``, which from now on counts the tokens that follow."""
+        that is final with them. No stop string ended the output there."""
         min_tokens, self._min_tokens = self._min_tokens, len(token_ids)
         text = self.push(token_ids)
-        self._min_tokens, self.num_tokens = min_tokens, 0
+        self._min_tokens = min_tokens
         return text
 
     def push_token(self, token_id: int) -> str:

@@ -123,16 +123,22 @@ class Truncation:
 
 
 def choice_sampling(
-    sampling: SamplingParams, index: int, num_prompt_tokens: int, info: EngineInfo
+    sampling: SamplingParams,
+    index: int,
+    num_prompt_tokens: int,
+    info: EngineInfo,
+    *,
+    num_generated: int = 0,
 ) -> SamplingParams:
     """The sampling parameters of one choice of a prompt: with its own seed, a token limit that fits
     the context, and the log probabilities needed to rank it.
 
     Args:
-        sampling: the parameters of the request.
+        sampling: the parameters of the request, whose limits count new tokens.
         index: the choice's index among those of its prompt.
         num_prompt_tokens: the length of the prompt.
         info: the engine's limits.
+        num_generated: output that the prompt ends with, which the choice's limits count, too.
     """
     room = info.max_model_len - num_prompt_tokens
     limit = room if sampling.max_tokens is None else min(sampling.max_tokens, room)
@@ -146,7 +152,7 @@ def choice_sampling(
         n=1,
         best_of=None,
         seed=seed,
-        max_tokens=limit,
-        min_tokens=min_tokens,
+        max_tokens=limit + num_generated,
+        min_tokens=min_tokens and min_tokens + num_generated,
         logprobs=logprobs,
     )

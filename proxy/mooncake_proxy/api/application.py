@@ -28,6 +28,7 @@ from mooncake_proxy.api.openai_bodies import (
     parse_request,
 )
 from mooncake_proxy.api.proxied_request import (
+    GENERATED_TOKENS,
     RequestContext,
     UntranslatedRequest,
     estimate_prompt_tokens,
@@ -38,6 +39,7 @@ from mooncake_proxy.api.proxied_request import (
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import (
     INTERNAL_ERROR,
+    BadRequest,
     ConfigError,
     MethodNotAllowed,
     NoSuchPath,
@@ -474,6 +476,12 @@ class ProxyApplication:
             forwarded_headers(request.headers),
             client_body=client_body,
         )
+        if context.continues_answer:
+            raise BadRequest(
+                f"{GENERATED_TOKENS} is for instances: the proxy itself continues streams "
+                "(--migrate-streams); leave it out",
+                param=GENERATED_TOKENS,
+            )
         if self.router.suspects.by_hash:
             self.router.check_suspect(context)
         return context

@@ -21,12 +21,14 @@ from mooncake_api.instance_protocol import (
     UNSAFE_REQUEST_ID,
 )
 from mooncake_proxy.api.openai_bodies import (
+    ABSENT,
     Fields,
     OpenAIEndpoint,
     ParsedRequest,
     encode,
     has_media,
     is_batch,
+    is_null,
 )
 from mooncake_proxy.errors import BadRequest
 from mooncake_proxy.http1.http_request import HttpRequest
@@ -163,6 +165,8 @@ class RequestContext(Struct, eq=False):
     num_events: int = 0
     # Tokens of prompt and answer, from the `usage` of a non-streamed answer.
     num_used_tokens: int | None = None
+    # Tokens of the answer that are part of `prompt_tokens`, in later passes.
+    num_generated: int = 0
     # The spans of a traced request.
     trace: RequestTrace | None = None
     # For the access log: the instances that took part.
@@ -177,7 +181,7 @@ class RequestContext(Struct, eq=False):
     @property
     def continues_answer(self) -> bool:
         """Whether the client has the beginning of the answer: its stream goes on behind it."""
-        return GENERATED_TOKENS in self.fields
+        return not is_null(self.fields.get(GENERATED_TOKENS, ABSENT))
 
     @property
     def attempt_id(self) -> str:
@@ -192,8 +196,14 @@ class RequestContext(Struct, eq=False):
     @property
     def cost_tokens(self) -> int:
         """Upper bound of the request's tokens: prompt plus requested new tokens of all choices."""
-        per_answer = max(self.parsed.token_limit or 0, 0)
-        return self.prompt_tokens + per_answer * max(self.parsed.n or 1, 1)
+        limit = self.parsed.token_limit
+        per_answer = 0 if limit is None else max(limit, 0) + self.num_generated
+        return self.num_client_tokens + per_answer * max(self.parsed.n or 1, 1)
+
+    @property
+    def num_client_tokens(self) -> int:
+        """Length of the client's prompt in tokens, estimated or counted."""
+        return self.prompt_tokens - self.num_generated
 
     def forward_to(self, instance: Instance) -> bytes:
         """Header lines for `instance`, including the data-parallel rank that the proxy has chosen,

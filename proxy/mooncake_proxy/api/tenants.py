@@ -64,7 +64,7 @@ class Tenants:
             return
         timing, used = context.timing, context.num_used_tokens
         if used is None:
-            used = context.prompt_tokens if context.prefiller or context.decoder else 0
+            used = context.num_client_tokens if context.prefiller or context.decoder else 0
             used += max(context.num_events, int(timing.first_at is not None))
         self.limits.settle(tenant.name, used - context.cost_tokens)
 

@@ -86,15 +86,17 @@ async def _run_passes(
             await run_pass(router, context)
         except UpstreamError as error:
             is_recomputed = isinstance(error, Recomputed)
-            if record is None or record.num_passes >= MAX_PASSES:
-                raise
-            if not is_recomputed and not _may_migrate(router, context, record, error):
+            if record is None:
                 raise
             if record.has_finished:
                 includes_usage = context.parsed.includes_usage
                 context.request.end(record.closing_events(includes_usage=includes_usage))
                 return
-            if not _begin_next_pass(router, context, record):
+            if record.num_passes >= MAX_PASSES:
+                raise
+            if not is_recomputed and not _may_migrate(router, context, record, error):
+                raise
+            if not _begin_next_pass(context, record):
                 raise
             if is_recomputed:
                 router.metrics.recomputed.add()
@@ -154,20 +156,26 @@ def _may_migrate(
     Like any other retry, a migration takes from the retry budget, unless the instance is shutting
     down. A request during which MAX_LOSSES instances were lost is not migrated again.
     """
-    has_begun = context.is_committed or context.answer_id is not None
+    has_begun = context.is_committed or context.answer_id is not None or record.num_passes > 0
     if not record.may_migrate or not has_begun:
         return False
     if context.num_losses >= MAX_LOSSES or router.now() >= context.deadline:
         return False
-    decoders = (*router.pool.live(Role.DECODE), *router.pool.live(Role.BOTH))
-    if all(each in context.avoided or each.name == error.instance for each in decoders):
+    others = [
+        each
+        for each in (*router.pool.live(Role.DECODE), *router.pool.live(Role.BOTH))
+        if each not in context.avoided and each.name != error.instance
+    ]
+    if record.continues_answer:
+        others = [each for each in others if each.compatibility.continues_answers]
+    if not others:
         return False
     if is_draining(error):
         return True
     return (is_loss(error) or isinstance(error, ConnectFailed)) and router.budget.take()
 
 
-def _begin_next_pass(router: RequestRouter, context: RequestContext, record: TokenRecord) -> bool:
+def _begin_next_pass(context: RequestContext, record: TokenRecord) -> bool:
     """Turn the request into one that continues from the tokens so far. If they don't determine the
     rest and the client has seen nothing, it is generated again from the start.
 
@@ -177,8 +185,6 @@ def _begin_next_pass(router: RequestRouter, context: RequestContext, record: Tok
     """
     record.begin_next_pass()
     if record.continues_answer:
-        if not router.pool.continues_answers:
-            return False
         _set_generated(context, record)
     elif record.generated or context.is_committed or context.answer_id is not None:
         if not context.parsed.stream and (
@@ -226,6 +232,8 @@ def _set_body(context: RequestContext, record: TokenRecord, fields: Fields) -> N
         fields["min_tokens"] = Raw(encode(max(0, record.min_tokens - num_generated)))
     context.request.body = body = encode(fields)
     context.parsed, context.fields = parse_request(body)
+    context.prompt_tokens += num_generated - context.num_generated
+    context.num_generated = num_generated
     if record.prompt:
         context.token_ids = record.prompt + record.generated
         context.prompt_tokens = len(context.token_ids)

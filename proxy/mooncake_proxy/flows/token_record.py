@@ -321,6 +321,8 @@ class TokenRecord:
         total usage.
         """
         answer["id"] = self.answer_id
+        if (created := self.chunk_head.get("created")) is not None:
+            answer["created"] = created
         if self.endpoint is OpenAIEndpoint.CHAT and answer.get("object") == "text_completion":
             answer["object"] = chat_object
             for choice in answer["choices"]:

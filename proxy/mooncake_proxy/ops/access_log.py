@@ -47,7 +47,7 @@ class AccessLog:
             fields |= {
                 "model": context.parsed.model,
                 "stream": bool(context.parsed.stream),
-                "prompt_tokens": context.prompt_tokens,
+                "prompt_tokens": context.num_client_tokens,
                 "prefill": context.prefiller,
                 "decode": context.decoder,
                 "attempts": context.attempt + 1,

@@ -124,6 +124,7 @@ class Instance(RequestLoad):
         "declared",
         "dp_ranks",
         "error",
+        "has_reported",
         "incompatible_peers",
         "is_draining",
         "is_up",
@@ -153,6 +154,8 @@ class Instance(RequestLoad):
         # Human-readable reason why it is down.
         self.error = ""
         self.compatibility = Compatibility()
+        # Whether a health check has read its report, which may be empty.
+        self.has_reported = False
         # None: a single rank, or the number is not reported.
         self.dp_ranks: DPRanks | None = None
         # None: it uses no KVCache pool, or does not report it.
@@ -314,7 +317,8 @@ class InstancePool:
         self._paired: frozenset[Instance] = frozenset()
         # Whether any live instance may return requests for recomputation: token ids are recorded.
         self.recomputes = False
-        # Whether all live instances continue answers that others have begun.
+        # Whether all live instances continue answers that others have begun, but for those that
+        # have not reported yet.
         self.continues_answers = False
         # Whether any live D repeats the first token, unless it gets a continued prompt.
         self.emits_first_token = False
@@ -469,8 +473,8 @@ class InstancePool:
 
     def note_compatibility(self, instance: Instance, compatibility: Compatibility) -> None:
         """Update what an instance reports about itself and its peers."""
-        if instance.compatibility != compatibility:
-            instance.compatibility = compatibility
+        if instance.compatibility != compatibility or not instance.has_reported:
+            instance.compatibility, instance.has_reported = compatibility, True
             num_ranks = compatibility.data_parallel_size
             if num_ranks != len(instance.dp_ranks or ()):
                 several = num_ranks > 1
@@ -505,7 +509,8 @@ class InstancePool:
         self.model_names = frozenset(n for i in self._instances.values() for n in i.spec.models)
         self.recomputes = any(i.spec.recomputes for i in takes)
         self.emits_first_token = any(i.spec.emits_first_token for i in takes)
-        self.continues_answers = all(i.compatibility.continues_answers for i in takes)
+        known = [i.compatibility.continues_answers for i in takes if i.has_reported]
+        self.continues_answers = bool(known) and all(known)
         for role in Role:
             self._live[role.index] = tuple(i for i in takes if i.spec.role is role)
         self._find_pairs()

@@ -457,11 +457,11 @@ class RequestRouter:
         step: AttemptStep[T],
         is_compatible: IsCompatible | None,
     ) -> T:
-        tried = list(context.avoided)
+        tried, num_tokens = list(context.avoided), context.prompt_tokens
         while True:
-            instance = self.choose(role, context, tried, is_compatible)
+            instance = self._choose_fit(role, context, tried, is_compatible)
             instance.num_running += 1
-            instance.num_prompt_tokens += context.prompt_tokens
+            instance.num_prompt_tokens += num_tokens
             rank = None if instance.dp_ranks is None else self._choose_rank(role, context, instance)
             began = self.now()
             try:
@@ -484,12 +484,29 @@ class RequestRouter:
                 return result
             finally:
                 instance.num_running -= 1
-                instance.num_prompt_tokens -= context.prompt_tokens
+                instance.num_prompt_tokens -= num_tokens
                 if rank is not None:
                     rank.num_running -= 1
-                    rank.num_prompt_tokens -= context.prompt_tokens
+                    rank.num_prompt_tokens -= num_tokens
                 if instance.is_draining:
                     self.pool.finish_drain(instance)
+
+    def _choose_fit(
+        self,
+        role: Role,
+        context: RequestContext,
+        tried: Sequence[Instance],
+        is_compatible: IsCompatible | None,
+    ) -> Instance:
+        """Choose the instance for a step as `choose` does, for the rest of an answer among those
+        that are known to continue it."""
+        if not context.continues_answer:
+            return self.choose(role, context, tried, is_compatible)
+        unfit = [each for each in self.pool if not each.compatibility.continues_answers]
+        chosen = self.choose(role, context, [*tried, *unfit], is_compatible)
+        if chosen in unfit:
+            raise UpstreamError(chosen.name, "is not known to continue an answer")
+        return chosen
 
     def _note_retry(self, role: Role, context: RequestContext, error: UpstreamError) -> None:
         context.attempt += 1

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import httpx
 import pytest
 import uvloop
 from support.proxy_conductor import check_nothing_is_reserved, settings
@@ -16,9 +18,11 @@ from support.proxy_fakes import (
     text_of,
     token_id,
 )
-from support.proxy_fakes_client import BODY, CHAT, events_of, post, streamed_text
+from support.proxy_fakes_client import BODY, CHAT, NO_TLS, events_of, post, streamed_text
 
+from mooncake_proxy.api.api_keys import ApiKey
 from mooncake_proxy.http1.upstream_connection import ClientLimits
+from mooncake_proxy.pool.instance_reports import Compatibility
 
 USAGE: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
 PATHS = ("/v1/completions", "/v1/chat/completions")
@@ -49,6 +53,7 @@ def check_complete(events: list[Any], num_tokens: int = 5) -> None:
     assert counts == [len(PROMPT_IDS), num_tokens, len(PROMPT_IDS) + num_tokens]
     assert len({event["id"] for event in events[:-1]}) == 1
     assert len({event["object"] for event in events[:-1]}) == 1
+    assert len({event["created"] for event in events[:-1]}) == 1
     roles = [c["delta"] for e in events[:-1] for c in e["choices"] if "delta" in c]
     assert sum("role" in delta for delta in roles) == bool(roles)
     assert not any("token_ids" in c for e in events[:-1] for c in e["choices"])
@@ -119,9 +124,11 @@ def test_decoder_shutdown_uses_no_retry_and_loses_no_stream() -> None:
     uvloop.run(main())
 
 
-def test_decoder_lost_after_last_token_needs_no_new_prefill() -> None:
+@pytest.mark.parametrize("num_decodes", [1, 2])
+def test_decoder_lost_after_last_token_needs_no_new_prefill(num_decodes: int) -> None:
     async def main() -> None:
-        async with fake_deployment(emits_first_token=True, **MIGRATES) as s:
+        settings = MIGRATES | {"num_decodes": num_decodes}
+        async with fake_deployment(emits_first_token=True, **settings) as s:
             let_fail(s, die_after=5)
             check_complete(events_of((await post(s, BODY | USAGE)).text))
             assert len(s.prefill.generated) == 1
@@ -226,6 +233,97 @@ def test_instances_that_can_continue_any_answer_in_its_middle(
             assert s.count("migrated") == 1
 
     uvloop.run(main())
+
+
+@pytest.mark.parametrize("continues_answers", [True, False])
+@pytest.mark.parametrize("limits", [{"max_tokens": 5}, {"max_tokens": None}], ids=["5", "none"])
+def test_migrated_stream_is_charged_as_an_unbroken_one(
+    limits: dict[str, Any], continues_answers: bool
+) -> None:
+    async def main() -> None:
+        team = ApiKey("k", "team", tokens_per_minute=600)
+        config: Any = MIGRATES | {"api_keys": frozenset({"k"}), "tenants": (team,)}
+        async with fake_deployment(**config) as s:
+            s.report(continues_answers=continues_answers)
+            beside_tokens = []
+            for die_after in (None, 3):
+                let_fail(s, die_after=die_after)
+                async with httpx.AsyncClient(base_url=s.url, verify=NO_TLS) as client:
+                    headers = {"authorization": "Bearer k", "x-request-id": "abc"}
+                    answer = await client.post(
+                        PATHS[1], json=CHAT | USAGE | limits, headers=headers
+                    )
+                events = events_of(answer.text)
+                assert events[-1] == "[DONE]"
+                num_requests, charged = s.app.process.tenants.limits.spent()["team"]
+                assert num_requests == 1
+                beside_tokens.append(charged - len(streamed_text(events).split()))
+            assert s.count("migrated") == 1
+            assert beside_tokens[0] == beside_tokens[1]
+
+    uvloop.run(main())
+
+
+def test_client_may_not_name_generated_tokens() -> None:
+    async def main() -> None:
+        async with fake_deployment() as s:
+            refused = await post(s, BODY | {"generated_token_ids": [7]})
+            assert (refused.status_code, refused.json()["error"]["param"]) == (
+                400,
+                "generated_token_ids",
+            )
+            assert (await post(s, BODY | {"generated_token_ids": None})).status_code == 200
+
+    uvloop.run(main())
+
+
+def test_answer_continues_beside_instances_that_have_not_reported_yet() -> None:
+    async def main() -> None:
+        async with fake_deployment(num_decodes=3, migrates_streams=True) as s:
+            new = s.decodes[-1]
+            s.report(continues_answers=True)
+            instance = s.app.router.pool.get(new.url)
+            instance.has_reported, instance.compatibility = False, Compatibility()
+            s.app.router.pool.note_compatibility(
+                s.app.router.pool.get(s.prefill.url), Compatibility("x", continues_answers=True)
+            )
+            for decode in s.decodes:  # whichever is asked first
+                decode.behaviour = Behaviour(spares_retries=True, die_after=3)
+            for _ in range(3):
+                events = events_of((await post(s, CHAT | USAGE | {"tools": []}, PATHS[1])).text)
+                check_complete(events)
+            asked = [seen.body for seen in new.generated]
+            assert not any("generated_token_ids" in body for body in asked)
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("num_decodes", [1, 2])
+def test_answer_is_not_continued_by_instances_that_can_not(num_decodes: int) -> None:
+    async def main() -> None:
+        async with fake_deployment(num_decodes=num_decodes, migrates_streams=True) as s:
+            s.report(continues_answers=True)
+            body = CHAT | USAGE | {"tools": []}
+            for decode in s.decodes:
+                decode.behaviour = Behaviour(die_after=3, token_delay_s=0.2)
+            answer = asyncio.ensure_future(post(s, body, PATHS[1]))
+            await asyncio.wait([asyncio.ensure_future(asked(s))])
+            s.report(continues_answers=False)
+            assert events_of((await answer).text)[-1]["error"]["code"] == "connection_lost"
+            assert sum(len(decode.generated) for decode in s.decodes) == 1
+
+    uvloop.run(main())
+
+
+async def asked(s: FakeDeployment) -> None:
+    """Wait until a D has been asked."""
+    waits = [
+        asyncio.ensure_future(d.wait_for(lambda d=d: bool(d.generated)))  # type: ignore[misc]
+        for d in s.decodes
+    ]
+    _, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    for each in pending:
+        each.cancel()
 
 
 def test_answer_whose_last_token_prefill_samples_is_ended_by_decoder() -> None:

@@ -37,6 +37,9 @@ REQUESTS: dict[str, Json] = {
     | {"presence_penalty": 1.5, "frequency_penalty": 1.0, "repetition_penalty": 1.3},
     "bad words": COMPLETION | {"bad_words": [" the", " was", "ing", " and a"]},
     "stop": COMPLETION | {"stop": [". ", " to"], "min_tokens": 9, "max_tokens": 60},
+    "min tokens": COMPLETION
+    | {"min_tokens": 16, "max_tokens": 40, "stop_token_ids": [*range(97, 123)], "temperature": 0.9}
+    | {"seed": 11},
     "logprobs": COMPLETION | {"logprobs": 2},
     "regex": COMPLETION
     | {"structured_outputs": {"regex": "[a-z]{3}(-[0-9]{2}){4}é"}, "ignore_eos": False},

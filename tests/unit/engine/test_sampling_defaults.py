@@ -11,7 +11,11 @@ import pytest
 from mooncake_engine.config import EngineConfig, read_chat_template
 from mooncake_engine.errors import CheckpointError, ConfigError
 from mooncake_engine.messages import EngineInfo
-from mooncake_engine.sampling_defaults import NO_DEFAULTS, read_sampling_defaults
+from mooncake_engine.sampling_defaults import (
+    NO_DEFAULTS,
+    SamplingDefaults,
+    read_sampling_defaults,
+)
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.server.openai_protocol import ChatMessage, ChatRequest, CompletionRequest
 from mooncake_engine.server.sampling_fields import chat_sampling, completion_sampling
@@ -49,6 +53,16 @@ def test_max_new_tokens_limits_every_request(tmp_path: Path) -> None:
         for wanted in (None, 5, 50)
     ]
     assert lengths == [10, 5, 10]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "num_generated", "left"), [(None, 4, 6), (8, 4, 6), (2, 4, 2), (None, 99, 1)]
+)
+def test_max_new_tokens_counts_output_of_other_instances(
+    wanted: int | None, num_generated: int, left: int
+) -> None:
+    assert SamplingDefaults({}, 10).limit(wanted, num_generated) == left
+    assert SamplingDefaults({}).limit(wanted, num_generated) == wanted
 
 
 @pytest.mark.parametrize("choice", ["none", "vllm"])

@@ -86,13 +86,11 @@ def test_grouping_changes_nothing(
 def test_continues_after_replayed_tokens(
     byte_tokenizer: Tokenizer, ids: list[int], at: int, stops: list[str], min_tokens: int
 ) -> None:
-    def sampling(min_tokens: int) -> SamplingParams:
-        return SamplingParams(stop=tuple(stops), min_tokens=min_tokens, max_tokens=None)
-
+    sampling = SamplingParams(stop=tuple(stops), min_tokens=min_tokens, max_tokens=None)
     singles = [[i] for i in ids]
-    whole, one = stream(byte_tokenizer, sampling(min_tokens), singles)
+    whole, one = stream(byte_tokenizer, sampling, singles)
     known = min(at, one.num_tokens - (one.stop_string is not None))
-    continued = IncrementalDetokenizer(byte_tokenizer, sampling(max(0, min_tokens - known)))
+    continued = IncrementalDetokenizer(byte_tokenizer, sampling)
     assert continued.replay(ids[:known]) == "".join(whole[:known])
     assert [*map(continued.push, singles[known:]), continued.finish()] == whole[known:]
     assert continued.stop_string == one.stop_string

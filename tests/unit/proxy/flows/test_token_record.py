@@ -258,17 +258,15 @@ def parsed_chunk(text: str, ids: list[int], field: str) -> bytes:
     return json.dumps(data).encode()
 
 
-def passing(found: TokenRecord, body: dict[str, Any], *, continues: bool = False) -> bool:
-    """Whether a request that this record belongs to can have another pass, where instances can
-    or can't continue an answer in its middle."""
+def passing(found: TokenRecord, body: dict[str, Any]) -> bool:
+    """Whether a request that this record belongs to can have another pass."""
     raw = json.dumps(body).encode()
     request: Any = SimpleNamespace(body=raw)
     parsed, fields = parse_request(raw)
     context = RequestContext(
         request, OpenAIEndpoint.CHAT, parsed, fields, "id", 0.0, 1.0, 1, answer_id="chatcmpl-1"
     )
-    router: Any = SimpleNamespace(pool=SimpleNamespace(continues_answers=continues))
-    is_possible = migration._begin_next_pass(router, context, found)
+    is_possible = migration._begin_next_pass(context, found)
     assert not is_possible or (request.body == raw) == (not found.generated)
     return is_possible
 
@@ -300,9 +298,8 @@ def test_parsed_stream_is_continued_by_instances_that_can() -> None:
     for text, ids in [("a", [10]), ("\ufffd", [11]), ("", [12])]:
         assert found.record_event(parsed_chunk(text, ids, "delta"), may_hold=True)
     assert found.may_migrate
-    assert passing(found, {"messages": [], "stream": True}, continues=True)
+    assert passing(found, {"messages": [], "stream": True})
     assert found.generated == [10, 11, 12]
-    assert not passing(found, {"messages": [], "stream": True}, continues=False)
 
 
 @pytest.mark.parametrize("shows_ids", [False, True])
