@@ -146,6 +146,21 @@ class FakeVllm:
         names_layers: bool = True,
     ) -> tuple[bool, dict[str, Any] | None]:
         """Compute a prompt in chunks that end before these tokens, and finish it."""
+        self.run(request, blocks, chunks, num_cached=num_cached, names_layers=names_layers)
+        request.num_computed_tokens, request.output_token_ids = chunks[-1], [7]
+        request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
+        return self.finish(request, blocks)
+
+    def run(
+        self,
+        request: FakeRequest,
+        blocks: Tables,
+        chunks: Sequence[int],
+        *,
+        num_cached: int = 0,
+        names_layers: bool = True,
+    ) -> None:
+        """Run the steps that compute these chunks of a prompt, from its first step on."""
         done = num_cached
         for number, stop in enumerate(chunks):
             new = SimpleNamespace(
@@ -164,9 +179,6 @@ class FakeVllm:
             )
             self.step(output, names_layers=names_layers)
             done = stop
-        request.num_computed_tokens, request.output_token_ids = done, [7]
-        request.status = SimpleNamespace(name="FINISHED_LENGTH_CAPPED")
-        return self.finish(request, blocks)
 
     def prefill(self, request: FakeRequest, blocks: Tables) -> dict[str, Any]:
         """Finish a prefill; returns the params in its answer."""

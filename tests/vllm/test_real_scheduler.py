@@ -11,7 +11,7 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,10 +23,14 @@ from support.vllm_scheduler import (
     PAUSE_S,
     VllmInstance,
     answer_to,
+    children,
     engine_config,
     settle,
     vllm_instance,
 )
+
+from mooncake_kv.pool.pool_events import LoadRequest, PoolLoadEnded
+from mooncake_vllm.vllm_pool_side import PoolSchedulerSide
 
 NUM_EXAMPLES = int(os.environ.get("VLLM_EXAMPLES", "15"))
 NUM_BLOCKS = 30  # three long prompts with their answers force vLLM to preempt
@@ -372,3 +376,72 @@ def test_micro_batch_kv_is_pushed_when_computed(posts: Any) -> None:
         world.finish(forgets=False)
         world.check(may_fail=False)
         assert decode.figures()["loads"] == 1
+
+
+@pytest.mark.parametrize("is_pool_first", [False, True], ids=["pool last", "pool first"])
+@pytest.mark.parametrize("ending", ["abort", "error"])
+@pytest.mark.parametrize("connector", ["HalPullConnector", "HalPushConnector"])
+def test_awaited_prefill_may_end_while_the_pool_loads_for_it(
+    connector: str,
+    ending: str,
+    is_pool_first: bool,
+    posts: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """D has reserved blocks, which P has not written to yet: only the load's end frees P's."""
+    server, kept = posts
+    kept.clear()
+    policy = "fail" if ending == "error" else "recompute"
+    options: Any = {"is_async": False, "pool": POOL, "is_pool_first": is_pool_first}
+    configs = [
+        engine_config(role, connector, policy, **options) for role in ("kv_producer", "kv_consumer")
+    ]
+    params = {"do_remote_prefill": True, "metaserver": server.url("d")}
+    if connector == "HalPullConnector":
+        params["do_pull"] = True
+    with (
+        vllm_instance(configs[0], NUM_BLOCKS) as prefill,
+        vllm_instance(configs[1], NUM_BLOCKS) as decode,
+    ):
+        prefill.submit("first", PROMPTS[4], 1)
+        settle([prefill], SETTLED_S)
+        wait_for(lambda: prefill.figures()["pool_num_saved_chunks"] == len(PROMPTS[4]) // 8)
+        assert prefill.scheduler.reset_prefix_cache()
+        decode.submit("d", PROMPTS[4], 2, params)
+        wait_for(lambda: "d" in kept, decode.step)
+        [pool] = [
+            each._scheduler
+            for each in children(prefill.scheduler.connector)
+            if isinstance(each._scheduler, PoolSchedulerSide)
+        ]
+        loads: list[LoadRequest] = []
+        monkeypatch.setattr(pool._client, "start_load", loads.append)
+        prefill.submit("p", PROMPTS[4], 1, {"do_remote_decode": True} | kept["d"])
+        wait_for(lambda: bool(loads), prefill.step)
+        num_free = prefill.num_free
+        if ending == "abort":
+            prefill.abort("p")
+            for _ in range(10):
+                prefill.step()
+                time.sleep(0.01)  # in which an early release would be reported
+            assert prefill.num_free == num_free, "the pool may still write to the blocks"
+        pool._on_event(PoolLoadEnded(loads[0].load_id, 0, "it is gone"))
+        settle([prefill, decode], SETTLED_S)
+        assert prefill.answers["p"].finish == ending
+        for each in (prefill, decode):
+            assert each.num_free == NUM_BLOCKS - 1
+            assert each.figures()["hook_errors"] == 0
+            assert each.leftovers() == []
+
+
+def wait_for(is_over: Callable[[], bool], step: Callable[[], None] = lambda: None) -> None:
+    """Step an instance until something has happened.
+
+    Raises:
+        AssertionError: it has not after ``SETTLED_S``.
+    """
+    deadline = time.monotonic() + SETTLED_S
+    while not is_over():
+        assert time.monotonic() < deadline
+        step()
+        time.sleep(PAUSE_S)

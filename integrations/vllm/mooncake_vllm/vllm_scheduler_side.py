@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from mooncake_hal.kv.geometry import AttentionKind
@@ -82,6 +83,29 @@ def transferred_prompt(request: Request) -> list[int]:
     return prompt[:-1] if is_continued else prompt
 
 
+@dataclass(slots=True)
+class SentRequest:
+    """A request whose KV goes to a peer.
+
+    Args:
+        request: vLLM's request.
+
+    Attributes:
+        num_cached: number of cached prompt tokens, once it has run.
+        num_preemptions: its number of preemptions when it last started or restarted; None if it
+            never ran.
+    """
+
+    request: Request
+    num_cached: int | None = None
+    num_preemptions: int | None = None
+
+    @property
+    def has_run_blocks(self) -> bool:
+        """Whether steps have computed KV in its blocks; otherwise no send reads them."""
+        return self.num_preemptions == self.request.num_preemptions
+
+
 class SchedulerSide(SchedulerSideBase):
     """Sends and loads prompts' KV, by pull or push.
 
@@ -100,8 +124,7 @@ class SchedulerSide(SchedulerSideBase):
         self._connector: Connector = entry(config, instance.num_ranks)
         self._instance = instance
         self._prompts = RemotePrompts()
-        # Running requests whose KV goes to a peer: number of cached prompt tokens, once known.
-        self._sending: dict[str, int | None] = {}
+        self._sending: dict[str, SentRequest] = {}  # that have not ended
         # Those of them whose peer has reserved blocks, and waits: push and early pull.
         self._awaited: set[str] = set()
         self._held: set[str] = set()  # finished requests whose blocks are held
@@ -150,7 +173,7 @@ class SchedulerSide(SchedulerSideBase):
         params = self._read(request, raw)
         request_id = request.request_id
         if params.keeps_kv:
-            self._sending[request_id] = None
+            self._sending[request_id] = SentRequest(request)
             if params.target is not None:
                 self._awaited.add(request_id)
                 self._connector.on_new_request(request_id, params)
@@ -209,14 +232,19 @@ class SchedulerSide(SchedulerSideBase):
         return False
 
     def push_steps(self, step: SchedulerOutput) -> tuple[PushStep, ...]:
-        """The parts of pushed prompts that a step computes. Also records how much of each sent
-        prompt was cached when it first ran."""
+        """The parts of pushed prompts that a step computes. Also records the starts of sent
+        requests, and how much of each prompt was cached at the first one."""
         if not self._sending:
             return ()
         for new in step.scheduled_new_reqs:
             # vLLM's newer model runner lists preempted requests here again.
-            if self._sending.get(new.req_id, 0) is None:
-                self._sending[new.req_id] = new.num_computed_tokens
+            if (sent := self._sending.get(new.req_id)) is not None:
+                sent.num_preemptions = sent.request.num_preemptions
+                if sent.num_cached is None:
+                    sent.num_cached = new.num_computed_tokens
+        for name in step.scheduled_cached_reqs.resumed_req_ids:
+            if (sent := self._sending.get(name)) is not None:
+                sent.num_preemptions = sent.request.num_preemptions
         if self._mode is not TransferMode.PUSH:
             return ()
         found = [
@@ -266,9 +294,8 @@ class SchedulerSide(SchedulerSideBase):
         request_id = request.request_id
         if name := self._prompts.leave(request_id):
             self._connector.cancel_load(name)
-        if request_id not in self._sending:
+        if (sent := self._sending.pop(request_id, None)) is None:
             return False, None
-        num_cached = self._sending.pop(request_id) or 0
         is_awaited = request_id in self._awaited
         self._awaited.discard(request_id)
         prompt = request.prompt_token_ids or []
@@ -280,6 +307,11 @@ class SchedulerSide(SchedulerSideBase):
         )
         if not is_complete and not is_awaited:
             return False, None
+        if not is_complete and not sent.has_run_blocks:
+            # Its blocks may be those of a load that another connector has in flight. vLLM frees
+            # them at that load's end, and expects no other report.
+            self._connector.cancel_send(request_id)
+            return False, None
         self._held.add(request_id)
         try:
             if not is_complete:  # KV in flight is drained before the blocks are freed
@@ -289,7 +321,7 @@ class SchedulerSide(SchedulerSideBase):
                 request_id,
                 self._prompt_table(tables, len(prompt)),
                 prompt,
-                FirstToken(request.output_token_ids[0], num_cached_tokens=num_cached),
+                FirstToken(request.output_token_ids[0], num_cached_tokens=sent.num_cached or 0),
                 cache_salt=request.cache_salt or "",
             )
         except BaseException:

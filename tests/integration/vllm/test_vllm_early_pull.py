@@ -103,19 +103,23 @@ def test_prefill_that_ends_with_its_first_token_is_pulled(
     check_arrival(prefill, decode, P_BLOCKS)
 
 
+@pytest.mark.parametrize("has_run", [False, True], ids=["before it runs", "when it has run"])
 @pytest.mark.parametrize("is_known", [False, True], ids=["at once", "while D waits"])
 def test_aborted_prefill_fails_the_load(
-    stack: ExitStack, tmp_path: Path, post: Post, is_known: bool
+    stack: ExitStack, tmp_path: Path, post: Post, is_known: bool, has_run: bool
 ) -> None:
     prefill, decode = start(stack, tmp_path)
     expect(decode, post)
     request = begin(prefill, post)
     if is_known:
         wait_for_holder(decode, "p")
+    if has_run:
+        prefill.run(request, P_BLOCKS, (3,))
     request.status.name = "FINISHED_ABORTED"
-    assert prefill.finish(request, P_BLOCKS[:1]) == (True, None)
+    assert prefill.finish(request, P_BLOCKS[:1]) == (has_run, None)
     decode.step_until(decode.reports.received, "d")
-    prefill.step_until(prefill.reports.sent, "p")
+    if has_run:
+        prefill.step_until(prefill.reports.sent, "p")
     assert decode.reports.failed == {"d"}
     assert prefill.scheduler.stats()["leases_held"] == 0
 
@@ -155,6 +159,7 @@ def test_earlier_attempt_at_the_same_p_does_not_reach_the_next_one(
     if late == "completes":
         assert prefill.compute(first, OTHER_BLOCKS, (14,)) == (True, None)
     else:
+        prefill.run(first, OTHER_BLOCKS, (3,))
         first.status.name = "FINISHED_ABORTED"
         prefill.finish(first, OTHER_BLOCKS)
     prefill.step_until(prefill.reports.sent, "p")

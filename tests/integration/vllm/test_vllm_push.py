@@ -128,15 +128,24 @@ def test_fully_cached_prompt_requests_no_prefill(
     assert not decode.reports.received
 
 
-def test_aborted_prefill_fails_the_load(stack: ExitStack, tmp_path: Path, post: Post) -> None:
+@pytest.mark.parametrize("when", ["before it runs", "when it has run", "when it is preempted"])
+def test_aborted_prefill_fails_the_load(
+    stack: ExitStack, tmp_path: Path, post: Post, when: str
+) -> None:
+    """Only blocks that it has run with are held."""
     prefill, decode = start(stack, tmp_path)
     expect(decode, post)
     request = FakeRequest("p", PROMPT, post.wait())
     prefill.scheduler.on_new_request(request)
+    if when != "before it runs":
+        prefill.run(request, P_BLOCKS, (3,))
+    request.num_preemptions += when == "when it is preempted"
     request.status.name = "FINISHED_ABORTED"
-    assert prefill.finish(request, P_BLOCKS[:1]) == (True, None)
+    is_held = when == "when it has run"
+    assert prefill.finish(request, P_BLOCKS[:1]) == (is_held, None)
     decode.step_until(decode.reports.received, "d")
-    prefill.step_until(prefill.reports.sent, "p")
+    if is_held:
+        prefill.step_until(prefill.reports.sent, "p")
     assert decode.reports.failed == {"d"}
 
 
