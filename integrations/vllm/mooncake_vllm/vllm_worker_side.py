@@ -257,7 +257,7 @@ class HeldLoads:
     when the step releases the load, so a load begins after an event that is recorded then. Nothing
     else orders a load's writes: vLLM keeps blocks that a step in flight may write to from being
     reallocated only if its own ``kv_role`` makes it a consumer, and in a MultiConnector that is the
-    outer connector's role.
+    outer connector's role. A load that is read in several parts waits for its step once.
 
     Args:
         receive: receives each order when it may be executed; in their order.
@@ -290,13 +290,14 @@ class HeldLoads:
         """Process an order of any kind: hold it, or pass it on. Any thread."""
         about = self._load_of(order)
         with self._lock:
-            if about is None or not (about.begins or about.name in self._held):
+            begins = about is not None and about.begins and about.name not in self._begun
+            if about is None or not (begins or about.name in self._held):
                 self._receive(order)
                 return
-            if about.begins:
-                self._held[about.name] = []
+            if begins:
+                self._held.setdefault(about.name, [])
             self._held[about.name].append(order)
-            if about.begins and (event := self._released.pop(about.name, None)) is not None:
+            if begins and (event := self._released.pop(about.name, None)) is not None:
                 self._begin_behind(event, [about.name])
 
     def release(self, names: Iterable[str]) -> None:

@@ -6,6 +6,7 @@ D posts its reservation to a metaserver, which sends P the request, as a proxy d
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from support.metaserver import Post
 from support.vllm_caches import filled_ranks, whole_prompt
-from support.vllm_instance import FakeRequest, FakeVllm, running
+from support.vllm_instance import DEADLINE_S, FakeRequest, FakeVllm, running
 
 from mooncake_hal.kv.geometry import AttentionKind
 from mooncake_kv.config import KVTransferConfig
@@ -87,6 +88,26 @@ def test_prompt_is_pulled_into_reserved_blocks(
     expect(decode, post)
     request = begin(prefill, post)
     assert prefill.compute(request, P_BLOCKS, (3, 9, 14)) == (True, None)
+    check_arrival(prefill, decode, P_BLOCKS)
+
+
+def test_prompt_is_pulled_in_parts_while_it_is_computed(
+    stack: ExitStack, tmp_path: Path, post: Post
+) -> None:
+    """As from a P that reports each chunk, which vLLM's does not."""
+    prefill, decode = start(stack, tmp_path)
+    expect(decode, post)
+    request = begin(prefill, post)
+    sender, receiver = prefill.scheduler._connector, decode.scheduler._connector
+    bytes_read = 0.0
+    for stop in (4, 8):
+        sender.prefill_advanced("p", P_BLOCKS, stop, 0)
+        deadline = time.monotonic() + DEADLINE_S
+        while receiver.stats()["bytes_received_early"] == bytes_read:
+            assert time.monotonic() < deadline, f"the part that ends at {stop} is not read"
+            decode.step()
+        bytes_read = receiver.stats()["bytes_received_early"]
+    assert prefill.compute(request, P_BLOCKS, (14,)) == (True, None)
     check_arrival(prefill, decode, P_BLOCKS)
 
 

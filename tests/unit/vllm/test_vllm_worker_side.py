@@ -221,6 +221,16 @@ def test_load_ordered_after_its_step_starts_immediately(orders_of: Orders) -> No
     loads.take(b"load a")
     loads.take(b"more a")
     assert taken == [b"load a", b"more a"]
+
+
+def test_load_in_several_parts_waits_for_its_step_once(orders_of: Orders) -> None:
+    """As an early pull, whose prompt is read in parts while it is computed."""
+    taken, loads = orders_of(HOST)
+    loads.take(b"load a")
+    loads.release(["a"])
+    loads.take(b"load a")
+    assert taken == [b"load a", b"load a"]
+    loads.forget("a")
     loads.take(b"load a")
     assert len(taken) == 2, "a later load of this name waits for another step"
 
