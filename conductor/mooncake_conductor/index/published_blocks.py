@@ -41,6 +41,21 @@ class _Block:
 
 
 @dataclass(slots=True)
+class _Chunk:
+    """A chunk of the index.
+
+    Args:
+        parts: the hashes of its blocks, by that of the block in which it ends. There are several
+            entries if prompts diverge after the chunk but within a block: with long blocks, one for
+            each prompt that begins with the same few tokens.
+        num_held: number of entries all of whose blocks a tier holds, by tier.
+    """
+
+    parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    num_held: list[int] = field(default_factory=lambda: [0] * len(Tier))
+
+
+@dataclass(slots=True)
 class _Orphan:
     """A block whose parent is not known yet.
 
@@ -138,9 +153,7 @@ class PublishedBlocks:
         self._orphans_by_parent: dict[int, dict[int, None]] = {}  # parent -> its orphans
         self._num_orphan_tokens = 0
         self._blocks: dict[int, _Block] = {}
-        # Chunk key -> hashes of its blocks. There are several entries if prompts diverge after the
-        # chunk but within a block.
-        self._parts: dict[int, list[tuple[int, ...]]] = {}
+        self._chunks: dict[int, _Chunk] = {}  # by key
         self.num_unknown = 0
 
     def __len__(self) -> int:
@@ -157,31 +170,30 @@ class PublishedBlocks:
             self._adapters.add(event.lora_name)
         if event.token_ids:
             self._place_new(event)
-        bit, complete = 1 << event.tier, []
+        complete = []
         for hash_ in event.keys:
             block = self._blocks.get(hash_)
             if block is None:
                 self.num_unknown += 1
                 if (orphan := self._orphans.get(hash_)) is not None:
-                    orphan.tiers |= bit
+                    orphan.tiers |= 1 << event.tier
                 continue
-            block.tiers |= bit
-            complete += [key for key in block.chunks if self._is_held(key, bit)]
+            complete += self._hold(hash_, block, event.tier)
         return tuple(complete)
 
     def removed(self, hashes: Iterable[int], tier: Tier) -> Keys:
         """Remove blocks. Returns the keys of chunks that are no longer complete in the tier."""
-        bit, gone = 1 << tier, []
+        gone = []
         for hash_ in hashes:
             if (orphan := self._orphans.get(hash_)) is not None:
-                orphan.tiers &= ~bit
+                orphan.tiers &= ~(1 << tier)
                 if not orphan.tiers:
                     self._pop_orphan(hash_)
             block = self._blocks.get(hash_)
             if block is None:
                 continue
-            block.tiers &= ~bit
-            gone += [key for key in block.chunks if not self._is_held(key, bit)]
+            self._drop(hash_, block, tier)
+            gone += [key for key in block.chunks if not self._chunks[key].num_held[tier]]
             if not block.tiers:
                 self._forget(hash_, block)
         return tuple(gone)
@@ -189,13 +201,39 @@ class PublishedBlocks:
     def clear(self) -> None:
         """Remove all blocks and orphans."""
         self._num_left_out = self._num_orphan_tokens = 0
-        for held in (self._orphans, self._orphans_by_parent, self._blocks, self._parts):
+        for held in (self._orphans, self._orphans_by_parent, self._blocks, self._chunks):
             held.clear()
 
-    def _is_held(self, key: int, bit: int) -> bool:
-        return any(
-            all(self._blocks[part].tiers & bit for part in parts) for parts in self._parts[key]
+    def _hold(self, hash_: int, block: _Block, tier: Tier) -> list[int]:
+        """Note that a tier holds a block. Returns the keys of its chunks that it holds now."""
+        if not block.tiers & (1 << tier):
+            block.tiers |= 1 << tier
+            for key in block.chunks:
+                self._chunks[key].num_held[tier] += self._num_held(hash_, key, tier)
+        return [key for key in block.chunks if self._chunks[key].num_held[tier]]
+
+    def _drop(self, hash_: int, block: _Block, tier: Tier) -> None:
+        """Note that a tier does not hold a block any more."""
+        if block.tiers & (1 << tier):
+            for key in block.chunks:
+                self._chunks[key].num_held[tier] -= self._num_held(hash_, key, tier)
+            block.tiers &= ~(1 << tier)
+
+    def _num_held(self, hash_: int, key: int, tier: Tier) -> int:
+        """Entries of a chunk with this block, all of whose blocks the tier holds."""
+        bit = 1 << tier
+        return sum(
+            all(self._blocks[part].tiers & bit for part in parts)
+            for parts in self._parts_with(hash_, key)
         )
+
+    def _parts_with(self, hash_: int, key: int) -> list[tuple[int, ...]]:
+        """The entries of a chunk with this block. There may be several only if the chunk does not
+        end in it; then its blocks are not multiples of a chunk."""
+        entries = self._chunks[key].parts
+        if (own := entries.get(hash_)) is not None:
+            return [own]
+        return [parts for parts in entries.values() if hash_ in parts]
 
     def _place_new(self, event: BlocksStored) -> None:
         """Compute the positions of new blocks in their prompt's chain."""
@@ -257,12 +295,9 @@ class PublishedBlocks:
             if block is None:
                 links = extend_links(link, orphan.token_ids)
                 block = self._place(hash_, parent, num_links, links)
-            block.tiers |= orphan.tiers
             for tier in Tier:
-                bit = 1 << tier
-                if orphan.tiers & bit:
-                    complete = tuple(key for key in block.chunks if self._is_held(key, bit))
-                    self.placed(tier, complete)
+                if orphan.tiers & (1 << tier):
+                    self.placed(tier, tuple(self._hold(hash_, block, tier)))
 
     def _pop_orphan(self, hash_: int) -> _Orphan:
         orphan = self._orphans.pop(hash_)
@@ -288,7 +323,7 @@ class PublishedBlocks:
             parts = self._parts_back_to(hash_, first)
             if parts is None:
                 continue
-            self._parts.setdefault(key, []).append(parts)
+            self._chunks.setdefault(key, _Chunk()).parts[hash_] = parts
             for part in parts:
                 if key not in self._blocks[part].chunks:
                     self._blocks[part].chunks.append(key)
@@ -305,14 +340,15 @@ class PublishedBlocks:
 
     def _forget(self, hash_: int, block: _Block) -> None:
         for key in block.chunks:
-            left = [parts for parts in self._parts[key] if hash_ not in parts]
-            for part in {part for parts in self._parts[key] for part in parts} - {hash_}:
-                if not any(part in parts for parts in left):
+            entries = self._chunks[key].parts
+            gone = self._parts_with(hash_, key)
+            for parts in gone:
+                del entries[parts[0]]
+            for part in {part for parts in gone for part in parts} - {hash_}:
+                if not any(part in parts for parts in entries.values()):
                     self._blocks[part].chunks.remove(key)
-            if left:
-                self._parts[key] = left
-            else:
-                del self._parts[key]
+            if not entries:
+                del self._chunks[key]
         del self._blocks[hash_]
 
 

@@ -97,6 +97,72 @@ def test_chunk_is_held_until_both_blocks_with_it_are_removed() -> None:
     assert len(blocks) == 0
 
 
+class CountedHash(int):
+    """A block hash that counts how often one is looked at."""
+
+    num_looks = 0
+
+    def __hash__(self) -> int:
+        CountedHash.num_looks += 1
+        return super().__hash__()
+
+    def __eq__(self, other: object) -> bool:
+        CountedHash.num_looks += 1
+        return super().__eq__(other)
+
+
+@pytest.mark.parametrize("tiers", [(Tier.DEVICE,), (Tier.DEVICE, Tier.DISK)])
+@pytest.mark.parametrize("num_shared", [0, 1])
+def test_removing_a_block_does_not_look_at_all_that_begin_like_it(
+    num_shared: int, tiers: tuple[Tier, ...]
+) -> None:
+    """With blocks longer than chunks, most prompts of a deployment may share their first chunk."""
+    blocks, size, num_prompts = PublishedBlocks(), 4 * CHUNK_TOKENS + 16, 200
+    common = tuple(range(size * num_shared + CHUNK_TOKENS))
+    shared = tuple(CountedHash(1000 + index) for index in range(num_shared))
+    hashes = [CountedHash(index) for index in range(num_prompts)]
+    for hash_ in hashes:
+        tokens = (*common, *[1000 + hash_] * (size - CHUNK_TOKENS))
+        for tier in tiers:
+            blocks.stored(BlocksStored((*shared, hash_), None, size, tier, tokens))
+    CountedHash.num_looks = 0
+    first = token_keys(common)[-1]
+    gone = [first in blocks.removed((hash_,), Tier.DEVICE) for hash_ in hashes]
+    assert gone == [False] * (num_prompts - 1) + [True]
+    assert CountedHash.num_looks < 50 * num_prompts
+
+
+@given(
+    st.sampled_from([16, 48, 64, 96, 256]),
+    st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from(list(Tier))), max_size=40),
+)
+@settings(deadline=None, max_examples=150)
+def test_tiers_hold_exactly_the_chunks_of_which_they_hold_all_blocks(
+    size: int, steps: list[tuple[bool, int, Tier]]
+) -> None:
+    """Blocks are removed in any order, also those whose children are held."""
+    blocks, held = PublishedBlocks(), {tier: set() for tier in Tier}
+    for is_store, number, tier in steps:
+        cache = Cache(size)
+        event = cache.store([0] * 80 + [number // 2] * 80 + [number] * 256)
+        assert event is not None
+        if is_store:
+            again = BlocksStored(event.keys, None, size, tier, event.token_ids)
+            held[tier] |= set(blocks.stored(again))
+        else:
+            held[tier] -= set(blocks.removed((event.keys[number % len(event.keys)],), tier))
+        for each in Tier:
+            assert held[each] == {
+                key
+                for block in blocks._blocks.values()
+                for key in block.chunks
+                if any(
+                    all(blocks._blocks[part].tiers & (1 << each) for part in parts)
+                    for parts in blocks._chunks[key].parts.values()
+                )
+            }
+
+
 def test_chain_continues_from_a_block_of_another_publisher() -> None:
     ids, names = list(range(2 * CHUNK_TOKENS)), BlockNames(capacity=2)
     keys = token_keys(ids)
