@@ -29,7 +29,7 @@ from mooncake_vllm.vllm_interface import Request, SchedulerOutput
 from mooncake_vllm.vllm_memory import join_tables
 from mooncake_vllm.vllm_window_blocks import WindowBlocks
 
-COMPLETED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED")
+COMPLETED = ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_REPETITION")
 """Finish statuses after which all steps of a request, except that of its last token, are over."""
 ABORTED = "FINISHED_ABORTED"
 """Finish status of a request whose client has left, or whose text contains a stop string. It can
@@ -376,7 +376,8 @@ class PoolSaves:
     def _save(self, saved: SavedRequest, tables: Sequence[Sequence[int]], stop: int) -> bool:
         """Offer the chunks up to ``stop`` to the pool; returns False if it refuses them at
         once."""
-        first = min(saved.held, default=stop) if self._windows.exist else saved.num_saved
+        num_saved = saved.num_saved
+        first = min(saved.held, default=stop) if self._windows.exist else num_saved
         if stop <= first:
             return True
         request = saved.request
@@ -392,7 +393,8 @@ class PoolSaves:
         )
         with self._lock:
             self._copies[save_id] = _Copy(saved, request.num_preemptions, held)
-            saved.num_saved = stop  # before the store's answer, which may take it back
+            if saved.num_saved == num_saved:  # no earlier save was refused meanwhile
+                saved.num_saved = stop  # before the store's answer, which may take it back
         if self._client.save(save):
             return True
         with self._lock:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -71,6 +71,11 @@ CASES = {
         None,
         44,
     ),
+    "it repeats itself, and the next step goes on": (
+        ended("FINISHED_REPETITION", 45, 1, num_sampled=5),
+        None,
+        44,
+    ),
 }
 
 
@@ -110,11 +115,12 @@ class Saves:
     def __init__(self) -> None:
         self.client = Client()
         self.reported: list[str] = []
+        self.publishes_tokens: Callable[[], bool] = lambda: False
         self.saves = PoolSaves(
             self.client,
             1,
             WindowBlocks([KVGroup((0,))], CHUNK, BLOCK),
-            publishes_tokens=lambda: False,
+            publishes_tokens=lambda: self.publishes_tokens(),
             report=self.reported.append,
         )
         self.request = FakeRequest("a", PROMPT)
@@ -349,6 +355,29 @@ def test_store_may_refuse_before_the_offer_returns() -> None:
     assert it.end()
     it.copy_all()
     assert it.client.judged == [(0, 5, True)]
+
+
+def test_refusal_while_the_next_chunks_are_offered_is_kept() -> None:
+    """The client's thread completes while vLLM's collects the tokens and keys of its next save."""
+    it = Saves()
+    it.begin()
+    it.compute(16)
+    [early] = it.client.saves
+
+    def publishes_tokens() -> bool:
+        it.publishes_tokens = lambda: False
+        it.saves.copied(ChunksCopied(early, False, 1))
+        del it.client.saves[early]
+        return False
+
+    it.publishes_tokens = publishes_tokens
+    it.compute(32)
+    it.copy_all()
+    it.request.output_token_ids = [7]
+    it.request.num_computed_tokens = 40
+    assert it.end()
+    it.copy_all()
+    assert it.client.judged == [(2, 4, True), (1, 5, True)]
 
 
 def test_refusal_of_a_preempted_request_changes_nothing() -> None:
