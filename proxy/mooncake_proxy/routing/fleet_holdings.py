@@ -37,8 +37,9 @@ if TYPE_CHECKING:
 # After this many seconds a store is asked for another snapshot, once, if it still has orphans:
 # chunks whose predecessors are unknown. There may have been more of them than are kept.
 SNAPSHOT_RETRY_S = 30.0
-# For the publisher names of stores: all fleets of the process have one feed.
-_store_numbers = count()
+# For unique publisher names: all fleets of the process have one feed, and an instance that switches
+# its role may join one fleet before it leaves another.
+_publisher_numbers = count()
 
 
 @dataclass(slots=True)
@@ -157,7 +158,8 @@ class FleetHoldings:
             publishers = held.by_publisher.ranks
         held.on_devices = publishers[0]
         for number, endpoints in enumerate(ranks):
-            name = f"{held.instance.name}#{number}" if number else held.instance.name
+            rank = f"{held.instance.name}#{number}" if number else held.instance.name
+            name = f"{rank} (subscription {next(_publisher_numbers)})"
             self._subscribe(slot, name, endpoints, publishers[number], self._new_blocks())
             held.rank_names.append(name)
             self._rank_slots[name] = slot
@@ -233,7 +235,7 @@ class FleetHoldings:
         """Add an instance to the users of a store, which is subscribed to for the first one."""
         store = self._stores.get(endpoints)
         if store is None:
-            name = f"store {next(_store_numbers)} at {endpoints.endpoint}"
+            name = f"store {next(_publisher_numbers)} at {endpoints.endpoint}"
             store = _StoreSubscription(name, SharedHoldings(), now + SNAPSHOT_RETRY_S)
             self._stores[endpoints] = store
             blocks = self._new_blocks(self._store_blocks)

@@ -240,3 +240,22 @@ def test_new_subscription_of_an_instance_is_trusted_after_a_gap_of_the_former() 
     take(holdings, feed.delivery(1, 0))
     [key] = holdings._stores[KVEventEndpoints("tcp://s1")].holdings._held[Tier.HOST]
     assert [*index.match([key], 0.0).local] == [1]
+
+
+def test_instance_that_joins_another_fleet_before_it_leaves_its_own_stays_subscribed() -> None:
+    """After a change of its role, between pairs and instances that serve whole requests."""
+    names: list[str] = []
+    feed: Any = SimpleNamespace(
+        subscribe=lambda name, endpoints: names.append(name), unsubscribe=names.remove
+    )
+    pairs, coupled = (FleetHoldings(ChunkIndex(1), lambda: feed, num_chunks=8) for _ in range(2))
+    endpoints = KVEventEndpoints("tcp://s0")
+    instance: Any = SimpleNamespace(name="i", kv_events=endpoints, store_kv_events=())
+    for holdings in (pairs, coupled):
+        holdings.join(0, instance)
+        holdings.update_subscriptions(0, now=0.0)
+    first, second = names
+    pairs.leave(0)
+    assert first != second
+    assert names == [second]
+    assert coupled.has_publishers
