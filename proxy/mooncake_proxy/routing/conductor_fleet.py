@@ -240,14 +240,14 @@ class ConductorFleet:
         if slot is not None:
             routed.decode_slot = slot
         routed.outcome["prefilled_at"] = now
-        self.holdings.note_processed(routed.decision.prefill.slot, routed.request.keys)
+        self._note_prefilled(routed.decision.prefill.slot, routed.request.keys, now)
         return verdict
 
     def pushed(self, routed: RoutedRequest, now: float) -> None:
         """Report the completed prefill of a request whose decode instance was fixed before."""
         self.conductor.book.prefilled(routed.request.request_id, now)
         routed.outcome["prefilled_at"] = now
-        self.holdings.note_processed(routed.decision.prefill.slot, routed.request.keys)
+        self._note_prefilled(routed.decision.prefill.slot, routed.request.keys, now)
 
     def measure_prefill(
         self, instance: Instance, num_tokens: int, num_cached: int, began: float, now: float
@@ -293,7 +293,7 @@ class ConductorFleet:
         self.sync_with_pool(now)
         for reservation, event in self.exchange.apply(owner, changes, now, is_snapshot=is_snapshot):
             if event is ReservationEvent.PREFILLED:
-                self.holdings.note_processed(reservation.choice.slot, reservation.request.keys)
+                self._note_prefilled(reservation.choice.slot, reservation.request.keys, now)
             elif event is ReservationEvent.JOINED:
                 self.holdings.note_processed(reservation.decode_slot, reservation.request.keys)
 
@@ -303,6 +303,12 @@ class ConductorFleet:
         self.conductor.book.sweep(now)
         self.holdings.sweep(now)
         self.conductor.index.collect(1)
+
+    def _note_prefilled(self, slot: int, keys: Keys, now: float) -> None:
+        """Note that the instance in `slot` has completed a prefill, also one of another process."""
+        if (entry := self._entries.get(slot)) is not None:
+            entry.free_at = now
+        self.holdings.note_processed(slot, keys)
 
     def _route(self, request: RoutingRequest, now: float) -> RoutedRequest:
         decision = self.conductor.route(request, now)

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from mooncake_conductor.reservations import ReservationEvent
+from mooncake_conductor.shared_reservations import Moved, Reserved
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
@@ -179,5 +181,41 @@ def test_index_of_instance_is_cleared_when_down() -> None:
         bench.pool.set_up(p0, up=False, error="gone")
         bench.fleet.sweep(0.0)
         assert index.match(keys, 0.0).local[slot] == 0
+
+    on_bench(1, 1, test)
+
+
+@pytest.mark.parametrize("how", ["pushed", "of another process"])
+def test_measured_prefill_begins_after_the_one_before_whoever_reported_it(how: str) -> None:
+    def test(bench: Bench) -> None:
+        measured: list[float] = []
+        fleet = bench.fleet
+        fleet.conductor.measured_prefill = (  # type: ignore[method-assign]
+            lambda slot, num_tokens, num_cached, seconds: measured.append(seconds)
+        )
+        [p0] = bench.prefills
+        if how == "pushed":
+            fleet.pushed(bench.place(), 1.0)
+        else:
+            reserved = Reserved(
+                "r",
+                p0.name,
+                bench.decodes[0].name,
+                1000,
+                0,
+                1.0,
+                "",
+                b"",
+                ttft=1.0,
+                queue=0.0,
+                load=0.0,
+                compute=1.0,
+                lifetime_s=9.0,
+            )
+            fleet.sync_with_pool(0.0)
+            fleet.apply("another", [reserved], 0.0)
+            fleet.apply("another", [Moved("r", ReservationEvent.PREFILLED)], 1.0)
+        fleet.measure_prefill(p0, 1000, 0, began=0.0, now=1.1)
+        assert measured == pytest.approx([0.1])
 
     on_bench(1, 1, test)
