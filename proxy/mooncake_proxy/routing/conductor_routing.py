@@ -77,12 +77,12 @@ class ConductorRouting:
         Raises:
             SloRefused: the request could not be served within its objectives.
         """
-        if role not in (None, Role.BOTH):
-            return  # requests that only decode instances serve are not placed by the conductor
-        fleet = self.pairs if role is None else self.coupled
         if context.routed is not None:  # a new pass: end the reservation of the one before
             context.routed.fleet.ended(context.routed, self._now())
             context.routed = None
+        if role not in (None, Role.BOTH):
+            return  # requests that only decode instances serve are not placed by the conductor
+        fleet = self.pairs if role is None else self.coupled
         routed = fleet.place(
             num_tokens=context.prompt_tokens,
             keys=keys_of(context, self._adapter_of(context.parsed.model)),
@@ -164,7 +164,9 @@ class ConductorRouting:
         is_whole = request.ended and request.status == 200
         routed.outcome |= {"is_whole": is_whole, "seconds": now - context.arrival}
         timing = context.timing
-        if not is_whole:
+        # The first token of an answer that is not streamed comes with the last one, so its decode
+        # duration is unknown: as 0 it would hide the load of the class's streams.
+        if not is_whole or not context.parsed.stream:
             routed.fleet.ended(routed, now)
             return
         per_token = None

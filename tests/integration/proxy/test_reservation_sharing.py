@@ -55,7 +55,8 @@ def test_reservations_are_exchanged_and_counted() -> None:
             stack.callback(ours.close)
             stack.callback(link.close)
             s.prefill.behaviour.delay_s = s.prefills[1].behaviour.delay_s = 1.0
-            asked = asyncio.ensure_future(post(s, BODY | {"prompt": list(range(640))}))
+            body = BODY | {"prompt": list(range(640)), "stream": True}
+            asked = asyncio.ensure_future(post(s, body))
             [placed] = await received(ours, s)
             fleet = conductor_of(s).pairs.conductor
             assert len(fleet.book) == 1

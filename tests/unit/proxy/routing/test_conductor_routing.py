@@ -1,13 +1,16 @@
-"""Which KV a request's `model` name means: the model's own, or an adapter's."""
+"""Which KV a request's `model` name means, and what the conductor is told of a request."""
 
 from __future__ import annotations
 
 import asyncio
 import random
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
+from mooncake_proxy.api.proxied_request import StreamTiming
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
@@ -57,5 +60,52 @@ def test_without_publishers_all_names_differ_even_after_there_were_some() -> Non
         routing = ConductorRouting(pool, ConductorConfig(), random.Random(1), now)
         routing._feed = Mock()  # of a publisher that has left
         assert [routing._adapter_of(name) for name in ("m", "new")] == ["m", "new"]
+
+    asyncio.run(main())
+
+
+def placed_request(pool: InstancePool, now: Mock) -> tuple[ConductorRouting, Any]:
+    """A request, as a context, that is placed on the only pair."""
+    pool.add(InstanceSpec(Origin("http", "p", 80), Role.PREFILL))
+    pool.add(InstanceSpec(Origin("http", "d", 80), Role.DECODE))
+    routing = ConductorRouting(pool, ConductorConfig(), random.Random(1), now)
+    routed = routing.pairs.place(
+        num_tokens=64, keys=(1,), token_limit=None, request_class="default", now=now()
+    )
+    context: Any = SimpleNamespace(routed=routed, arrival=now(), timing=StreamTiming())
+    context.request = SimpleNamespace(ended=True, status=200)
+    return routing, context
+
+
+@pytest.mark.parametrize(("is_stream", "expected_s"), [(True, 2.0), (False, 10.0)])
+def test_decode_duration_of_an_answer_that_is_not_streamed_is_unknown(
+    is_stream: bool, expected_s: float
+) -> None:
+    """The whole answer arrives at once, so the decode would seem to have taken no time, and the
+    streams of its class to end when they begin."""
+
+    async def main() -> None:
+        now = Mock(return_value=0.0)
+        routing, context = placed_request(InstancePool(ClientContext()), now)
+        context.parsed = SimpleNamespace(stream=is_stream)
+        conductor = routing.pairs.conductor
+        before = routing.pairs._output("default").value
+        for at, report in ((1.0, routing.decoding), (3.0 if is_stream else 1.0, routing.ended)):
+            now.return_value = at
+            report(context)
+        assert conductor.ledger.expected_seconds("default") == expected_s
+        assert (routing.pairs._output("default").value == before) is not is_stream
+        assert len(conductor.book) == 0
+
+    asyncio.run(main())
+
+
+def test_pass_that_the_conductor_does_not_place_ends_the_reservation_of_the_one_before() -> None:
+    async def main() -> None:
+        routing, context = placed_request(InstancePool(ClientContext()), Mock(return_value=0.0))
+        assert len(routing.pairs.conductor.book) == 1
+        routing.place(context, Role.DECODE)
+        assert len(routing.pairs.conductor.book) == 0
+        assert context.routed is None
 
     asyncio.run(main())
