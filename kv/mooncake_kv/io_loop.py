@@ -56,7 +56,7 @@ class IoLoop:
         """Whether the thread runs: neither was it closed, nor has it ended by itself."""
         return self._thread.is_alive()
 
-    def call(self, request_id: str, function: Callable[..., None], *args: Any) -> None:
+    def call(self, request_id: str, function: Callable[..., object], *args: Any) -> None:
         """Schedule a function on the loop; calls keep their order. After ``close`` it is dropped.
         Any thread.
 
@@ -145,7 +145,7 @@ class IoLoop:
         return task
 
     def _guarded(
-        self, request_id: str, function: Callable[..., None], args: tuple[Any, ...]
+        self, request_id: str, function: Callable[..., object], args: tuple[Any, ...]
     ) -> None:
         try:
             function(*args)

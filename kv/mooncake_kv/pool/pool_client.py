@@ -17,10 +17,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
 
 from mooncake_hal.kv.geometry import KVGeometry
 from mooncake_hal.session.processes import ProcessName
@@ -234,7 +233,7 @@ class PoolClient:
         if not hints and all(probe.done() for probe in probes):
             return self._found({n: probe.result() for n, probe in enumerate(probes)})
         look_up = _LookUp(load_id, keys, probes, hints, timeout_s)
-        self._spawn(self._look_up(look_up), load_id)
+        self._loop.call(load_id, self._loop.spawn, self._look_up(look_up), load_id)
         return None
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -268,7 +267,7 @@ class PoolClient:
             return False
         self._saving.add(save.save_id)
         self._count_in_flight()
-        self._spawn(self._save(save), save.save_id)
+        self._loop.call(save.save_id, self._loop.spawn, self._save(save), save.save_id)
         return True
 
     def end_save(self, save_id: str, *, is_unchanged: bool) -> None:
@@ -277,24 +276,22 @@ class PoolClient:
 
     # -- loop thread ----------------------------------------------------------------------------
 
-    def _spawn(self, coroutine: Coroutine[Any, Any, None], order_id: str) -> None:
-        def spawn() -> None:
-            self._loop.spawn(coroutine, order_id)
-
-        self._loop.call(order_id, spawn)
-
     def _begin_load(self, load: LoadRequest) -> None:
         self._active.add(load.load_id)
         self._loop.spawn(self._load(load), load.load_id)
 
     def _log_error(self, order_id: str, exc: Exception) -> None:
-        """Log an unexpected exception of the loop. Loads and saves post their events anyway."""
+        """Log an unexpected exception of the loop. All that it ends post their events anyway."""
         logger.warning("the pool client failed in %s: %r", order_id, exc)
 
     async def _look_up(self, look_up: _LookUp) -> None:
-        hinted = await self._hinted.probe(look_up.hints, look_up.keys, look_up.timeout_s)
-        places = {n: await asyncio.wrap_future(probe) for n, probe in enumerate(look_up.probes)}
-        self._post(ChunksFound(look_up.load_id, self._found(places | dict(hinted))))
+        found: Sequence[ChunkSource] = ()
+        try:
+            hinted = await self._hinted.probe(look_up.hints, look_up.keys, look_up.timeout_s)
+            places = {n: await asyncio.wrap_future(probe) for n, probe in enumerate(look_up.probes)}
+            found = self._found(places | dict(hinted))
+        finally:
+            self._post(ChunksFound(look_up.load_id, found))
 
     def _found(self, places: Mapping[int, Sequence[Residence]]) -> list[ChunkSource]:
         found = nearest_sources(places)

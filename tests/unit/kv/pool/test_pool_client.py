@@ -16,6 +16,7 @@ from mooncake_kv.pool import pool_client, rank_orders
 from mooncake_kv.pool.pool_client import PoolClient
 from mooncake_kv.pool.pool_events import (
     ChunksCopied,
+    ChunksFound,
     ChunkSource,
     LoadRequest,
     PoolLoadEnded,
@@ -303,6 +304,17 @@ def test_saves_go_to_the_next_store_while_the_first_is_away(instance):
 
 def test_stores_learn_which_processes_write_to_them(instance):
     assert instance.writers == [this_process()]
+
+
+def test_look_up_that_fails_finds_nothing(instance, monkeypatch, caplog):
+    """Whoever asked waits for its event."""
+    probe, found = Future(), Queue()
+    monkeypatch.setattr(instance.user._user, "probe", lambda keys: probe)
+    monkeypatch.setattr(instance.client, "_post", found.put)
+    assert instance.client.lookup("a look-up", [KEY]) is None
+    probe.set_exception(RuntimeError("a defect"))
+    assert found.get(timeout=WAIT_S) == ChunksFound("a look-up", ())
+    instance.await_that(lambda: "failed in a look-up: RuntimeError('a defect')" in caplog.text)
 
 
 @pytest.fixture
