@@ -17,11 +17,14 @@ from support.vllm_scheduler import (
     vllm_instance,
 )
 from vllm.config import set_current_vllm_config
+from vllm.v1.core.sched.interface import PauseState
 
 from mooncake_vllm.errors import UnsupportedByVllmConnector
 
 NUM_BLOCKS = 40
 SETTLED_S = 60.0
+LEASES_S = 12.0
+"""Six leases, in seconds."""
 POOL = "dram=1MiB,chunk=8"
 PROMPT = [*range(3, 40)]
 NUM_TOKENS = 4
@@ -74,6 +77,22 @@ def test_lease_is_released_by_a_refused_request_of_p_itself(is_async: bool) -> N
         settle([prefill], SETTLED_S)
         assert prefill.figures()["leases_expired"] == 0
         check_nothing_is_left(prefill)
+
+
+def test_lease_is_not_renewed_by_a_paused_d_that_has_not_begun_to_read() -> None:
+    """P's own pause is complete only once no lease is left."""
+    with (
+        instance("kv_producer", is_async=False) as prefill,
+        instance("kv_consumer", policy="recompute", is_async=False) as d,
+    ):
+        params = prefill_one(prefill)
+        d.scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        d.submit("d", PROMPT, NUM_TOKENS, params)
+        settle([prefill], LEASES_S)
+        d.scheduler.set_pause_state(PauseState.UNPAUSED)
+        settle([d], SETTLED_S)
+        assert d.answers["d"].tokens == answer_to(PROMPT, NUM_TOKENS)
+        check_nothing_is_left(prefill, d)
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])

@@ -69,6 +69,13 @@ class RemotePrompts:
         with self._lock:
             return any(each.state is PromptState.LOADING for each in self._by_name.values())
 
+    @property
+    def are_only_held_by_peers(self) -> bool:
+        """Whether peers hold prompts for requests here, and none is being loaded."""
+        with self._lock:
+            states = [p.state for p in self._by_name.values() if p.key[1] != NOT_REQUESTED]
+        return PromptState.EXPECTED in states and PromptState.LOADING not in states
+
     def is_known(self, key: PeerKey) -> bool:
         """Whether a live request, or a load in flight, is for this prompt."""
         with self._lock:

@@ -52,8 +52,7 @@ class StepWatch:
 
     vLLM's loop schedules one or more steps, waits for the results of the first, and schedules the
     next for as long as it has requests, including requests that wait for KV. Without requests it is
-    idle, for however long. ``begin`` and ``end`` are called on vLLM's thread, ``has_stalled`` on
-    any.
+    idle, for however long. ``begin``, ``end`` and ``arrive`` are called on vLLM's thread.
 
     Args:
         limit_s: time without results after which a step counts as stalled, in seconds.
@@ -74,6 +73,15 @@ class StepWatch:
         """Record that the results of the oldest step have arrived."""
         self._changed_at = self._clock()
         self._num_open = max(0, self._num_open - 1)
+
+    def arrive(self) -> None:
+        """Record that a request has arrived, after which vLLM is not idle any more."""
+        self._changed_at = self._clock()
+
+    def seconds_without_step(self) -> float:
+        """How long no step has begun, since the latest result or request; 0 during steps. If
+        requests wait, vLLM is paused, since it would begin one within milliseconds. Any thread."""
+        return 0.0 if self._num_open else self._clock() - self._changed_at
 
     def has_stalled(self) -> bool:
         """Whether vLLM has waited for results for too long. Any thread."""

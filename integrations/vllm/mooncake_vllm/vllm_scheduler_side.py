@@ -123,6 +123,7 @@ class SchedulerSide(SchedulerSideBase):
         self._mode: TransferMode = entry.mode
         self._connector: Connector = entry(config, instance.num_ranks)
         self._instance = instance
+        self._lease_s = config.lease_s
         self._prompts = RemotePrompts()
         self._sending: dict[str, SentRequest] = {}  # that have not ended
         # Those of them whose peer has reserved blocks, and waits: push and early pull.
@@ -157,7 +158,7 @@ class SchedulerSide(SchedulerSideBase):
             ),
             send=self._ranks.send,
             post=self._on_event,
-            has_stalled=self._steps.has_stalled,
+            has_stalled=self._has_stalled,
         )
 
     # ------------------------------------------------------------- vLLM's hooks
@@ -165,6 +166,7 @@ class SchedulerSide(SchedulerSideBase):
     def on_new_request(self, request: Request) -> None:
         """Process a new request: parse its parameters, once."""
         self.check_alive()
+        self._steps.arrive()
         if self.is_waiting:
             self._ranks.wake_up()
         raw = request.kv_transfer_params
@@ -357,6 +359,15 @@ class SchedulerSide(SchedulerSideBase):
         self._ranks.close()
 
     # ------------------------------------------------------------- the rest
+
+    def _has_stalled(self) -> bool:
+        """Whether peers need not hold KV for this instance: a step hangs, or vLLM is paused before
+        it has begun to load. A paused peer could otherwise not complete its own pause, as long as
+        its leases are renewed. Any thread."""
+        return self._steps.has_stalled() or (
+            self._prompts.are_only_held_by_peers
+            and self._steps.seconds_without_step() > self._lease_s
+        )
 
     def _start_load(self, request: Request, blocks: KVCacheBlocks, start: int) -> None:
         """Start a load. From here on vLLM waits for a report, so every failure must send one."""

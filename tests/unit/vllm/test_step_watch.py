@@ -69,6 +69,22 @@ def test_steps_that_make_progress_do_not_stall(
     assert watch.has_stalled()
 
 
+def test_time_without_step_counts_from_the_latest_request_or_result(
+    watch: StepWatch, clock: Clock
+) -> None:
+    clock.now += LIMIT_S
+    watch.arrive()
+    assert watch.seconds_without_step() == 0
+    clock.now += 1.0
+    assert watch.seconds_without_step() == 1.0
+    watch.begin()
+    clock.now += LIMIT_S
+    assert watch.seconds_without_step() == 0, "a step may take long"
+    watch.end()
+    clock.now += 2.0
+    assert watch.seconds_without_step() == 2.0
+
+
 def test_results_without_a_begun_step_do_not_hide_a_later_stall(
     watch: StepWatch, clock: Clock
 ) -> None:
