@@ -513,12 +513,13 @@ def test_error_for_lost_chunk_names_the_load_failure_policy(
 
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)
+@pytest.mark.parametrize("call", ["lookup", "start_load"])
 def test_load_that_can_not_be_started_is_recomputed(
-    store: StoreService, monkeypatch: pytest.MonkeyPatch
+    store: StoreService, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    """vLLM has put the request aside until its load has ended."""
+    """vLLM waits for the look-up, and has put the request aside until its load has ended."""
 
-    def fail(load: LoadRequest) -> None:
+    def fail(*_: object) -> None:
         raise RuntimeError("a defect")
 
     with pooled(store, is_async=False) as first, pooled(store, is_async=False) as second:
@@ -527,7 +528,7 @@ def test_load_that_can_not_be_started_is_recomputed(
         pair.do("settle", 0, 0)
         wait_for_saved(first, (len(PROMPTS[4]) + 8) // CHUNK)
         [side] = [each._scheduler for each in children(second.scheduler.connector)]
-        monkeypatch.setattr(side._client, "start_load", fail)
+        monkeypatch.setattr(side._client, call, fail)
         pair.do("ask", 4, 1)
         settle([second], 30)
         assert second.answers["r1"].tokens == answer_to(PROMPTS[4], 9)

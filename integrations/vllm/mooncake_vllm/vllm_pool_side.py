@@ -337,7 +337,11 @@ class PoolSchedulerSide(SchedulerSideBase):
             if (earlier := self._by_request.get(request_id)) is not None:
                 del self._by_name[earlier.name]
             self._by_request[request_id] = self._by_name[name] = pooled
-        sources = self._client.lookup(pooled.name, pooled.keys)
+        try:
+            sources = self._client.lookup(pooled.name, pooled.keys)
+        except BaseException:
+            self._found(pooled, ())  # vLLM would ask for its result for ever
+            raise
         if sources is not None:
             self._found(pooled, sources)
         return pooled
