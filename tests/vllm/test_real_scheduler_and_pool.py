@@ -36,7 +36,7 @@ from vllm.v1.core.sched.interface import PauseState
 from mooncake_hal.negotiation import Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.transport import EndpointOptions
-from mooncake_kv.pool.pool_events import LoadRequest, PoolLoadEnded
+from mooncake_kv.pool.pool_events import PoolLoadEnded
 from mooncake_kv.store.chunk_keys import chunk_keys
 from mooncake_kv.store.chunk_layout import chunk_bytes
 from mooncake_kv.store.chunk_store import Residence
