@@ -42,7 +42,9 @@ class SamplingDefaults:
         """
         if self.max_tokens is None:
             return wanted
-        left = max(1, self.max_tokens - num_generated)
+        left = self.max_tokens
+        if num_generated:
+            left = max(1, left - num_generated)
         return left if wanted is None else min(left, wanted)
 
     def params(self) -> SamplingParams:
