@@ -213,7 +213,7 @@ class GenerationHandler:
         }
         [prompt, *others] = context.prompts
         if prompt.text is not None and not others:  # saves the decode instance from tokenising
-            common["prompt_token_ids"] = (*prompt.token_ids, *context.generated)
+            common["prompt_token_ids"] = prompt.token_ids + context.generated
         updates = [
             _finished_update(choice)
             if choice.output.kv_transfer_params is None

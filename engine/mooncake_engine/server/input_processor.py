@@ -207,8 +207,7 @@ class InputProcessor:
         generated = tuple(request.generated_token_ids or ())
         if generated:
             _check_generated(request, num_choices, is_outgoing=kv_transfer.is_outgoing)
-            whole = (*prompts[0].token_ids, *generated)
-            check_prompt(whole, self.info, param="generated_token_ids")
+            check_prompt(prompts[0].token_ids + generated, self.info, param="generated_token_ids")
         common = EngineRequest(
             request_id,
             generated,
@@ -253,7 +252,8 @@ class InputProcessor:
         for i, name in enumerate(names):
             number, index = divmod(i, per_prompt)
             prompt = prompts[number]
-            token_ids = (*prompt.token_ids, *common.prompt_token_ids)
+            # The choices of a prompt share its tuple: adding nothing copies nothing.
+            token_ids = prompt.token_ids + common.prompt_token_ids
             params = read_kv_transfer_params(kv_transfer.params(i), token_ids, common.cache_salt)
             if params.metaserver is not None and prompt.text is not None:
                 # saves the prefill instance from tokenising the prompt again
