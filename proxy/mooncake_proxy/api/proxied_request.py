@@ -21,7 +21,6 @@ from mooncake_api.instance_protocol import (
     UNSAFE_REQUEST_ID,
 )
 from mooncake_proxy.api.openai_bodies import (
-    ABSENT,
     Fields,
     OpenAIEndpoint,
     ParsedRequest,
@@ -181,7 +180,8 @@ class RequestContext(Struct, eq=False):
     @property
     def continues_answer(self) -> bool:
         """Whether the client has the beginning of the answer: its stream goes on behind it."""
-        return not is_null(self.fields.get(GENERATED_TOKENS, ABSENT))
+        given = self.fields.get(GENERATED_TOKENS)
+        return given is not None and not is_null(given)
 
     @property
     def attempt_id(self) -> str:

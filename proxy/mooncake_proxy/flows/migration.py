@@ -92,11 +92,10 @@ async def _run_passes(
                 includes_usage = context.parsed.includes_usage
                 context.request.end(record.closing_events(includes_usage=includes_usage))
                 return
-            if record.num_passes >= MAX_PASSES:
-                raise
-            if not is_recomputed and not _may_migrate(router, context, record, error):
-                raise
-            if not _begin_next_pass(context, record):
+            may_go_on = record.num_passes < MAX_PASSES and (
+                is_recomputed or _may_migrate(router, context, record, error)
+            )
+            if not may_go_on or not _begin_next_pass(context, record):
                 raise
             if is_recomputed:
                 router.metrics.recomputed.add()
@@ -138,8 +137,7 @@ def _start_record(router: RequestRouter, context: RequestContext) -> TokenRecord
 
 def _can_continue_answer(context: RequestContext) -> bool:
     """Whether instances that know which tokens are the answer's can generate the rest of it."""
-    is_first = bool(context.parsed.stream) and not context.continues_answer
-    return is_first and context.disaggregation_obstacle() is None
+    return bool(context.parsed.stream) and context.disaggregation_obstacle() is None
 
 
 def _can_migrate(context: RequestContext) -> bool:
@@ -232,8 +230,8 @@ def _set_body(context: RequestContext, record: TokenRecord, fields: Fields) -> N
         fields["min_tokens"] = Raw(encode(max(0, record.min_tokens - num_generated)))
     context.request.body = body = encode(fields)
     context.parsed, context.fields = parse_request(body)
-    context.prompt_tokens += num_generated - context.num_generated
+    num_prompt_tokens = len(record.prompt) or context.num_client_tokens
+    context.prompt_tokens = num_prompt_tokens + num_generated
     context.num_generated = num_generated
     if record.prompt:
         context.token_ids = record.prompt + record.generated
-        context.prompt_tokens = len(context.token_ids)

@@ -23,8 +23,7 @@ from mooncake_proxy.pool.instances import Instance, InstanceSpec, Role
 from mooncake_proxy.pool.model_pools import ModelPools
 
 logger = logging.getLogger(__name__)
-# No wildcards: they are for the store's own side.
-_ADDRESS = r"(tcp://(?!(?:\*|0\.0\.0\.0|\[::\]|::):\d+)[^\s,/]+:(\d{1,5}))"
+_ADDRESS = r"(tcp://[^\s,/]+:(\d{1,5}))"
 _STORE_EVENTS = re.compile(f"{_ADDRESS}(?:,{_ADDRESS})?(?:,([0-9a-f]+))?")
 
 
@@ -145,14 +144,17 @@ def parse_store_events(text: str) -> KVEventEndpoints:
     """Parse `tcp://HOST:PORT[,tcp://HOST:REPLAY_PORT][,NAMESPACE]`: where a node store publishes
     and replays its events, and which of them belong to the instance's model. Raises ConfigError."""
     found = _STORE_EVENTS.fullmatch(text)
-    ports = [] if found is None else [int(port) for port in found.group(2, 4) if port]
-    if found is None or not all(1 <= port <= MAX_PORT for port in ports):
-        raise ConfigError(
-            f"KV events of a store {text!r}: wanted tcp://HOST:PORT, and after a comma each "
-            "tcp://HOST:PORT of the replay and the model's namespace, in hexadecimal digits"
-        )
-    endpoint, _, replay, _, namespace = found.groups()
-    return KVEventEndpoints(endpoint, replay, namespace=namespace)
+    if found is not None:
+        endpoint, port, replay, replay_port, namespace = found.groups()
+        ports = [int(each) for each in (port, replay_port) if each]
+        endpoints = KVEventEndpoints(endpoint, replay, namespace=namespace)
+        has_host = endpoints.with_host("") == endpoints  # wildcards are for the store's own side
+        if has_host and all(1 <= each <= MAX_PORT for each in ports):
+            return endpoints
+    raise ConfigError(
+        f"KV events of a store {text!r}: wanted tcp://HOST:PORT, and after a comma each "
+        "tcp://HOST:PORT of the replay and the model's namespace, in hexadecimal digits"
+    )
 
 
 def plan_membership(
