@@ -149,14 +149,17 @@ def _unchunked(data: bytes) -> bytes:
 
 
 async def _settle(s: FakeDeployment) -> None:
-    """Wait for releases and cancellations that are still in flight."""
+    """Wait for releases, cancellations and health checks that are still in flight."""
+
+    def is_busy() -> bool:
+        return bool(s.app.admission.num_running) or any(c.is_busy for c in s.app.client.connections)
 
     async def quiet() -> None:
-        while s.app.admission.num_running:  # noqa: ASYNC110  # nothing signals it
+        while is_busy():  # noqa: ASYNC110  # nothing signals it
             await asyncio.sleep(0.02)
 
-    await asyncio.wait_for(quiet(), 10)
     await asyncio.sleep(0.3)
+    await asyncio.wait_for(quiet(), 10)
 
 
 def _judge(s: FakeDeployment, outcome: Outcome) -> None:

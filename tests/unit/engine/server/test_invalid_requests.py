@@ -204,7 +204,7 @@ def test_deeply_nested_body_is_rejected(client: AsgiClient) -> None:
 
 MALFORMED = {
     b"[" * 5000 + b"]" * 5000: "nested too deeply",
-    b'"\xff"': "not UTF-8: invalid byte 0xff",
+    b'"\xff"': "UTF-8",
     b"1e400": "number out of range",
     b"1" + b"0" * 5000: "integer value out of range",
     rb'"\ud800"': "input data was truncated",
