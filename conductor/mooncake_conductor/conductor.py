@@ -183,6 +183,8 @@ class Conductor:
         wanted, unloaded = self._objective_of(request)
         only = self._receivers(request, choice.slot)
         decode = self._chooser.choose(request, match, now + choice.ttft, wanted.tbt_s, only)
+        if request.decode_slot is not None:
+            decode = self._reevaluate(request, request.decode_slot, match, decode)
         self._lateness.forget_before(now - _STALE_S)
         forecast = self._forecast(request, choice.ttft, decode, unloaded)
         verdict = self.admission.at_arrival(request.request_class, forecast)
@@ -315,9 +317,9 @@ class Conductor:
     def _reevaluate(
         self, request: RoutingRequest, slot: int, match: PrefixMatches | None, best: DecodeChoice
     ) -> DecodeChoice:
-        """The decode choice of the arrival, evaluated with the current load.
+        """The earlier choice of a decode instance, evaluated with the current load.
 
-        If its instance is not available any more, the best choice instead.
+        If that instance is not available any more, the best choice instead.
         """
         if slot not in self.fleet.decode_slots:
             return best

@@ -31,6 +31,7 @@ class RoutingRequest:
         owner: owner of its reservations: a proxy process.
         avoid: slots on which it has failed; avoided while there are others.
         receivers: maps a prefill slot to the slots that can receive its KV; None: all can.
+        decode_slot: decode instance that has reserved blocks for it already; None: none has.
     """
 
     request_id: str
@@ -41,6 +42,7 @@ class RoutingRequest:
     owner: str = ""
     avoid: frozenset[int] = frozenset()
     receivers: Callable[[int], frozenset[int]] | None = None
+    decode_slot: int | None = None
 
 
 class Plan(Enum):

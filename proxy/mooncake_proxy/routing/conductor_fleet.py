@@ -68,6 +68,9 @@ class RoutedRequest:
     # Slot of the decode instance; may change until the request decodes.
     decode_slot: int
     outcome: dict[str, Any]
+    # Whether the decode instance works on the request already: it reserved blocks for a push or an
+    # early pull before the prefill began.
+    is_decode_bound: bool = False
     # Stores from which the prefill instance fetches the prefix that the decision plans to fetch.
     prefix_sources: tuple[PrefixSource, ...] = ()
 
@@ -213,13 +216,20 @@ class ConductorFleet:
     def place_again(
         self, routed: RoutedRequest, tried: Collection[Instance], now: float
     ) -> RoutedRequest | None:
-        """Place a request again, avoiding `tried`. None if the conductor would refuse it."""
+        """Choose another prefill instance, which is not in `tried`, and unless one is bound already
+        also another decode instance. None if the conductor would refuse the request."""
         self.sync_with_pool(now)
         self.conductor.ended(routed.request.request_id, now)
         fleet = self.conductor.fleet
         if not len(fleet.prefill_slots) or not len(fleet.decode_slots):
             return None
-        request = replace(routed.request, avoid=self._slots_of(tried), receivers=self._receivers())
+        avoid, receivers, decode_slot = self._slots_of(tried), self._receivers(), None
+        if routed.is_decode_bound:
+            decode_slot = routed.decode_slot
+            if receivers is not None:
+                slots = map(int, fleet.prefill_slots)
+                avoid |= {slot for slot in slots if decode_slot not in receivers(slot)}
+        request = replace(routed.request, avoid=avoid, receivers=receivers, decode_slot=decode_slot)
         found = self._route(request, now)
         return found if found.decision.verdict.is_admitted else None
 
@@ -313,8 +323,16 @@ class ConductorFleet:
     def _route(self, request: RoutingRequest, now: float) -> RoutedRequest:
         decision = self.conductor.route(request, now)
         sources = self._prefix_sources(decision.prefill.fetches, request.keys)
-        decode_slot = decision.decode.slot
-        return RoutedRequest(self, request, decision, self._names, decode_slot, {}, sources)
+        return RoutedRequest(
+            self,
+            request,
+            decision,
+            self._names,
+            decode_slot=decision.decode.slot,
+            outcome={},
+            is_decode_bound=request.decode_slot is not None,
+            prefix_sources=sources,
+        )
 
     def _prefix_sources(self, fetches: Sequence[Fetch], keys: Keys) -> tuple[PrefixSource, ...]:
         """The node stores that a decision fetches from, and how many leading tokens each holds.

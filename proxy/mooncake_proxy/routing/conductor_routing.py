@@ -104,6 +104,7 @@ class ConductorRouting:
             None if the conductor has no instance.
         """
         fleet, live = routed.fleet, self._pool.live(role)
+        routed.is_decode_bound |= role is Role.DECODE
         chosen = fleet.instance(routed.slot(role))
         if chosen in live and chosen not in tried:
             return chosen

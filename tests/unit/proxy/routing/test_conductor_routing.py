@@ -14,6 +14,7 @@ from mooncake_proxy.api.proxied_request import StreamTiming
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
+from mooncake_proxy.pool.instance_reports import Compatibility
 from mooncake_proxy.pool.instances import InstancePool, InstanceSpec, Role
 from mooncake_proxy.routing.conductor_routing import ConductorRouting
 
@@ -109,3 +110,47 @@ def test_pass_that_the_conductor_does_not_place_ends_the_reservation_of_the_one_
         assert context.routed is None
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_refused", [False, True])
+def test_prefill_that_fails_is_repeated_for_the_decode_instance_that_waits(
+    is_refused: bool,
+) -> None:
+    """With push, D has reserved blocks before the prefill; p1 may be unable to send to it."""
+
+    async def main() -> None:
+        pool = InstancePool(ClientContext())
+        prefills = [pool.add(_spec(f"p{number}", Role.PREFILL)) for number in range(3)]
+        decodes = [pool.add(_spec(f"d{number}", Role.DECODE)) for number in range(6)]
+        routing = ConductorRouting(pool, ConductorConfig(), random.Random(1), lambda: 1.0)
+        for _ in range(20):
+            context = _placed(routing)
+            decoder = routing.choose(context, context.routed, Role.DECODE, [])
+            failed = routing.choose(context, context.routed, Role.PREFILL, [])
+            _, other = [each for each in prefills if each is not failed]
+            refused = frozenset({decoder.name}) if is_refused else frozenset()
+            for each in pool:
+                pool.note_compatibility(each, Compatibility(engine_id=each.name))
+            refusing = Compatibility(engine_id=other.name, refused_peers=refused)
+            pool.note_compatibility(other, refusing)
+            again = routing.choose(context, context.routed, Role.PREFILL, [failed])
+            assert again in {*prefills} - {failed, other if is_refused else failed}
+            assert routing.choose(context, context.routed, Role.DECODE, []) is decoder
+            assert routing.pairs.conductor.ledger.now().num_sequences.sum() == 0
+            elsewhere = routing.choose(context, context.routed, Role.DECODE, [decoder])
+            assert elsewhere in {*decodes} - {decoder}
+            routing.pairs.ended(context.routed, 1.0)
+
+    asyncio.run(main())
+
+
+def _spec(host: str, role: Role) -> InstanceSpec:
+    return InstanceSpec(Origin("http", host, 80), role)
+
+
+def _placed(routing: ConductorRouting) -> Any:
+    """A request, as a context, that is placed on a pair."""
+    routed = routing.pairs.place(
+        num_tokens=640, keys=(1, 2), token_limit=None, request_class="default", now=1.0
+    )
+    return SimpleNamespace(routed=routed, request_id="r")
