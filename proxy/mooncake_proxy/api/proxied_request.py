@@ -51,14 +51,31 @@ GENERATED_TOKENS = "generated_token_ids"
 """The field of our instances with the answer's first tokens, which another one has generated."""
 _LIST_BEGINS = ord("[")
 
-# Request ids are unique across processes, without a system call per request.
-_id_prefix = os.urandom(8).hex()
-_id_numbers = itertools.count(int.from_bytes(os.urandom(4), "big"))
+
+def _request_ids() -> Iterator[str]:
+    """Ids that are unique across processes, without a system call per request.
+
+    32 hex digits: a random prefix per process, and a counter.
+    """
+    prefix = os.urandom(8).hex()
+    for number in itertools.count(int.from_bytes(os.urandom(4), "big")):
+        yield f"{prefix}{number:016x}"
+
+
+_ids = _request_ids()
+
+
+def _renew_ids() -> None:
+    global _ids
+    _ids = _request_ids()
+
+
+os.register_at_fork(after_in_child=_renew_ids)  # workers are forked once this is imported
 
 
 def new_request_id() -> str:
-    """32 hex digits: a random prefix per process, and a counter."""
-    return f"{_id_prefix}{next(_id_numbers):016x}"
+    """An id that no other request has, in this process or another."""
+    return next(_ids)
 
 
 def request_id_of(headers: dict[bytes, bytes], in_body: str | None = None) -> str:

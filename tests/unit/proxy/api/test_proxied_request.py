@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -29,6 +31,20 @@ def context_of(
     raw = body if isinstance(body, bytes) else json.dumps(body).encode()
     parsed, fields = openai_bodies.parse_request(raw)
     return RequestContext(None, endpoint, parsed, fields, "id", 0.0, 1.0, 1)  # type: ignore[arg-type]  # no socket
+
+
+FORKED_WORKERS = """
+import os
+from mooncake_proxy.api.proxied_request import new_request_id
+for has_drawn in (False, True):
+    if has_drawn:
+        print(new_request_id(), flush=True)
+    for _ in range(2):
+        if os.fork() == 0:
+            os.write(1, f"{new_request_id()}\\n".encode())
+            os._exit(0)
+        os.wait()
+"""
 
 
 def test_fields_pass_through_byte_for_byte() -> None:
@@ -126,6 +142,12 @@ def test_request_ids() -> None:
         with pytest.raises(BadRequest, match="letters, digits") as refused:
             request_id_of({}, bad_id)
         assert refused.value.param == "request_id"
+
+
+def test_forked_workers_have_request_ids_of_their_own() -> None:
+    command = [sys.executable, "-c", FORKED_WORKERS]
+    ids = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    assert len(ids) == len({each[:16] for each in ids}) == 5
 
 
 def test_only_present_headers_are_forwarded() -> None:
