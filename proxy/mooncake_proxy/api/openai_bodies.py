@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import re
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from msgspec import UNSET, Raw, Struct
+from msgspec import UNSET, Meta, Raw, Struct
 
 from mooncake_proxy.errors import DECODE_ERRORS, BadRequest
 
@@ -23,6 +23,8 @@ _MEDIA = re.compile(
     rb'"(?:image_(?:url|pil|embeds)|input_(?:image|audio)|(?:audio|video)_(?:url|embeds)|'
     rb'prompt_embeds)"'
 )
+# For numbers that the proxy calculates with: JSON has some that no float can hold.
+_Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 ABSENT = Raw(b"null")
 DEFAULT_MAX_TOKENS = 16
 """Tokens that OpenAI's completions generate if `max_tokens` is not given."""
@@ -57,10 +59,10 @@ class ParsedRequest(Struct):
     # Whether the client wants SSE.
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
-    min_tokens: int | None = None
-    n: int | None = None
+    max_tokens: _Int64 | None = None
+    max_completion_tokens: _Int64 | None = None
+    min_tokens: _Int64 | None = None
+    n: _Int64 | None = None
     best_of: int | None = None
     echo: bool | None = None
     use_beam_search: bool | None = None

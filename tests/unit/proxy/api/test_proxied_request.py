@@ -86,6 +86,11 @@ def test_params_of_prefiller_reach_decoder(params: str) -> None:
         (b'{"stream": 1}', "stream: expected `bool | null`, got `int`", "stream"),
         (b'{"max_tokens": "9"}', "max_tokens: expected `int | null`, got `str`", "max_tokens"),
         (
+            b'{"max_tokens": 1' + b"0" * 400 + b"}",
+            "max_tokens: expected `int` <= 9223372036854775807",
+            "max_tokens",
+        ),
+        (
             b'{"stream_options": {"include_usage": 1}}',
             "stream_options.include_usage: expected `bool | null`, got `int`",
             "stream_options.include_usage",
