@@ -72,8 +72,8 @@ class AdmissionQueue:
             return True
         if self.num_running >= self._config.max_running or self.num_waiting:
             return False
-        self.num_running += 1
         self._charge(self._queue_of(tenant), cost)
+        self.num_running += 1
         return True
 
     def check_room(self, tenant: Tenant = NO_KEY) -> None:

@@ -47,6 +47,9 @@ FORWARDED_UNTRACED = (*FORWARDED, b"traceparent", b"tracestate")
 _TIMEOUT_HEADER = TIMEOUT_HEADER.lower().encode()
 _SAFE_ID = re.compile(SAFE_REQUEST_ID.encode())
 _BYTES_PER_TOKEN = 4
+MAX_COST_TOKENS = 1024 * 1024
+"""New tokens that a request is charged for at most, until it ends: no instance generates as many as
+a client may ask for, and one such charge would outweigh all others of its API key."""
 GENERATED_TOKENS = "generated_token_ids"
 """The field of our instances with the answer's first tokens, which another one has generated."""
 _LIST_BEGINS = ord("[")
@@ -212,10 +215,12 @@ class RequestContext(Struct, eq=False):
 
     @property
     def cost_tokens(self) -> int:
-        """Upper bound of the request's tokens: prompt plus requested new tokens of all choices."""
+        """Upper bound of the request's tokens: prompt plus requested new tokens of all choices, of
+        which MAX_COST_TOKENS count."""
         limit = self.parsed.token_limit
         per_answer = 0 if limit is None else max(limit, 0) + self.num_generated
-        return self.num_client_tokens + per_answer * max(self.parsed.n or 1, 1)
+        requested = per_answer * max(self.parsed.n or 1, 1)
+        return self.num_client_tokens + min(requested, MAX_COST_TOKENS)
 
     @property
     def num_client_tokens(self) -> int:

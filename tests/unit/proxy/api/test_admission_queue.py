@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from unittest.mock import Mock
 
 import pytest
 
 from mooncake_proxy.api.admission_queue import AdmissionQueue
 from mooncake_proxy.api.api_keys import ApiKey
+from mooncake_proxy.api.openai_bodies import OpenAIEndpoint, parse_request
+from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.config import AdmissionConfig
 from mooncake_proxy.errors import Overloaded
 
@@ -139,5 +142,29 @@ def test_idle_key_accumulates_no_credit() -> None:
         queue.leave()
         order = await served(queue, [(HEAVY, 100.0)] * 20 + [(LIGHT, 100.0)] * 20, 10)
         assert Counter(order) == {"heavy": 5, "light": 5}
+
+    asyncio.run(main())
+
+
+def test_cost_that_cannot_be_charged_takes_no_place() -> None:
+    queue = AdmissionQueue(AdmissionConfig(1))
+    with pytest.raises(OverflowError):
+        queue.enter(HEAVY, 10**400)
+    assert queue.num_running == 0
+
+
+def test_absurd_limits_of_a_request_leave_shares_fair() -> None:
+    body = b'{"prompt":"x","max_tokens":9223372036854775807,"n":9223372036854775807}'
+    parsed, fields = parse_request(body)
+    context = RequestContext(
+        Mock(), OpenAIEndpoint.COMPLETION, parsed, fields, "id", 0.0, 1.0, prompt_tokens=1
+    )
+
+    async def main() -> None:
+        queue = AdmissionQueue(AdmissionConfig(1))
+        await served(queue, [(HEAVY, context.cost_tokens)], 1)
+        queue.leave()
+        order = await served(queue, [(HEAVY, 10.0)] * 20 + [(LIGHT, 10.0)] * 20, 20)
+        assert Counter(order) == {"heavy": 10, "light": 10}
 
     asyncio.run(main())
