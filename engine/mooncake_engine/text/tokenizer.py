@@ -23,6 +23,11 @@ logger = logging.getLogger(__name__)
 
 TokenToBytes = Callable[[str], bytes]
 
+_MAX_LOCKED_CHARACTERS = 2_000
+"""The longest text that is encoded with the GIL held, for about a millisecond: tokenizers releases
+it only for batches. A short text on the event loop is done before the GIL would come back."""
+_MAX_LOCKED_TOKENS = 1_000
+"""The most tokens that are decoded with the GIL held, for the same reason."""
 _FALLBACK_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE_MARK = "▁"
 
@@ -257,11 +262,20 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> tuple[int, ...]:
         """The token ids of a text, by default with the special tokens that the model expects around
         it."""
-        return tuple(self._backend.encode(text, add_special_tokens=add_special_tokens).ids)
+        if len(text) > _MAX_LOCKED_CHARACTERS:
+            [found] = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        else:
+            found = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        return tuple(found.ids)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of a complete sequence of token ids."""
-        text: str = self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        text: str
+        ids = list(token_ids)
+        if len(ids) > _MAX_LOCKED_TOKENS:
+            [text] = self._backend.decode_batch([ids], skip_special_tokens=skip_special_tokens)
+        else:
+            text = self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         return text
 
     def ids_of(self, tokens: Sequence[str]) -> frozenset[int]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +14,7 @@ from support.byte_tokenizer import EOS, write_byte_tokenizer
 from mooncake_engine.errors import CheckpointError, ConfigError, InvalidRequest
 from mooncake_engine.text.tokenizer import Tokenizer, token_to_bytes, tokenizer_fingerprint
 
+A = {"id": "A", "type_id": 0}
 USER = {"role": "user", "content": "hi"}
 
 
@@ -19,6 +23,54 @@ def test_encodes_and_decodes(byte_tokenizer: Tokenizer) -> None:
     assert ids == (*"é → 🍵".encode(), EOS)
     assert byte_tokenizer.decode(ids) == "é → 🍵"
     assert byte_tokenizer.decode(ids, skip_special_tokens=False) == "é → 🍵<|eos|>"
+
+
+def check_others_run_meanwhile(work: Callable[[], object]) -> None:
+    """Check that ``work`` releases the GIL: otherwise no other thread runs before it has ended."""
+    begins, ran = threading.Event(), threading.Event()
+
+    def run() -> None:
+        begins.wait()
+        ran.set()
+
+    other = threading.Thread(target=run)
+    other.start()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(60)  # this thread gives the GIL away only of its own accord
+    try:
+        begins.set()
+        work()
+        assert ran.is_set()
+    finally:
+        sys.setswitchinterval(interval)
+        other.join()
+
+
+def test_long_texts_do_not_stop_other_threads(byte_tokenizer: Tokenizer) -> None:
+    text, ids = "tea time " * 40_000, (*b"tea time ",) * 40_000
+    check_others_run_meanwhile(lambda: byte_tokenizer.encode(text))
+    check_others_run_meanwhile(lambda: byte_tokenizer.decode(ids))
+    assert byte_tokenizer.encode(text) == ids
+    assert byte_tokenizer.decode(ids) == text
+
+
+@pytest.mark.parametrize("adds", [True, False])
+def test_long_texts_have_the_special_tokens_of_short_ones(tmp_path: Path, adds: bool) -> None:
+    directory = write_byte_tokenizer(tmp_path)
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [{"SpecialToken": {"id": "<|eos|>", "type_id": 0}}, {"Sequence": A}],
+        "pair": [{"Sequence": A}, {"Sequence": A | {"id": "B"}}],
+        "special_tokens": {"<|eos|>": {"id": "<|eos|>", "ids": [EOS], "tokens": ["<|eos|>"]}},
+    }
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = Tokenizer.load(directory)
+    long = tokenizer.encode("é<|eos|>" * 10_000, add_special_tokens=adds)
+    assert long == (EOS,) * adds + (*"é".encode(), EOS) * 10_000
+    assert tokenizer.encode("é", add_special_tokens=adds) == (EOS,) * adds + (*"é".encode(),)
+    assert tokenizer.decode(long) == "é" * 10_000
+    assert tokenizer.decode(long, skip_special_tokens=False).count("<|eos|>") == 10_000 + adds
 
 
 def test_knows_every_tokens_bytes(byte_tokenizer: Tokenizer) -> None:
