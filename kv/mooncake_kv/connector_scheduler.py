@@ -27,7 +27,7 @@ from mooncake_kv.connector import (
     Topology,
     never_stalls,
 )
-from mooncake_kv.errors import HandshakeRefused, KVConfigError, KVTransferError
+from mooncake_kv.errors import KVConfigError, KVTransferError
 from mooncake_kv.handshake import CompatibilityCheck, IncompatiblePeers, InstanceMetadata
 from mooncake_kv.io_loop import IoLoop, Spawn, raise_descriptor_limit
 from mooncake_kv.numerics import RoundingDifferences
@@ -291,8 +291,6 @@ class ConnectorScheduler(ABC):
             await self._peers.get(remote).client.ask(make, LeaseReply)
         except KVTransferError as exc:
             logger.warning("the peer of %s could not be notified: %s", request_id, exc)
-            if not isinstance(exc, HandshakeRefused):  # it has replied; its transfers continue
-                self._peers.forget(remote, str(exc))
         finally:
             self._peers.release(remote)
 

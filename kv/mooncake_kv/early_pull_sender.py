@@ -118,7 +118,6 @@ class EarlyPullSender:
                 await pull.changed.wait()
         except KVTransferError as exc:
             logger.warning("the reader of %s could not be notified: %s", request_id, exc)
-            self._peers.forget(remote, str(exc))
             self._sender.end(request_id, LeaseStatus.EXPIRED)
         finally:
             del self._pulls[request_id]

@@ -72,22 +72,23 @@ class LeaseKeeper:
     async def _notify(
         self, remote: RemoteKV, send: Callable[[PeerInstance], Awaitable[object]]
     ) -> None:
-        """Notify a holder, if it can be reached; otherwise its lease times out."""
+        """Notify a holder, if it can be reached; otherwise its lease times out. The peer is kept
+        in any case: other requests read from it, and forgetting it would fail them."""
         try:
             await send(self._peers.get(remote))
         except KVTransferError as exc:
             logger.info("could not tell the holder of %s: %s", remote.request_id, exc)
-            self._peers.forget(remote, str(exc))
 
     async def _renew(self, group: dict[str, _KeptLease], within_s: float) -> None:
         """Renew one peer's leases. Fails those that the peer has lost, or all of them if it has
         been silent for a lease."""
         names = {kept.remote.request_id: name for name, kept in group.items()}
+        peer: PeerInstance | None = None
         try:
             peer = self._peers.get(next(iter(group.values())).remote)
             lost = await peer.renew(tuple(names), within_s)
         except KVTransferError as exc:
-            self._drop_silent(group, str(exc))
+            self._drop_silent(group, peer, str(exc))
             return
         now = self._context.clock()
         for kept in group.values():
@@ -96,11 +97,14 @@ class LeaseKeeper:
             name = names[remote_id]
             self._report_lost(name, group[name], "the prefill instance no longer holds its KV")
 
-    def _drop_silent(self, group: dict[str, _KeptLease], reason: str) -> None:
+    def _drop_silent(
+        self, group: dict[str, _KeptLease], peer: PeerInstance | None, reason: str
+    ) -> None:
         for request_id, kept in group.items():
             if self._context.clock() - kept.last_renewed > self._context.lease_s:
                 self._report_lost(request_id, kept, reason)
-                self._peers.forget(kept.remote, reason)
+                if peer is not None:
+                    self._peers.forget(kept.remote, reason, failed=peer)
 
     def _report_lost(self, request_id: str, kept: _KeptLease, reason: str) -> None:
         """Report a lost lease, unless it was dropped or replaced meanwhile."""

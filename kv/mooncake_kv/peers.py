@@ -265,7 +265,7 @@ class PeerTable:
         except HandshakeRefused:
             raise
         except KVTransferError as exc:
-            self.forget(remote, str(exc))
+            self.forget(remote, str(exc), failed=peer)
             raise
         self.forget_predecessors(remote)
         peer.check_claims(remote)
@@ -291,9 +291,24 @@ class PeerTable:
         for other in self._at_url.get(url, set()) - {engine_id}:
             self._forget((other, url), f"{engine_id} answers there now")
 
-    def forget(self, remote: PeerAddress, reason: str) -> None:
-        """Drop a peer that failed; a later request starts with a new handshake. Idempotent."""
-        self._forget(_key(remote), reason)
+    def forget(
+        self, remote: PeerAddress, reason: str, *, failed: PeerInstance | None = None
+    ) -> None:
+        """Drop a peer; a later request starts with a new handshake. Idempotent.
+
+        All requests in flight to the peer fail, so it is not for a request that merely got no
+        answer.
+
+        Args:
+            remote: the epoch and the address.
+            reason: why it is dropped.
+            failed: the peer that failed; another one that has taken its place is kept. None drops
+                any.
+        """
+        key = _key(remote)
+        entry = self._entries.get(key)
+        if entry is not None and failed in (None, entry.peer):
+            self._forget(key, reason)
 
     async def sweep(self) -> None:
         """Drop idle peers periodically, until cancelled."""

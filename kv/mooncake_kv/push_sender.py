@@ -236,7 +236,6 @@ class PushSender:
                 )
                 if push.is_acknowledged:
                     logger.warning("could not report the end of pushing %s: %s", request_id, exc)
-                    self._peers.forget(push.remote, "the end of a push could not be reported to it")
                 else:  # an invalid address fails immediately, so pause between attempts
                     await asyncio.sleep(RETRY_PAUSE_S)
         self._settle(request_id, push)

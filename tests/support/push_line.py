@@ -305,9 +305,6 @@ class Book:
         """The peer's client, which is this object."""
         return self
 
-    def forget(self, remote: RemoteKV, reason: str) -> None:
-        """Nothing to do: the line stays."""
-
     def hold(self, remote: RemoteKV) -> None:
         """Nothing to do: the peer is always kept."""
 

@@ -63,8 +63,9 @@ class Peers:
         made = PeerInstance(remote.engine_id, client, handshake)
         return self._known.setdefault(remote.engine_id, made)
 
-    def forget(self, remote: RemoteKV, reason: str) -> None:
-        self._known.pop(remote.engine_id, None)
+    def forget(self, remote: RemoteKV, reason: str, *, failed: PeerInstance | None = None) -> None:
+        if failed in (None, self._known.get(remote.engine_id)):
+            self._known.pop(remote.engine_id, None)
 
     def forget_predecessors(self, remote: RemoteKV) -> None:
         """Do nothing: each name is one epoch here."""

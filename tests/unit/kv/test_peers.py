@@ -86,6 +86,20 @@ def test_dropping_a_wrong_address_keeps_the_right_one() -> None:
     run(scenario)
 
 
+def test_failed_handshake_keeps_the_peer_that_has_taken_its_place() -> None:
+    async def scenario(peers: PeerTable, ranks: Ranks) -> None:
+        remote = held_by("a", port=1)
+        waiting = asyncio.ensure_future(peers.reach(remote))
+        await asyncio.sleep(0)
+        peers.forget(remote, "it is silent")
+        successor = peers.get(remote)
+        with pytest.raises(KVTransferError, match="it is silent"):
+            await waiting
+        assert peers.get(remote) is successor
+
+    run(scenario)
+
+
 def test_only_predecessors_at_the_same_address_are_dropped() -> None:
     async def scenario(peers: PeerTable, ranks: Ranks) -> None:
         old, elsewhere, new = held_by("old"), held_by("other", port=5001), held_by("new")

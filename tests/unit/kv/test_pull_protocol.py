@@ -183,8 +183,9 @@ class Pair:
         known = PeerInstance(remote.engine_id, client, handshake)
         return self._peers.setdefault(remote.engine_id, known)
 
-    def forget(self, remote: RemoteKV, reason: str) -> None:
-        self._peers.pop(remote.engine_id, None)
+    def forget(self, remote: RemoteKV, reason: str, *, failed: PeerInstance | None = None) -> None:
+        if failed in (None, self._peers.get(remote.engine_id)):
+            self._peers.pop(remote.engine_id, None)
 
     def hold(self, remote: RemoteKV) -> None:
         """Do nothing: this table never evicts."""

@@ -34,6 +34,7 @@ class Environment:
 
     Args:
         side: the decode side; nothing answers at its peer's address.
+        peers: its table of peers.
         leases: the leases at that peer.
         events: the events that the core received.
         messages: the messages that the rank received.
@@ -41,6 +42,7 @@ class Environment:
     """
 
     side: PullReceiver
+    peers: PeerTable
     leases: LeaseKeeper
     events: list[Event]
     messages: list[bytes]
@@ -71,7 +73,8 @@ def run(scenario: Callable[[Environment], Coroutine[Any, Any, None]]) -> None:
         context = ConnectorContext(FACTS, LEASE_S, tell, spawn)
         leases = LeaseKeeper(context, peers)
         reader = KVReader(context, RankLoads(ranks), peers, leases)
-        around = Environment(PullReceiver(context, reader), leases, events, messages, has_event)
+        side = PullReceiver(context, reader)
+        around = Environment(side, peers, leases, events, messages, has_event)
         await scenario(around)
         for task in tasks:
             task.cancel()
@@ -121,6 +124,22 @@ def test_cancelled_request_is_forgotten_once() -> None:
         around.side.cancel("mine")
         around.side.load("mine", (0,), 0)
         assert around.events == []
+        assert around.messages == []
+
+    run(scenario)
+
+
+def test_unanswered_notification_keeps_the_connection_of_other_requests() -> None:
+    """The peer frees the cancelled request's blocks when its lease expires."""
+
+    async def scenario(around: Environment) -> None:
+        peer = around.peers.get(REMOTE)
+        peer.metadata = FACTS
+        around.side.expect("mine", REMOTE)
+        others = asyncio.all_tasks()
+        around.side.cancel("mine")
+        await asyncio.gather(*asyncio.all_tasks() - others)
+        assert around.peers.get(REMOTE) is peer
         assert around.messages == []
 
     run(scenario)
