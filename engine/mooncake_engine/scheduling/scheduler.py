@@ -220,7 +220,8 @@ class Scheduler:
             self._schedule_requests(step)
         if self.limits.num_speculative_tokens:
             self.speculation.plan(step, self._queues.requests)
-        received = self._remote_kv.received.take() if step.requests else ()
+        uses_blocks = step.requests or step.has_host_copies
+        received = self._remote_kv.received.take() if uses_blocks else ()
         drains = self._preemption.copies.drains(
             self._step,
             has_copies=step.has_host_copies,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from support.scheduling import Bench
 
+from mooncake_api.instance_protocol import BATCH_PRIORITY
+
 PROMPT = list(range(10, 20))
 """Two full blocks of four tokens, and half of a third."""
 
@@ -75,6 +77,22 @@ def test_released_unread_blocks_are_reused_by_the_next_load() -> None:
     here.end_load("e", None)
     plan, _ = here.step()
     assert sorted(plan.received_blocks) == sorted(taken)
+
+
+def test_received_blocks_are_named_before_they_are_swapped_out() -> None:
+    """Also in a step that runs nothing, because the swap makes room for an interactive request."""
+    here = bench(num_host_blocks=8)
+    for name in ("d", "e"):
+        here.add(name, PROMPT, pulls_kv=True, group="both", priority=BATCH_PRIORITY)
+    here.step()
+    here.end_load("d", None)
+    here.end_load("e", None)
+    here.add("chat", list(range(50, 78)), max_tokens=1)
+    plan, _ = here.step()
+    assert plan.swap_outs
+    assert not plan.sequences
+    assert {block for block, _ in plan.swap_outs} == set(plan.received_blocks)
+    assert here.run().keys() == {"d", "e", "chat"}
 
 
 def test_no_load_starts_in_blocks_that_a_step_in_flight_converts() -> None:
