@@ -152,7 +152,7 @@ class AnswerWriter(Protocol):
         """Append reasoning."""
 
     def text(self, text: str, logprobs: list[Json]) -> bytes:
-        """Append text of the answer."""
+        """Append text of the answer; empty for log probabilities whose tokens have none yet."""
 
     def call(self, piece: ToolCall) -> bytes:
         """Start a tool call, or append arguments to the last one."""
@@ -244,7 +244,8 @@ def _write_text(writer: AnswerWriter, text: ChatText, logprobs: ChatLogprobs | N
     if text.thought:
         written += writer.reasoning(text.thought)
     entries: list[Any] = (logprobs.content if logprobs else None) or []
-    if text.content or entries:
+    # Beside reasoning or calls alone, they are those of its tokens.
+    if text.content or (entries and not (text.thought or text.tool_calls)):
         written += writer.text(text.content or "", entries)
     for piece in text.tool_calls or ():
         written += writer.call(piece)

@@ -81,6 +81,9 @@ class _ResponseWriter:
         self._num_events = 0
         self._suffix = ""
         self._has_open_item = False
+        # Log probabilities of tokens without text since the last piece of the answer: the next
+        # text completes them, as that of a character's first bytes.
+        self._waiting_logprobs: list[Json] = []
         # The parts of the open item's text; joined once when the item closes.
         self._pieces: list[str] = []
 
@@ -98,6 +101,7 @@ class _ResponseWriter:
     def reasoning(self, text: str) -> bytes:
         """Append to the reasoning item; opens one if none is open."""
         written = b""
+        self._waiting_logprobs.clear()
         if not self._is_open("reasoning"):
             item: Json = {"id": self._item_id("rs"), "type": "reasoning", "summary": []}
             written = self._close() + self._open(item | {"status": "in_progress", "content": []})
@@ -106,9 +110,14 @@ class _ResponseWriter:
         return written + self._item_event("response.reasoning_text.delta", delta=text, is_part=True)
 
     def text(self, text: str, logprobs: list[Json]) -> bytes:
-        """Append to the message; opens one if none is open."""
-        written = b"" if self._is_open("message") else self._open_message()
+        """Append to the message; a text opens one if none is open."""
         shown = logprobs if self._shows_logprobs else []
+        if not text and not self._is_open("message"):
+            self._waiting_logprobs += shown
+            return b""
+        written = b"" if self._is_open("message") else self._open_message()
+        shown = self._waiting_logprobs + shown
+        self._waiting_logprobs = []
         self._pieces.append(text)
         self._part["logprobs"] += shown
         kind = "response.output_text.delta"
@@ -117,6 +126,7 @@ class _ResponseWriter:
     def call(self, piece: ToolCall) -> bytes:
         """Open a call if the delta has a name; append its arguments to the open call."""
         written = b""
+        self._waiting_logprobs.clear()
         if piece.function.name is not None:
             call_id = piece.id or self._item_id("call")
             item: Json = {"id": self._item_id("fc"), "type": "function_call", "call_id": call_id}
@@ -132,7 +142,10 @@ class _ResponseWriter:
 
     def finish(self, reason: str | None, stop: int | str | None, usage: ChatUsage) -> bytes:
         """Complete the response, which may have been cut at its token limit."""
-        written = b"" if self.response["output"] else self._open_message()
+        written = b""
+        if not self.response["output"]:
+            written = self._open_message()
+            self._part["logprobs"] += self._waiting_logprobs
         is_cut = reason == "length"
         status = "incomplete" if is_cut else "completed"
         written += self._close(status)

@@ -257,6 +257,47 @@ def test_log_probabilities_are_shown_if_requested() -> None:
         assert message["content"][0]["logprobs"] == expected
 
 
+def logprob(token: str) -> Json:
+    return {"token": token, "bytes": None, "logprob": -0.5, "top_logprobs": []}
+
+
+def with_logprobs(delta: Json, *tokens: str) -> bytes:
+    choice = {"index": 0, "delta": delta, "logprobs": {"content": [*map(logprob, tokens)]}}
+    return b"data: " + json.dumps(HEAD | {"choices": [choice]}).encode() + b"\n\n"
+
+
+def test_log_probabilities_of_reasoning_and_calls_open_no_message() -> None:
+    deltas = [*DELTAS[:3], {}, {"content": ""}, *DELTAS[3:5], {}, *DELTAS[5:7], {}, *DELTAS[7:], {}]
+    stream = b"".join(with_logprobs(delta, str(i)) for i, delta in enumerate(deltas))
+    shown = translation_of("/v1/responses", include=["message.output_text.logprobs"])
+    plain = b"".join(map(chunk, DELTAS)) + ending("tool_calls")
+    output = read(shown.events(stream + ending("tool_calls")))[-1][1]["response"]["output"]
+    # Tokens 3 and 4 precede their text. 0, 8 and later ones belong to reasoning and calls.
+    expected = [*map(logprob, ("3", "4", "5", "6", "7"))]
+    assert output[1]["content"][0].pop("logprobs") == expected
+    without = read(translation_of("/v1/responses").events(plain))[-1][1]["response"]["output"]
+    without[1]["content"][0].pop("logprobs")
+    assert output == without
+
+
+def test_log_probabilities_of_a_complete_call_open_no_message() -> None:
+    call = BREW | {"function": {"name": "brew", "arguments": "{}"}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    choice = {"index": 0, "message": message, "logprobs": {"content": [logprob("brew")]}}
+    body = json.dumps(HEAD | {"choices": [choice | {"finish_reason": "tool_calls"}]}).encode()
+    translation = translation_of("/v1/responses", include=["message.output_text.logprobs"])
+    output = json.loads(translation.complete(200, body)[1])["output"]
+    assert [item["type"] for item in output] == ["function_call"]
+
+
+def test_an_answer_without_text_has_its_log_probabilities() -> None:
+    translation = translation_of("/v1/responses", include=["message.output_text.logprobs"])
+    stream = with_logprobs({"content": ""}, "<eos>") + ending("stop")
+    [message] = read(translation.events(stream))[-1][1]["response"]["output"]
+    assert message["content"][0]["text"] == ""
+    assert message["content"][0]["logprobs"] == [logprob("<eos>")]
+
+
 def test_a_call_in_a_namespace_has_its_own_name() -> None:
     spawn = {"type": "function", "name": "spawn"}
     tools = [{"type": "namespace", "name": "agents", "description": "", "tools": [spawn]}]
