@@ -128,6 +128,7 @@ class Instance(RequestLoad):
         "incompatible_peers",
         "is_draining",
         "is_up",
+        "is_withdrawn",
         "kv_pool",
         "lists_models",
         "name",
@@ -145,6 +146,8 @@ class Instance(RequestLoad):
         self.set_spec(spec)
         # The spec as declared by its source, whatever role it has switched to since.
         self.declared = spec
+        # Whether its source no longer declares it: it leaves once it is idle.
+        self.is_withdrawn = False
         self.name = spec.name
         self.connections = ConnectionPool(spec.origin, context)
         self.is_up = True
@@ -383,7 +386,7 @@ class InstancePool:
         """
         known = self._instances.get(spec.name)
         if known is not None:
-            known.declared = spec
+            known.declared, known.is_withdrawn = spec, False
             if known.spec.role is not spec.role:
                 return self._change_role(known, spec)
             known.set_spec(spec)
@@ -395,6 +398,7 @@ class InstancePool:
 
     def _change_role(self, instance: Instance, spec: InstanceSpec) -> Instance:
         if instance.total_running:
+            self._removed_when_idle.discard(spec.name)
             if self._pending_specs.get(spec.name) != spec:
                 self.drain(spec.name)
                 self._pending_specs[spec.name] = spec

@@ -25,7 +25,7 @@ from mooncake_proxy.http1.http_wire import MAX_PORT, Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext, ClientLimits
 from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 from mooncake_proxy.pool.instances import InstanceSpec, Role
-from mooncake_proxy.pool.membership import apply_plan, parse_store_events, plan_membership
+from mooncake_proxy.pool.membership import follow_source, parse_store_events
 from mooncake_proxy.pool.model_pools import ModelPools
 
 logger = logging.getLogger(__name__)
@@ -200,10 +200,7 @@ class KubernetesWatch:
         except (UpstreamError, asyncio.TimeoutError, OSError, ValueError) as exc:
             logger.warning("cannot list pods, instances stay as they are: %r", exc)
             return
-        apply_plan(
-            self._pools,
-            plan_membership(specs_of_pods(pods), [i.declared for i in self._pools], SOURCE),
-        )
+        follow_source(self._pools, specs_of_pods(pods), SOURCE)
 
     async def _list(self) -> PodList:
         config = self._config

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -158,20 +158,29 @@ def parse_store_events(text: str) -> KVEventEndpoints:
 
 
 def plan_membership(
-    wanted: Sequence[InstanceSpec], present: Iterable[InstanceSpec], source: str
+    wanted: Sequence[InstanceSpec],
+    present: Iterable[InstanceSpec],
+    source: str,
+    withdrawn: Collection[str] = (),
 ) -> MembershipPlan:
-    """What to add, and what to drain and remove. Instances of other sources are not touched."""
+    """What to add, and what to drain and remove. Instances of other sources are not touched.
+
+    `withdrawn`: names of instances that leave already, and have to be added to stay.
+    """
     mine = {spec.name: spec for spec in present if spec.source == source}
     names = {spec.name for spec in wanted}
-    new = tuple(spec for spec in wanted if mine.get(spec.name) != spec)
+    new = tuple(s for s in wanted if mine.get(s.name) != s or s.name in withdrawn)
     return MembershipPlan(new, tuple(name for name in mine if name not in names))
 
 
-def apply_plan(pool: ModelPools, todo: MembershipPlan) -> None:
-    """Add the new instances, and drain those that leave, so that their running requests finish.
+def follow_source(pool: ModelPools, wanted: Sequence[InstanceSpec], source: str) -> None:
+    """Add the instances that are new in a source, and drain those that are no longer in it, so that
+    their running requests finish.
 
     An entry that can't be applied is logged and skipped.
     """
+    withdrawn = {instance.name for instance in pool if instance.is_withdrawn}
+    todo = plan_membership(wanted, [i.declared for i in pool], source, withdrawn)
     for spec in todo.add:
         try:
             pool.add(spec)
@@ -179,7 +188,7 @@ def apply_plan(pool: ModelPools, todo: MembershipPlan) -> None:
             logger.warning("instance %s is not added: %s", spec.name, exc)
     for name in todo.leave:
         try:
-            pool.drain(name, then_remove=True)
+            pool.drain(name, then_remove=True).is_withdrawn = True
         except Refusal as exc:
             logger.warning("instance %s is not removed: %s", name, exc)
 

@@ -10,7 +10,7 @@ import msgspec
 
 from mooncake_proxy.errors import DECODE_ERRORS, ConfigError
 from mooncake_proxy.pool.instances import InstanceSpec, duplicate_names
-from mooncake_proxy.pool.membership import PoolFile, apply_plan, plan_membership, specs_of
+from mooncake_proxy.pool.membership import PoolFile, follow_source, specs_of
 from mooncake_proxy.pool.model_pools import ModelPools
 
 logger = logging.getLogger(__name__)
@@ -66,7 +66,7 @@ class PoolFileWatch:
         except (OSError, ConfigError) as exc:
             logger.warning("cannot use the pool file, instances stay as they are: %s", exc)
             return
-        self._follow(wanted)
+        follow_source(self._pools, wanted, SOURCE)
 
     def load(self) -> None:
         """Read the file at startup, when a broken file is fatal. Raises ConfigError."""
@@ -74,10 +74,4 @@ class PoolFileWatch:
             self._content = Path(self._path).read_bytes()
         except OSError as exc:
             raise ConfigError(f"pool file {self._path}: {exc.strerror}") from exc
-        self._follow(parse_pool_file(self._content, self._path))
-
-    def _follow(self, wanted: list[InstanceSpec]) -> None:
-        apply_plan(
-            self._pools,
-            plan_membership(wanted, [i.declared for i in self._pools], SOURCE),
-        )
+        follow_source(self._pools, parse_pool_file(self._content, self._path), SOURCE)

@@ -13,6 +13,7 @@ from mooncake_proxy.pool.kubernetes import Pod, PodList, specs_of_pods
 from mooncake_proxy.pool.membership import (
     ChangeOperation,
     MembershipChange,
+    MembershipPlan,
     parse_store_events,
     plan_membership,
     spec_of,
@@ -29,6 +30,8 @@ def test_source_changes_only_its_own_instances() -> None:
     todo = plan_membership([spec(3, "file"), spec(4, "file")], present, "file")
     assert todo.add == (spec(4, "file"),)
     assert todo.leave == ("http://h:2",)
+    back = plan_membership([spec(2, "file"), spec(3, "file")], present, "file", {"http://h:2"})
+    assert back == MembershipPlan((spec(2, "file"),), ())
 
 
 @pytest.mark.parametrize(
