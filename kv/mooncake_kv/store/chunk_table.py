@@ -207,6 +207,8 @@ class ChunkTable:
                 entry.num_pins -= 1
                 if entry.state is _READY:
                     valid.append(True)
+                    if not entry.num_pins:
+                        self._victims.unused(entry)
                     continue
                 self._free_if_unread(entry, now)
             valid.append(False)
@@ -261,6 +263,7 @@ class ChunkTable:
                 missing.setdefault(chunk.key, chunk.nbytes)
         self._uses.note(missing, now, PUT_USES if copy is None else 1.0)
         lease_s, num_left = _clamped(lease_s), self._handles.num_left(user)
+        self._victims.begin(len(chunks))
         offsets = self._allocate_together(list(missing.values())[:num_left])
         found: list[Entry | PutRefusal] = []
         staged: list[Entry] = []
@@ -458,6 +461,7 @@ class ChunkTable:
         """End a read that was not released; its reader may still access the memory until then."""
         entry.unsafe_until = max(entry.unsafe_until, unsafe_until)
         entry.num_pins -= 1
+        self._victims.unused(entry)
         self._free_if_unread(entry, now)
 
     def _quarantine_of(self, user: int) -> float:
@@ -561,6 +565,7 @@ class ChunkTable:
     def _leave_parent(self, entry: Entry) -> None:
         if entry.parent is not None:
             entry.parent.num_staging_children -= 1
+            self._victims.unused(entry.parent)
             entry.parent = None
 
     def _free_if_unread(self, entry: Entry, now: float) -> None:

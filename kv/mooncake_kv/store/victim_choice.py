@@ -12,8 +12,10 @@ that the chunks would be lost in vain. When a user's session is lost, that may b
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set as AbstractSet
+from dataclasses import dataclass, field
 
 from mooncake_kv.store.arena_allocator import ArenaAllocator, rounded_up
 from mooncake_kv.store.chunk_handles import Entry
@@ -21,12 +23,13 @@ from mooncake_kv.store.chunk_store import Chunk, CopyTerms
 from mooncake_kv.store.copy_worth import UseCounts, loss_of_last, worth_of_copy
 from mooncake_kv.store.eviction import EvictionPolicy
 
-MAX_EXAMINED_VICTIMS = 1 << 16
-"""Upper bound of the chunks that an eviction examines, before the store is considered full: as many
-as one user may pin. It takes some ten milliseconds."""
+MAX_SKIPPED = 1 << 16
+"""Upper bound of the chunks of a group that the searches for a batch skip, before the group is
+considered full: as many as one user may pin. It takes some ten milliseconds."""
 SKIPPED_PER_VICTIM = 4
 """If a search has to skip many chunks, it finds one victim in advance for this many of them, so
-that the searches of a batch don't skip all of them again for each victim."""
+that the searches of a batch don't skip all of them again for each victim. A batch may skip as many
+more than MAX_SKIPPED for each of its chunks."""
 MAX_NEIGHBOURS = 4096
 """Upper bound of the memory ranges that the search for adjacent victims examines, which takes a
 millisecond or two."""
@@ -35,6 +38,39 @@ SHARED = ""
 """The group of all tenants without a quota."""
 COPIES = "\0copies"
 """The group of the copies that these tenants have fetched from other stores."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoVictim:
+    """A search has found that no chunk of a group may be evicted.
+
+    Args:
+        until: when an earlier reader of one of them can't access it any more.
+        protected: the result applies only to searches that protect this chunk; None: to all.
+    """
+
+    until: float
+    protected: bytes | None
+
+
+@dataclass(slots=True)
+class Group:
+    """The chunks of one tenant with a quota, or of all others.
+
+    Args:
+        policy: their order.
+        found: victims found in advance.
+        none: set while a search would be in vain: none of the chunks has become evictable since
+            the last one.
+        num_skipped: chunks that the searches for this batch have skipped.
+        safe_at: when the first reader's quarantine of those that the last search skipped is over.
+    """
+
+    policy: EvictionPolicy
+    found: deque[Entry] = field(default_factory=deque)
+    none: NoVictim | None = None
+    num_skipped: int = 0
+    safe_at: float = math.inf
 
 
 class VictimChoice:
@@ -54,32 +90,47 @@ class VictimChoice:
         allocator: ArenaAllocator,
         uses: UseCounts,
     ) -> None:
-        self._policies = policies
+        self._groups = {name: Group(policy) for name, policy in policies.items()}
         self._index = index
         self._allocator = allocator
         self._uses = uses
         self._ready: dict[int, Entry] = {}  # by offset
-        self._next: dict[str, deque[Entry]] = {}  # by group: victims found in advance
+        self._max_skipped = MAX_SKIPPED
+
+    def begin(self, num_chunks: int) -> None:
+        """The searches from now on are for another batch, of this many chunks."""
+        self._max_skipped = MAX_SKIPPED + SKIPPED_PER_VICTIM * num_chunks
+        for group in self._groups.values():
+            group.num_skipped = 0
 
     def add(self, entry: Entry) -> None:
         """A chunk has become READY."""
-        self._policies[entry.group].add(entry.chunk)
+        group = self._groups[entry.group]
+        group.policy.add(entry.chunk)
+        group.found.clear()
+        group.none = None
         self._ready[entry.offset] = entry
-        self._next.pop(entry.group, None)
 
     def remove(self, entry: Entry) -> None:
         """A chunk was evicted or dropped."""
-        self._policies[entry.group].remove(entry.chunk.key)
+        group = self._groups[entry.group]
+        group.policy.remove(entry.chunk.key)
+        group.none = None  # it may have protected the chunks before it
         del self._ready[entry.offset]
 
     def touch(self, group: str, keys: Sequence[bytes]) -> None:
         """Chunks of a sequence were used; ``keys`` are in its order."""
-        self._policies[group].touch(keys)
-        self._next.pop(group, None)
+        self._groups[group].policy.touch(keys)
+        self._groups[group].found.clear()
 
-    def first(self, group: str, protected: bytes | None, now: float) -> Entry | None:
+    def unused(self, entry: Entry) -> None:
+        """A chunk's last reader, or the last write of a chunk after it, has ended."""
+        self._groups[entry.group].none = None
+
+    def first(self, name: str, protected: bytes | None, now: float) -> Entry | None:
         """The first chunk of a group that may be evicted; ``protected`` may not."""
-        found = self._next.get(group)
+        group = self._groups[name]
+        found = group.found
         while found:
             entry = found[0]
             if self._ready.get(entry.offset) is not entry:  # it was evicted or dropped
@@ -88,13 +139,16 @@ class VictimChoice:
                 return entry
             else:
                 found.clear()
-        found = self._next[group] = self._first_ones(group, protected, now)
+        none = group.none
+        if none is not None and now < none.until and none.protected in (None, protected):
+            return None
+        self._find_first_ones(group, protected, now)
         return found[0] if found else None
 
     def victims_for(self, chunk: Chunk, now: float) -> list[Entry]:
         """The chunks to evict to free memory for a chunk; empty if that is impossible."""
         parent, found = chunk.parent, []
-        for group in self._policies:
+        for group in self._groups:
             if (entry := self.first(group, parent, now)) is not None:
                 found.append(entry)
         if not found:
@@ -115,33 +169,44 @@ class VictimChoice:
 
     # -- inside ---------------------------------------------------------------------------------
 
-    def _first_ones(self, group: str, protected: bytes | None, now: float) -> deque[Entry]:
-        """The first chunks of a group that may be evicted, one after the other; one, or more if
-        many others come before it."""
-        found: deque[Entry] = deque()
-        for num_examined, entry in self._in_order(group, {protected}, now):
-            found.append(entry)
-            if len(found) * SKIPPED_PER_VICTIM >= num_examined - len(found):
+    def _find_first_ones(self, group: Group, protected: bytes | None, now: float) -> None:
+        """Find the first chunks of a group that may be evicted, one after the other; one, or more
+        if many others come before it."""
+        num_skipped, group.safe_at, group.none = group.num_skipped, math.inf, None
+        for entry in self._in_order(group, {protected}, now):
+            group.found.append(entry)
+            if len(group.found) * SKIPPED_PER_VICTIM >= group.num_skipped - num_skipped:
                 break
-        return found
+        if not group.found and group.num_skipped < self._max_skipped:
+            group.none = NoVictim(group.safe_at, self._needed(protected, now))
 
-    def _in_order(
-        self, group: str, blocked: set[bytes | None], now: float
-    ) -> Iterator[tuple[int, Entry]]:
-        """Yield the chunks of a group that may be evicted, in its policy's order, each with the
-        number of chunks examined so far.
+    def _needed(self, protected: bytes | None, now: float) -> bytes | None:
+        """``protected``, unless that chunk could not be evicted anyway."""
+        entry = self._index.get(protected) if protected is not None else None
+        if entry is None or self._ready.get(entry.offset) is not entry:
+            return None
+        return protected if _is_evictable(entry, frozenset(), now) else None
+
+    def _in_order(self, group: Group, blocked: set[bytes | None], now: float) -> Iterator[Entry]:
+        """Yield the chunks of a group that may be evicted, in its policy's order.
 
         A chunk that may not be evicted protects all chunks before it in its sequence, without which
         it would be useless: their keys are added to ``blocked``.
         """
-        for num_examined, key in enumerate(self._policies[group].victims(), 1):
+        if group.num_skipped >= self._max_skipped:
+            return
+        for key in group.policy.victims():
             entry = self._index[key]
             if _is_evictable(entry, blocked, now):
-                yield num_examined, entry
-            elif entry.chunk.parent is not None:
+                yield entry
+                continue
+            group.num_skipped += 1
+            if entry.unsafe_until > now:
+                group.safe_at = min(group.safe_at, entry.unsafe_until)
+            if entry.chunk.parent is not None:
                 blocked.add(entry.chunk.parent)
-            if num_examined >= MAX_EXAMINED_VICTIMS:
-                break
+            if group.num_skipped >= self._max_skipped:
+                return
 
     def _neighbours(self, group: str, chunk: Chunk, now: float, left: int) -> list[Entry]:
         """Find adjacent chunks whose memory, with the free ranges between them, fits a chunk.
@@ -154,7 +219,7 @@ class VictimChoice:
         """
         nbytes, protected = rounded_up(chunk.nbytes), self._sequence_before(chunk)
         blocked = {chunk.parent}
-        for _, first in self._in_order(group, blocked, now):
+        for first in self._in_order(self._groups[group], blocked, now):
             found: list[Entry] = []
             total = 0
             for offset, length, is_free in self._allocator.ranges_from(first.offset):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings, strategies as st
 
+from mooncake_kv.store import victim_choice
 from mooncake_kv.store.arena_allocator import GRANULE
 from mooncake_kv.store.chunk_store import (
     Chunk,
@@ -142,26 +143,93 @@ def test_put_evicts_none_of_the_chunks_that_a_lost_user_may_still_read():
     table.check_integrity()
 
 
-def test_many_pinned_chunks_hide_no_victim_and_are_skipped_once_per_batch(monkeypatch):
-    examined = []
+class CountingLRU(TailFirstLRU):
+    """Counts the chunks that searches for victims examine, of all groups."""
 
-    class Counting(TailFirstLRU):
-        def victims(self):
-            for key in super().victims():
-                examined.append(key)
-                yield key
+    num_examined = 0
 
+    def victims(self):
+        for key in super().victims():
+            CountingLRU.num_examined += 1
+            yield key
+
+
+def num_examined_by(reserve):
+    before = CountingLRU.num_examined
+    return reserve(), CountingLRU.num_examined - before
+
+
+def counting_table(granules, **options):
+    return ChunkTable(granules * GRANULE, TableSettings(CountingLRU, QUARANTINE_S, **options))
+
+
+def test_many_pinned_chunks_hide_no_victim_and_are_skipped_once_per_batch():
     num_pinned, num_free = 5000, 200
-    settings_of = TableSettings(Counting, QUARANTINE_S)
-    table = ChunkTable((num_pinned + num_free) * GRANULE, settings_of)
+    table = counting_table(num_pinned + num_free)
     names = [f"{n}" for n in range(num_pinned + num_free)]
     put(table, *[chunk(name) for name in names])
     table.touch([name.encode() for name in names[::-1]], 1)  # so that the pinned ones come first
     table.pin([name.encode() for name in names[:num_pinned]], ANNA, 10, 1)
-    put(table, *[chunk(f"new {n}") for n in range(num_free)], user=BERT, now=2)
+    new = [chunk(f"new {n}") for n in range(num_free)]
+    _, num_examined = num_examined_by(lambda: put(table, *new, user=BERT, now=2))
     assert table.stats.num_evicted == {"room": num_free}
-    assert len(examined) <= num_pinned + num_free
+    assert num_examined <= num_pinned + num_free
     table.check_integrity()
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_group_without_a_victim_is_examined_once_until_one_of_its_chunks_is_unused(is_lost):
+    num_pinned, num_copies = 500, 300
+    table = counting_table(num_pinned + num_copies)
+    names = [f"{n}" for n in range(num_pinned)]
+    put(table, *[chunk(name) for name in names])
+    copies = [chunk(f"copy {n}") for n in range(num_copies)]
+    handles = table.reserve(copies, ANNA, 10, 0, CopyTerms(1, 1, 1))
+    table.commit([handle.handle_id for handle in handles], ANNA, 0)
+    reads = table.pin([name.encode() for name in names], BERT, 60, 1)
+    if is_lost:
+        table.abandon_user(BERT, 1)
+
+    def reserve_all(name, num_chunks, now):
+        sequence = [chunk(f"{name}0")]
+        for n in range(1, num_chunks):
+            sequence.append(chunk(f"{name}{n}", parent=f"{name}{n - 1}"))
+        return table.reserve(sequence, ANNA, 1000, now)
+
+    for batch in ("a", "b"):
+        _, num_examined = num_examined_by(lambda name=batch: reserve_all(name, 100, 2))
+        assert num_examined <= num_pinned + 100
+    assert table.stats.num_evicted == {"copy": 200}
+    assert num_examined <= 100, "the second batch has examined the pinned chunks again"
+    if not is_lost:
+        table.release([reads[7].handle_id], BERT, 3)
+    reserve_all("c", 101, 3 + QUARANTINE_S)
+    assert table.stats.num_evicted["room"] >= 1
+    assert table.probe([b"7"]) == [Residence.ABSENT]
+    table.check_integrity()
+
+
+def test_searches_of_a_batch_skip_a_bounded_number_of_chunks(monkeypatch):
+    monkeypatch.setattr(victim_choice, "MAX_SKIPPED", 50)
+    table = counting_table(300)
+    put(table, *[chunk(f"{n}") for n in range(200)])
+    copies = [chunk(f"copy {n}") for n in range(100)]
+    handles = table.reserve(copies, ANNA, 10, 0, CopyTerms(1, 1, 1))
+    table.commit([handle.handle_id for handle in handles], ANNA, 0)
+    table.pin([b"%d" % n for n in range(200)], BERT, 60, 1)
+    new = [chunk(f"new {n}") for n in range(20)]
+    handles, num_examined = num_examined_by(lambda: table.reserve(new, ANNA, 10, 2))
+    assert all(isinstance(handle, WriteHandle) for handle in handles)
+    assert num_examined <= 50 + 20 * victim_choice.SKIPPED_PER_VICTIM + 20
+    table.check_integrity()
+
+
+def test_only_chunk_is_evicted_for_another_sequence_than_its_own():
+    table = table_of(1)
+    put(table, chunk("a"))
+    assert table.reserve([chunk("b", parent="a")], ANNA, 10, 1) == [PutRefusal.NO_SPACE]
+    put(table, chunk("c"), now=1)
+    assert table.stats.num_evicted == {"room": 1}
 
 
 def test_victims_found_in_advance_are_kept_if_they_are_used_or_pinned_meanwhile():
@@ -376,6 +444,7 @@ class World:
     num_users: int = 4
     num_valid: int = 0
     num_invalid: int = 0
+    num_refusals: int = 0
 
     def __post_init__(self):
         self.random = random.Random(self.seed)
@@ -417,12 +486,25 @@ class World:
         user = self.random.choice(self.users)
         copy = CopyTerms(1, self.random.expovariate(1), 1.0) if self.random.random() < 0.3 else None
         lease_s = self.random.uniform(0.05, 3)
-        handles = self.table.reserve(self.sequence(), user, lease_s, self.now, copy)
+        sequence = self.sequence()
+        handles = self.table.reserve(sequence, user, lease_s, self.now, copy)
+        if PutRefusal.NO_SPACE in handles:
+            self.check_refusal(sequence[handles.index(PutRefusal.NO_SPACE)])
         for handle in handles:
             if isinstance(handle, WriteHandle):
                 first = handle.offset // GRANULE
                 missing = list(range(first, first + handle.nbytes // GRANULE))
                 self.writes.append(Write(handle, user, missing))
+
+    def check_refusal(self, refused):
+        """No remembered search for victims has missed one."""
+        victims = self.table._victims
+        found = victims.victims_for(refused, self.now)
+        for group in victims._groups.values():
+            group.none = None
+        victims.begin(1)
+        assert victims.victims_for(refused, self.now) == found
+        self.num_refusals += 1
 
     def land(self):
         """Land a piece of some write; its user may be frozen or dead."""
@@ -527,6 +609,7 @@ def test_no_read_is_ever_wrong_in_a_hundred_thousand_operations():
     world.run(100_000)
     assert world.num_valid > 5000
     assert world.num_invalid > 200
+    assert world.num_refusals > 200
     assert world.table.stats.num_evicted["room"] > 5000
     assert world.table.stats.num_expired_writes > 200
     # all users disconnect, and every byte is freed
