@@ -8,6 +8,7 @@ KVError
 ├── InvalidKVParams        a request's ``kv_transfer_params`` are wrong, or contradict its prompt
 └── KVTransferError        KV was not transferred; its request is recomputed or fails
     ├── HandshakeRefused   the peer's metadata contradict ours
+    ├── OtherSecret        the process at the peer's address has another secret
     ├── LeaseLost          the peer no longer holds the KV that it promised
     ├── PeerGone           that epoch of the peer is certainly dead
     ├── PeerAbsent         the peer is not at its address: dead, or the route has changed
@@ -74,6 +75,10 @@ class HandshakeRefused(KVTransferError):
     """The peer's metadata contradict ours; both values are in the message."""
 
 
+class OtherSecret(KVTransferError):
+    """What listens at a peer's address does not prove our secret, or does not accept our proof."""
+
+
 class LeaseLost(KVTransferError):
     """The peer no longer holds, or never held, the KV that it promised."""
 
@@ -83,7 +88,7 @@ class PeerGone(KVTransferError):
 
 
 class PeerAbsent(KVTransferError):
-    """Nothing, or another instance, listens at a peer's address. The peer is dead, or something in
+    """Nothing, or something else, listens at a peer's address. The peer is dead, or something in
     between (a load balancer, address translation) leads elsewhere now; in that case the peer may
     still write until its lease is over."""
 

@@ -15,7 +15,14 @@ from typing import Generic, Protocol, TypeVar
 from mooncake_hal.session.listener import tune
 from mooncake_hal.timing import timeout
 from mooncake_kv.addresses import is_own_address
-from mooncake_kv.errors import KVTransferError, PeerAbsent, PeerGone, PeerUnreachable
+from mooncake_kv.errors import (
+    HandshakeRefused,
+    KVTransferError,
+    OtherSecret,
+    PeerAbsent,
+    PeerGone,
+    PeerUnreachable,
+)
 from mooncake_kv.io_loop import Spawn
 from mooncake_kv.params import RemoteKV
 from mooncake_kv.peers import PeerAddress, PeerTable
@@ -216,7 +223,8 @@ class StatusInquiry:
         Raises:
             PeerGone: our own kernel says that nothing listens at its address, or another instance
                 does. A side channel listens for as long as its process may write, so it is dead.
-            PeerAbsent: the same, said by another host, which may not be the writer's.
+            PeerAbsent: the same, said by another host, which may not be the writer's; or what
+                answers there has another secret or version, or rejects the question.
             PeerUnreachable: nothing at its address answers, not even a kernel.
             KVTransferError: the status is unknown.
         """
@@ -231,9 +239,15 @@ class StatusInquiry:
                 raise KVTransferError(reason) from exc
             raise PeerUnreachable(reason) from exc
         named = tuple(request_ids)
-        reply = await self._peers.get(writer).client.ask(
-            lambda ticket: StatusRequest(ticket, named), StatusReply, tries=1
-        )
+        try:
+            reply = await self._peers.get(writer).client.ask(
+                lambda ticket: StatusRequest(ticket, named), StatusReply, tries=1
+            )
+        except (HandshakeRefused, OtherSecret) as exc:
+            self._disconnect(writer)
+            # The writer has our secret and version, and does not reject this question. It may
+            # still live if this is the work of something in between.
+            raise await self._replaced(writer, f"something else ({exc})", is_local=False) from exc
         self._disconnect(writer)
         if reply.engine_id != writer.engine_id:
             raise await self._replaced(writer, reply.engine_id, is_local=is_local)

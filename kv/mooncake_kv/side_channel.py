@@ -18,7 +18,13 @@ from typing import TypeVar
 from mooncake_hal.errors import AccessDenied, PortsExhausted, TransferError, VersionMismatch
 from mooncake_hal.session.aio import AsyncListener, AsyncSession, connect, listen
 from mooncake_hal.session.authentication import Credentials
-from mooncake_kv.errors import BadFrame, HandshakeRefused, KVTransferError, SideChannelPortInUse
+from mooncake_kv.errors import (
+    BadFrame,
+    HandshakeRefused,
+    KVTransferError,
+    OtherSecret,
+    SideChannelPortInUse,
+)
 from mooncake_kv.protocol import (
     MAX_MESSAGE_BYTES,
     PROTOCOL_VERSION,
@@ -167,9 +173,9 @@ class SideChannelClient:
             try_timeout_s: timeout of each try, in seconds; None is TRY_TIMEOUT_S.
 
         Raises:
-            KVTransferError: no answer, or one of another type; the peer has another secret; or this
-                client was closed. Raised without retries if the connection is refused and the peer
-                has never answered.
+            KVTransferError: no answer, or one of another type; or this client was closed. Raised
+                without retries if the connection is refused and the peer has never answered.
+            OtherSecret: the peer has another secret.
             HandshakeRefused: the peer rejected the request, with its reason as the message; or it
                 speaks another version.
         """
@@ -231,7 +237,7 @@ class SideChannelClient:
                 self._pause_s, self._has_answered = 0.0, True
                 return answer
             except AccessDenied as exc:
-                raise KVTransferError(
+                raise OtherSecret(
                     f"peer {self.url} has another secret; give every instance the same one"
                 ) from exc
             except VersionMismatch as exc:

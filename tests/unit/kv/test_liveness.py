@@ -21,7 +21,11 @@ from mooncake_kv.liveness import (
     StatusInquiry,
 )
 from mooncake_kv.params import RemoteKV
-from mooncake_kv.protocol import StatusReply, Writer
+from mooncake_kv.peers import PeerTable
+from mooncake_kv.protocol import PROTOCOL_VERSION, AnyMessage, Reject, StatusReply, Writer
+from mooncake_kv.side_channel import SideChannelServer
+
+SECRET = b"secret"
 
 
 @dataclass
@@ -207,6 +211,36 @@ def test_other_instance_at_address_means_writer_is_gone(
     monkeypatch.setattr(StatusInquiry, "_connect", _accepts_connections)
     with pytest.raises(error, match="p-2 listens"):
         ask(SinglePeerTable("p-2"), "127.0.0.1", 1, is_local=is_local)
+
+
+@pytest.mark.parametrize(
+    ("secret", "version"),
+    [(SECRET, PROTOCOL_VERSION), (b"another secret", PROTOCOL_VERSION), (SECRET, 99)],
+    ids=["another connector", "another secret", "another version"],
+)
+def test_whatever_else_answers_at_the_address_means_the_writer_is_absent(
+    secret: bytes, version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The writer has our secret and our version, and answers this question."""
+
+    def reject(message: AnyMessage) -> AnyMessage:
+        return Reject(message.ticket, f"{type(message).__name__} is not a request to this one")
+
+    async def main() -> None:
+        monkeypatch.setattr("mooncake_kv.side_channel.PROTOCOL_VERSION", version)
+        server = await SideChannelServer.listen("127.0.0.1", (0,), secret, reject)
+        monkeypatch.undo()
+        peers = PeerTable(SECRET, None)  # type: ignore[arg-type]  # there is no handshake
+        inquiry = StatusInquiry(peers)
+        for is_local in (False, True):
+            writer = Writer("p-1", "a", "127.0.0.1", server.port)
+            with pytest.raises(PeerAbsent, match=r"p-1 is not at 127\.0\.0\.1"):
+                await inquiry.ask(writer, ["a"], is_local=is_local)
+            assert len(peers) == 0
+        inquiry.close()
+        server.close()
+
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 def test_live_writer_answers(monkeypatch: pytest.MonkeyPatch) -> None:
