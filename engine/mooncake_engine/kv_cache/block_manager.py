@@ -129,7 +129,7 @@ class BlockManager:
         request.block_hashes = parent.block_hashes[:complete]
         request.num_published = min(parent.num_published, complete)
         request.num_computed = min(parent.num_computed, prompt)
-        request.num_cached_tokens = parent.num_cached_tokens
+        request.note_cached(parent.num_cached_tokens)
         request.prompt_hits = {LOCAL_HIT: prompt}
         request.share_offers(parent)
 

@@ -518,8 +518,7 @@ class PoolLoads:
             request.prompt_hits[source] = known + max(num_tokens, 0)
         num_loaded = num_chunks * size
         request.num_computed = max(request.num_computed, num_loaded)
-        if not request.num_output_tokens:
-            request.num_cached_tokens = request.num_computed
+        request.note_cached(request.num_computed)
         request.num_saved = max(request.num_saved, request.num_computed)
         request.num_offered = max(request.num_offered, request.num_computed)
         request.loaded_at = self._queues.now

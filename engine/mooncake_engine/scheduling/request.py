@@ -284,6 +284,15 @@ class Request:
         """Whether it may sample its first token from the logits of a sibling's prompt."""
         return self.shares_prompt and self.num_tokens == self.num_prompt_tokens
 
+    def note_cached(self, num_tokens: int) -> None:
+        """Record how many prompt tokens were cached when it was first scheduled. When it starts
+        over, that is what it or a sibling has computed before; only after a load that failed under
+        its first steps, what was recorded was wrong. A peer's first token comes with its own
+        number."""
+        is_first = self.scheduled_at is None or not self.num_preemptions
+        if is_first and not self.num_output_tokens:
+            self.num_cached_tokens = num_tokens
+
     def share_offers(self, sibling: Request) -> None:
         """Count the prompt's chunks as offered and saved as far as the sibling's have been."""
         prompt = self.num_prompt_tokens

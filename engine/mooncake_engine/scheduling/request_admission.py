@@ -158,8 +158,7 @@ class RequestAdmission:
         cacheable = 0 if request.awaits_scores else num_tokens - 1
         if not self._blocks.allocate(request, num_tokens, cacheable=cacheable, reserve=reserve):
             return False
-        if not request.num_output_tokens:
-            request.num_cached_tokens = request.num_computed
+        request.note_cached(request.num_computed)
         return True
 
     def _fork(self, request: Request, sibling: Request, reserve: int, step: StepBuilder) -> bool:

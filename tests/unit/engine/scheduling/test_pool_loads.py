@@ -245,6 +245,7 @@ def test_steps_on_a_failed_load_are_repeated(depth, num_steps):
     bench.end(load_id, "it was taken back")
     assert len(bench.run()["again"]) == 3
     assert not request.has_wrong_kv
+    assert request.num_cached_tokens == 0
     assert bench.num_free == bench.scheduler.blocks.pool.num_blocks
 
 
@@ -851,6 +852,25 @@ def test_preempted_request_loads_its_answer_as_well():
     assert answers["second"] == [token_of("second", i) for i in range(len(answers["second"]))]
     assert lost.num_cached_tokens == 0
     assert not bench.scheduler.has_work
+
+
+def test_what_a_prompt_saved_before_its_preemption_is_not_reported_as_cached():
+    bench = PoolBench(
+        num_blocks=12, max_num_batched_tokens=9, prefix_caching=False, eos_token_ids=frozenset()
+    )
+    bench.add("old", prompt_of(6), max_tokens=30)
+    bench.step()
+    lost = bench.add("new", prompt_of(38, seed=3), max_tokens=2, arrival=1.0)
+    num_loads = 0
+    while bench.scheduler.has_work:
+        bench.step()
+        bench.save_all()
+        for load_id in list(bench.pool.loads):
+            num_loads += 1
+            bench.end(load_id)
+    assert lost.num_preemptions > 0
+    assert num_loads > 0
+    assert lost.num_cached_tokens == 0
 
 
 def test_later_choice_does_not_share_a_preempted_choices_load():

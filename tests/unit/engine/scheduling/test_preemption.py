@@ -51,6 +51,25 @@ def test_preemption_is_reported_and_counts_no_prompt_twice() -> None:
     assert bench.scheduler.blocks.num_queried_tokens == 2 * 7, "one choice follows the other"
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_what_a_prompt_computed_before_its_preemption_is_not_reported_as_cached(count: int) -> None:
+    """With two choices, the second one starts over first, and finds what the first has computed."""
+    bench = Bench(11 + count, max_num_batched_tokens=5, eos_token_ids=frozenset())
+    bench.add("old", range(10, 16), max_tokens=30)
+    bench.step()
+    for index in range(count):
+        bench.add(f"new{index}", range(30, 68), arrival=1.0, max_tokens=2, group="g")
+    cached: dict[str, set[int]] = {"new0": set()}
+    num_preemptions = 0
+    while bench.scheduler.has_work:
+        for update in bench.step()[1]:
+            cached.setdefault(update.request_id, set()).add(update.num_cached_tokens)
+            if update.request_id == "new0" and update.times is not None:
+                num_preemptions = update.times.num_preemptions
+    assert num_preemptions > 0
+    assert cached["new0"] == {0}
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_swapping_a_group_overlaps_with_steps(depth: int) -> None:
     """The group resumes once its copies have completed; the others continue meanwhile."""
