@@ -9,10 +9,12 @@ rejects work, because queued texts cost memory.
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from mooncake_engine.errors import Overloaded
 
@@ -41,6 +43,7 @@ class BoundedExecutor:
         self._what = what
         self._capacity = num_threads + max_waiting
         self._num_pending = 0
+        self._lock = threading.Lock()  # calls end in their threads
         self._threads = ThreadPoolExecutor(num_threads, what.replace(" ", "-"))
 
     async def run(self, work: Callable[[], T]) -> T:
@@ -53,18 +56,25 @@ class BoundedExecutor:
             raise Overloaded(
                 f"too many {self._what} are queued ({self._capacity}); try again in a moment"
             )
-        self._num_pending += 1
-        future = asyncio.get_running_loop().run_in_executor(self._threads, work)
-        future.add_done_callback(self._note_done)
+        held = [work]
+        del work  # its text is freed as soon as the call has ended, also if that is by cancellation
+        with self._lock:
+            self._num_pending += 1
+        future = self._threads.submit(lambda: held.pop()())
+        future.add_done_callback(partial(self._note_done, held))
         try:
-            return await future
+            return await asyncio.wrap_future(future)
         finally:
             # Breaks a reference cycle (future, error, this frame), which would otherwise keep the
             # text in memory until the next garbage collection.
             del future
 
-    def _note_done(self, _: object) -> None:
-        self._num_pending -= 1
+    def _note_done(self, held: list[Callable[[], Any]], _: object) -> None:
+        """Note that a call has ended in its thread, or was cancelled before it began: then the
+        pool keeps its place in the queue, but no longer its work."""
+        held.clear()
+        with self._lock:
+            self._num_pending -= 1
 
 
 @dataclass(frozen=True, slots=True)

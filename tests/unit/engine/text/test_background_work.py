@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 
@@ -77,6 +79,51 @@ def test_a_cancelled_call_leaves_the_queue_and_never_runs() -> None:
         event.set()
         await asyncio.gather(first, third)
         assert done == [3]
+
+    asyncio.run(scenario())
+
+
+def test_a_running_call_that_is_cancelled_counts_until_it_has_ended() -> None:
+    async def scenario() -> None:
+        executor = BoundedExecutor("long texts", 1, 0)
+        begun, event = threading.Event(), threading.Event()
+        first = asyncio.create_task(executor.run(lambda: (begun.set(), event.wait(30))))
+        assert await asyncio.to_thread(begun.wait, 30)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        with pytest.raises(Overloaded):
+            await executor.run(lambda: None)
+        event.set()
+        while True:  # until the thread has noted the end
+            with suppress(Overloaded):
+                assert await executor.run(lambda: 7) == 7
+                return
+            await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+
+
+def test_a_cancelled_call_frees_its_text_at_once() -> None:
+    class Work:
+        def __call__(self) -> None:
+            raise AssertionError("a cancelled call has run")
+
+    async def scenario() -> None:
+        executor, event = BoundedExecutor("long texts", 1, 1), threading.Event()
+        first = asyncio.create_task(executor.run(waiting_for(event)))
+        await asyncio.sleep(0)
+        work = Work()
+        kept = weakref.ref(work)
+        second = asyncio.create_task(executor.run(work))
+        del work
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        del second
+        is_kept = kept() is not None
+        event.set()
+        await first
+        assert not is_kept
 
     asyncio.run(scenario())
 
