@@ -92,9 +92,8 @@ def plan_transfer(
     if geometry.unit > 1:
         return _plan_units(geometry, local, remotes, transfer)
     start, stop = transfer.tokens
-    _check_table("local", local.layout, transfer.local_blocks, transfer.tokens)
-    for remote in remotes:
-        _check_table("remote", remote.layout, transfer.remote_blocks, transfer.tokens)
+    own = _page("local", local, transfer.local_blocks, transfer.tokens)
+    paged = [_page("remote", remote, transfer.remote_blocks, transfer.tokens) for remote in remotes]
     wanted = local.shard
     if transfer.layers is not None:
         wanted = intersect(wanted, KVShard(*transfer.layers, wanted.head_start, wanted.head_stop))
@@ -105,8 +104,8 @@ def plan_transfer(
         pair = _RankPair(
             geometry,
             intersect(wanted, remotes[peer].shard),
-            _PagedKV(local, transfer.local_blocks),
-            _PagedKV(remotes[peer], transfer.remote_blocks),
+            own,
+            paged[peer],
         )
         plans.append(PeerSpans(peer, pair.spans(start, stop)))
     _check_coverage(geometry, wanted, stop - start, plans)
@@ -233,15 +232,17 @@ def elect_sources(wanted: KVShard, shards: Sequence[KVShard], spread: int) -> li
 
 @dataclass(frozen=True, slots=True)
 class _PagedKV:
-    """A rank's KV cache together with the block table of one sequence."""
+    """A rank's KV cache together with the blocks of a range of one sequence's tokens; the first of
+    them is entry ``first`` of its block table."""
 
     rank: KVShardSpec
-    blocks: Sequence[int]
+    blocks: Offsets
+    first: int
 
     def token_offsets(self, positions: Offsets, plane: int) -> Offsets:
         """Offset of each token position from the first token of block 0."""
         layout = self.rank.layout
-        blocks = np.asarray(self.blocks, dtype=np.int64)[positions // layout.block_size]
+        blocks = self.blocks[positions // layout.block_size - self.first]
         within = positions % layout.block_size
         return blocks * layout.block_strides[plane] + within * layout.token_strides[plane]
 
@@ -423,20 +424,28 @@ def _merge(runs: _Runs) -> Spans:
     )
 
 
-def _check_table(
-    which: str, layout: KVLayout, blocks: Sequence[int], tokens: tuple[int, int]
-) -> None:
-    start, stop = tokens
+def _page(
+    which: str, rank: KVShardSpec, blocks: Sequence[int], tokens: tuple[int, int]
+) -> _PagedKV:
+    """Cut a block table to a range of tokens. A push plans each layer of each chunk of a prompt,
+    so that reading the whole table would make its time quadratic in the prompt.
+
+    Raises:
+        PlanError: the table is too short, or names a block that does not exist.
+    """
+    layout, (start, stop) = rank.layout, tokens
+    first = start // layout.block_size
     needed = -(-stop // layout.block_size)
     if len(blocks) < needed:
         raise PlanError(
             f"{stop} tokens need {needed} {which} blocks of {layout.block_size}, "
             f"the table has {len(blocks)}"
         )
-    wanted = blocks[start // layout.block_size : needed]
+    wanted = blocks[first:needed]
     outside = [block for block in wanted if not 0 <= block < layout.num_blocks]
     if outside:
         raise PlanError(f"{which} block {outside[0]} is not in a pool of {layout.num_blocks}")
+    return _PagedKV(rank, np.asarray(wanted, dtype=np.int64), first)
 
 
 def _check_coverage(

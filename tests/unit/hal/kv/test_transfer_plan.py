@@ -178,6 +178,26 @@ def test_block_tables_that_do_not_fit_are_rejected() -> None:
         plan_transfer(LLAMA, placement, [placement], BlockTransfer([64], [0], (0, 16)))
 
 
+def test_blocks_before_the_tokens_are_not_read() -> None:
+    """A push plans each layer of each chunk: reading whole block tables would take time quadratic
+    in the prompt."""
+    unread = [None] * 1000
+    [plan] = plan_transfer(
+        LLAMA,
+        _placements(1, "BHLPT")[0],
+        _placements(1, "BHLPT"),
+        BlockTransfer([*unread, 5], [*unread, 6], (16_000, 16_016), (3, 4)),
+    )
+    [first] = plan_transfer(
+        LLAMA,
+        _placements(1, "BHLPT")[0],
+        _placements(1, "BHLPT"),
+        BlockTransfer([5], [6], (0, 16), (3, 4)),
+    )
+    assert plan.spans.local.tolist() == first.spans.local.tolist()
+    assert plan.spans.remote.tolist() == first.spans.remote.tolist()
+
+
 def test_nothing_to_move_is_an_empty_plan() -> None:
     placement = _placements(1, "BHLPT")[0]
     assert plan_transfer(LLAMA, placement, [placement], BlockTransfer([0], [0], (16, 16))) == []
