@@ -165,13 +165,13 @@ class PushSender:
     def _count_end(self, request_id: str, push: _Push) -> None:
         """Count the end of a push, before its blocks are freed: vLLM reads the counters in the step
         that frees them, which may be the last one for a long time."""
-        if push.error is not None and not push.is_cancelled:
+        if push.error is None:
+            self.counts.nbytes += sum(sum(r.written.values()) for r in push.reports.values())
+            self.counts.seconds += max(report.seconds for report in push.reports.values())
+        elif not push.is_cancelled:
             self.counts.failures += 1
             level = self._context.incompatible.level(push.remote.engine_id)
             logger.log(level, "pushing %s failed: %s", request_id, push.error)
-        else:
-            self.counts.nbytes += sum(sum(r.written.values()) for r in push.reports.values())
-            self.counts.seconds += max(report.seconds for report in push.reports.values())
 
     def _fail(self, request_id: str, push: _Push, reason: str) -> None:
         if push.error is None:

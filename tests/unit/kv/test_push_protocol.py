@@ -135,6 +135,7 @@ def test_push_whose_request_ended_is_no_failure_unless_it_had_failed(
         await asyncio.sleep(1.0)
         assert [ended.is_drained for ended in pair.ended["r"]] == [True]
         assert (pair.p.counts.transfers, pair.p.counts.failures) == (1, int(has_failed))
+        assert (pair.p.counts.nbytes, pair.p.counts.seconds) == (0, 0.0), "of successful pushes"
         assert ("pushing p-r failed" in caplog.text) == has_failed
 
     run_on_pair(scenario)
