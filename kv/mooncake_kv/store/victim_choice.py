@@ -29,10 +29,10 @@ considered full: as many as one user may pin. It takes some ten milliseconds."""
 SKIPPED_PER_VICTIM = 4
 """If a search has to skip many chunks, it finds one victim in advance for this many of them, so
 that the searches of a batch don't skip all of them again for each victim. A batch may skip as many
-more than MAX_SKIPPED for each of its chunks."""
+more than MAX_SKIPPED for each of its chunks. The same holds for memory ranges in MAX_NEIGHBOURS."""
 MAX_NEIGHBOURS = 4096
-"""Upper bound of the memory ranges that the search for adjacent victims examines, which takes a
-millisecond or two."""
+"""Upper bound of the memory ranges that the searches of a batch for adjacent victims of a group
+examine in vain, which takes a millisecond or two."""
 
 SHARED = ""
 """The group of all tenants without a quota."""
@@ -62,14 +62,18 @@ class Group:
         found: victims found in advance.
         none: set while a search would be in vain: none of the chunks has become evictable since
             the last one.
+        adjacent: first chunks of adjacent victims, found in advance.
         num_skipped: chunks that the searches for this batch have skipped.
+        num_in_vain: memory ranges that they have examined in vain.
         safe_at: when the first reader's quarantine of those that the last search skipped is over.
     """
 
     policy: EvictionPolicy
     found: deque[Entry] = field(default_factory=deque)
     none: NoVictim | None = None
+    adjacent: deque[Entry] = field(default_factory=deque)
     num_skipped: int = 0
+    num_in_vain: int = 0
     safe_at: float = math.inf
 
 
@@ -95,19 +99,24 @@ class VictimChoice:
         self._allocator = allocator
         self._uses = uses
         self._ready: dict[int, Entry] = {}  # by offset
+        self._before: set[bytes] = set()  # keys before the chunks of this batch
         self._max_skipped = MAX_SKIPPED
+        self._max_in_vain = MAX_NEIGHBOURS
 
     def begin(self, num_chunks: int) -> None:
         """The searches from now on are for another batch, of this many chunks."""
+        self._before.clear()
         self._max_skipped = MAX_SKIPPED + SKIPPED_PER_VICTIM * num_chunks
+        self._max_in_vain = MAX_NEIGHBOURS + SKIPPED_PER_VICTIM * num_chunks
         for group in self._groups.values():
-            group.num_skipped = 0
+            group.num_skipped = group.num_in_vain = 0
 
     def add(self, entry: Entry) -> None:
         """A chunk has become READY."""
         group = self._groups[entry.group]
         group.policy.add(entry.chunk)
         group.found.clear()
+        group.adjacent.clear()
         group.none = None
         self._ready[entry.offset] = entry
 
@@ -122,6 +131,7 @@ class VictimChoice:
         """Chunks of a sequence were used; ``keys`` are in its order."""
         self._groups[group].policy.touch(keys)
         self._groups[group].found.clear()
+        self._groups[group].adjacent.clear()
 
     def unused(self, entry: Entry) -> None:
         """A chunk's last reader, or the last write of a chunk after it, has ended."""
@@ -156,10 +166,11 @@ class VictimChoice:
         victim = self._least_valuable(found, now) if len(found) > 1 else found[0]
         if rounded_up(victim.chunk.nbytes) >= rounded_up(chunk.nbytes):
             return [victim]
+        self._protect_before(chunk)
         in_turn = sorted(found, key=lambda entry: (entry is not victim, entry.used_at))
         for entry in in_turn:
-            if room := self._neighbours(entry.group, chunk, now, MAX_NEIGHBOURS // len(found)):
-                return room
+            if adjacent := self._first_adjacent(self._groups[entry.group], chunk, now):
+                return adjacent
         return []
 
     def is_worth(self, chunk: Chunk, copy: CopyTerms, victims: Sequence[Entry], now: float) -> bool:
@@ -208,43 +219,68 @@ class VictimChoice:
             if group.num_skipped >= self._max_skipped:
                 return
 
-    def _neighbours(self, group: str, chunk: Chunk, now: float, left: int) -> list[Entry]:
-        """Find adjacent chunks whose memory, with the free ranges between them, fits a chunk.
-
-        Args:
-            group: the group whose order gives the first of these chunks.
-            chunk: the chunk to make memory available for.
-            now: the time.
-            left: upper bound of the memory ranges to examine.
-        """
-        nbytes, protected = rounded_up(chunk.nbytes), self._sequence_before(chunk)
-        blocked = {chunk.parent}
-        for first in self._in_order(self._groups[group], blocked, now):
-            found: list[Entry] = []
-            total = 0
-            for offset, length, is_free in self._allocator.ranges_from(first.offset):
-                left -= 1
-                if not is_free:
-                    entry = self._ready.get(offset)
-                    if entry is None or not _is_evictable(entry, protected, now):
-                        break
-                    found.append(entry)
-                total += length
-                if total >= nbytes and found:
+    def _first_adjacent(self, group: Group, chunk: Chunk, now: float) -> list[Entry]:
+        """The first adjacent chunks, in a group's order, whose memory fits a chunk."""
+        while group.adjacent:
+            first = group.adjacent.popleft()
+            if self._ready.get(first.offset) is first:  # it was not evicted or dropped
+                found, num_ranges = self._adjacent_to(first, chunk, now)
+                if found:
                     return found
-            if left <= 0:
-                break
-            blocked.add(first.chunk.parent)
-        return []
+                group.num_in_vain += num_ranges
+        self._find_adjacent(group, chunk, now)
+        return self._adjacent_to(group.adjacent.popleft(), chunk, now)[0] if group.adjacent else []
 
-    def _sequence_before(self, chunk: Chunk) -> set[bytes]:
-        """Keys of the chunks before this one in its sequence, as far back as all are present."""
-        found: set[bytes] = set()
+    def _find_adjacent(self, group: Group, chunk: Chunk, now: float) -> None:
+        """Find the first adjacent chunks of a group whose memory fits a chunk; more of them, which
+        share none, if many ranges were examined in vain before."""
+        taken: set[int] = set()
+        blocked = {chunk.parent}
+        num_before = group.num_skipped + group.num_in_vain
+        for first in self._in_order(group, blocked, now):
+            if first.offset in taken:
+                continue
+            found, num_ranges = self._adjacent_to(first, chunk, now)
+            offsets = [entry.offset for entry in found]
+            if found and taken.isdisjoint(offsets):
+                group.adjacent.append(first)
+                taken.update(offsets)
+            else:
+                group.num_in_vain += num_ranges
+                blocked.add(first.chunk.parent)
+            num_passed = group.num_skipped + group.num_in_vain - num_before
+            if (
+                len(group.adjacent) * SKIPPED_PER_VICTIM >= num_passed
+                or group.num_in_vain >= self._max_in_vain
+            ):
+                break
+
+    def _adjacent_to(self, first: Entry, chunk: Chunk, now: float) -> tuple[list[Entry], int]:
+        """The chunks from ``first`` on whose memory, with the free ranges between them, fits a
+        chunk; none if others are in between. And the number of ranges examined."""
+        found: list[Entry] = []
+        nbytes, num_ranges = rounded_up(chunk.nbytes), 0
+        for offset, length, is_free in self._allocator.ranges_from(first.offset):
+            num_ranges += 1
+            if not is_free:
+                entry = self._ready.get(offset)
+                if entry is None or not _is_evictable(entry, self._before, now):
+                    break
+                found.append(entry)
+            nbytes -= length
+            if nbytes <= 0 and found:
+                return found, num_ranges
+        return [], num_ranges
+
+    def _protect_before(self, chunk: Chunk) -> None:
+        """Protect the chunks before this one in its sequence, as far back as all are present."""
         key = chunk.parent
-        while key is not None and key not in found and (entry := self._index.get(key)) is not None:
-            found.add(key)
+        while key is not None and key not in self._before:
+            entry = self._index.get(key)
+            if entry is None:
+                break
+            self._before.add(key)
             key = entry.chunk.parent
-        return found
 
     def _least_valuable(self, candidates: Sequence[Entry], now: float) -> Entry:
         """The chunk to evict: the oldest candidate, or a copy that is worth less than that."""
