@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import ipaddress
 import logging
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 from mooncake_hal.session.addressing import is_loopback
+from mooncake_hal.timing import timeout
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
 
@@ -17,6 +22,10 @@ logger = logging.getLogger(__name__)
 _PROBE_TARGETS = {socket.AF_INET: "192.0.2.1", socket.AF_INET6: "2001:db8::1"}
 """Documentation addresses (RFC 5737, RFC 3849), used to ask the kernel for our address on the
 default route."""
+
+LOOKUP_TIMEOUT_S = 5.0
+MAX_LOOKUPS = 8
+"""Concurrent lookups of names; others are queued."""
 
 
 def settle_addresses(config: KVTransferConfig) -> KVTransferConfig:
@@ -95,12 +104,11 @@ def _default_route_address(host: str) -> str:
 
 
 async def is_own_address(host: str) -> bool:
-    """Whether the host is this one: all of its addresses can be bound here."""
+    """Whether the host is this one: all of its addresses can be bound here. False if it can't be
+    resolved in time."""
     try:
-        kind = socket.SOCK_STREAM
-        found = await asyncio.get_running_loop().getaddrinfo(host, 0, type=kind)
-        for family, *_, address in found:
-            with socket.socket(family, kind) as probe:
+        for family, address in await _look_up(host):
+            with socket.socket(family, socket.SOCK_STREAM) as probe:
                 probe.bind(address)
     except OSError:
         return False
@@ -108,7 +116,32 @@ async def is_own_address(host: str) -> bool:
 
 
 async def addresses_of(host: str) -> list[str]:
-    """All addresses of a host; raises OSError or ValueError if it can't be resolved."""
-    kind = socket.SOCK_STREAM
-    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=kind)
-    return [str(address[0]) for *_, address in found]
+    """All addresses of a host; raises OSError or ValueError if it can't be resolved in time."""
+    return [str(address[0]) for _, address in await _look_up(host)]
+
+
+async def _look_up(host: str) -> list[tuple[socket.AddressFamily, Any]]:
+    """The families and socket addresses of a host; raises as ``addresses_of``."""
+    try:
+        found = _resolve(host, socket.AI_NUMERICHOST)  # asks no name server
+    except socket.gaierror:
+        loop = asyncio.get_running_loop()
+        try:
+            async with timeout(LOOKUP_TIMEOUT_S):
+                found = await loop.run_in_executor(_name_threads(), _resolve, host, 0)
+        except asyncio.TimeoutError as exc:
+            raise OSError(
+                errno.ETIMEDOUT, f"{host} was not resolved within {LOOKUP_TIMEOUT_S:g} s"
+            ) from exc
+    return [(family, address) for family, *_, address in found]
+
+
+def _resolve(host: str, flags: int) -> Any:
+    return socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=flags)
+
+
+@cache
+def _name_threads() -> ThreadPoolExecutor:
+    """The threads that resolve names here. Not the loop's own: those resolve the side channels that
+    requests name, and a few names of a slow name server occupy them all."""
+    return ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="kv-names")

@@ -41,6 +41,10 @@ class AllowedHosts:
         """Whether a host may be connected to at any address."""
         return host.lower() in self._hosts or "*" in self._hosts
 
+    def excludes(self, host: str) -> bool:
+        """Whether a host may not be connected to, whatever its addresses are."""
+        return plain_address(host) is None and not self._networks and not self.names(host)
+
     def permits(self, host: str, address: str) -> bool:
         """Whether an address of a host may be connected to.
 

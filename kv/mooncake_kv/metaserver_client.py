@@ -59,6 +59,11 @@ class MetaserverRule:
     def __init__(self, allowed: Sequence[str]) -> None:
         self._allowed = AllowedHosts(allowed, "--metaserver-allow")
 
+    def excludes(self, host: str) -> bool:
+        """Whether a host may not be connected to, whatever its addresses are, so that it need not
+        be resolved."""
+        return bool(self._allowed) and self._allowed.excludes(host)
+
     async def permits(self, host: str, address: str, requester: str | None) -> bool:
         """Whether to connect to an address.
 
@@ -146,13 +151,14 @@ async def _permitted(parts: SplitResult, requester: str | None, rule: Metaserver
         KVTransferError: no address of the host is allowed.
     """
     host = parts.hostname or ""
-    addresses = await addresses_of(host)
+    addresses = [] if rule.excludes(host) else await addresses_of(host)
     for address in addresses:
         if await rule.permits(host, address, requester):
             return address
+    where = f", it is at {', '.join(addresses)}" if addresses else ""
     raise KVTransferError(
-        f"metaserver {host} is not allowed: the request came from {requester}, it is at "
-        f"{', '.join(addresses)}; allow it with --metaserver-allow {host}"
+        f"metaserver {host} is not allowed: the request came from {requester}{where}; "
+        f"allow it with --metaserver-allow {host}"
     )
 
 

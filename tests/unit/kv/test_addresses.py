@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import re
 import socket
+import threading
+from typing import Any
 
 import pytest
 
-from mooncake_kv.addresses import resolve, settle_addresses
+from mooncake_kv import addresses
+from mooncake_kv.addresses import addresses_of, is_own_address, resolve, settle_addresses
 from mooncake_kv.cli import main, store_options
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
@@ -105,3 +109,33 @@ def test_store_accepts_the_option_that_its_error_advises(
     advised = re.findall("--[a-z-]+[a-z]", capsys.readouterr().err)
     assert "--kv-allow-no-secret" in advised
     assert set(advised) <= {option.flag for option in store_options()}
+
+
+def test_slow_name_server_delays_only_the_names_that_it_resolves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests may name side channels, and the loop resolves their names on its own threads."""
+    released, resolve = threading.Event(), socket.getaddrinfo
+
+    def slow(host: str, *args: Any, flags: int = 0, **named: Any) -> Any:
+        if host.endswith(".example") and not flags & socket.AI_NUMERICHOST:
+            released.wait(30)
+            raise socket.gaierror(socket.EAI_AGAIN, "from a test")
+        return resolve(host, *args, flags=flags, **named)
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        named = [asyncio.ensure_future(loop.getaddrinfo(f"{n}.example", 1)) for n in range(64)]
+        await asyncio.sleep(0)
+        try:
+            assert await asyncio.wait_for(addresses_of("127.0.0.1"), 10) == ["127.0.0.1"]
+            assert "127.0.0.1" in await asyncio.wait_for(addresses_of("localhost"), 10)
+            assert await asyncio.wait_for(is_own_address("127.0.0.1"), 10)
+            monkeypatch.setattr(addresses, "LOOKUP_TIMEOUT_S", 0.01)
+            assert not await asyncio.wait_for(is_own_address("own.example"), 10)
+        finally:
+            released.set()
+            await asyncio.gather(*named, return_exceptions=True)
+
+    monkeypatch.setattr(socket, "getaddrinfo", slow)
+    asyncio.run(main())

@@ -85,6 +85,16 @@ def test_hosts_outside_allow_list_are_rejected(allowed: str) -> None:
         post_to(OK, MetaserverRule([allowed]), requester=LOOPBACK)
 
 
+def test_name_outside_allow_list_is_not_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name server may take long, and a request may name any."""
+    resolved: list[str] = []
+    monkeypatch.setattr(metaserver_client, "addresses_of", resolved.append)
+    metaserver = RequestMetaserver("http://elsewhere.example/x", LOOPBACK)
+    with pytest.raises(KVTransferError, match=r"elsewhere\.example is not allowed"):
+        asyncio.run(post_params(metaserver, {}, MetaserverRule(["proxy.example"])))
+    assert resolved == []
+
+
 @pytest.mark.parametrize("allowed", ["10.0.0.0/99", ""])
 def test_invalid_allow_list_entries_fail_at_start(allowed: str) -> None:
     with pytest.raises(KVConfigError, match="--metaserver-allow wants"):
