@@ -259,7 +259,8 @@ class ProxyApplication:
         return None if self._admin_listener is None else _port_of(self._admin_listener)
 
     async def close(self, stop: ShutdownSignals | None = None) -> None:
-        """Refuse new requests, wait for the running ones, then stop.
+        """Refuse new requests, wait for the running ones and until their clients have read the
+        responses, then stop.
 
         Requests that still run after `shutdown_timeout_s`, or at the second shutdown signal of
         `stop`, are cut off.

@@ -357,8 +357,10 @@ class ServerProtocol(asyncio.Protocol):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is running."""
-        return self._current is not None
+        """Whether a request is running, or the client has yet to read a part of its response."""
+        transport = self._transport
+        has_unsent = transport is not None and transport.get_write_buffer_size() > 0
+        return self._current is not None or has_unsent
 
     def sweep(self, now: float) -> None:
         """Close the connection if the client sends or reads too slowly, or is idle too long."""

@@ -104,6 +104,29 @@ def test_stopping_proxy_completes_running_and_rejects_new_requests() -> None:
     uvloop.run(main())
 
 
+def test_stopping_proxy_waits_for_clients_to_read_their_answers() -> None:
+    num_bytes = 16 * 1024 * 1024  # far more than the kernel buffers
+
+    async def main() -> None:
+        async with fake_deployment(shutdown_timeout_s=60.0) as s:
+            s.prefill.behaviour.stops_at_first = True
+            s.prefill.behaviour.first_text = "x" * num_bytes
+            reader, writer = await asyncio.open_connection("127.0.0.1", s.app.port)
+            writer.write(b"POST /v1/completions HTTP/1.1\r\nhost: p\r\ncontent-length: 14\r\n\r\n")
+            writer.write(b'{"prompt":"x"}')
+            await reader.readuntil(b"\r\n\r\n")
+            closing = asyncio.ensure_future(s.app.close())
+            try:
+                await asyncio.wait({closing}, timeout=0.2)
+                assert not closing.done()
+                assert len(await reader.read()) > num_bytes
+                await closing
+            finally:
+                writer.transport.abort()
+
+    uvloop.run(main())
+
+
 @pytest.mark.parametrize("is_forced", [False, True])
 def test_requests_beyond_shutdown_timeout_are_aborted_with_error(*, is_forced: bool) -> None:
     """On both sides: closing the connection aborts the request on the instance as well."""
