@@ -247,7 +247,8 @@ class _RunningChoices:
 
     def take(self, choice: GeneratedChoice, update: TextUpdate) -> None:
         """Process an update of a choice."""
-        if self.finished.done():
+        if self.finished.done():  # another choice failed: ``complete`` releases this one's KV
+            choice.output.kv_transfer_params = update.kv_transfer_params
             return
         self.metrics.advance(choice.stats, update, time.monotonic())
         self._show(choice, _without_output(update) if self._is_prompt_only else update)

@@ -331,6 +331,9 @@ class ChoiceStream:
 
     def _take(self, update: TokenUpdate | EngineDead) -> None:
         if self._is_over:
+            # The engine had ended the choice before it heard that nobody takes it.
+            if not isinstance(update, EngineDead) and update.finish is not None:
+                _release_kept_kv(self._engine, update)
             return
         try:
             if isinstance(update, EngineDead):
@@ -387,8 +390,7 @@ def _split_first_token(update: TokenUpdate) -> tuple[TokenUpdate, TokenUpdate]:
 
 
 def _release_kept_kv(engine: EngineClient, update: TokenUpdate) -> None:
-    """Release the KV that the engine has kept for a peer, because a stop string ended the choice
-    here."""
+    """Release the KV that the engine has kept for a peer, because the choice ended here."""
     if continues_at_peer(update):
         assert update.kv_transfer_params is not None
         engine.abort(update.kv_transfer_params.get("remote_request_id", update.request_id))

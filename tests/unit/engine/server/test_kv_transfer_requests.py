@@ -9,8 +9,10 @@ import pytest
 from support.asgi import AsgiClient, Json, ManualClient
 from support.fake_engine import EOS, FakeEngine, text_script
 
+from mooncake_engine.messages import EngineRequest, FinishReason, TokenUpdate
 from mooncake_engine.server.app import create_app
 from mooncake_engine.server.kv_transfer_requests import read_kv_transfer_request
+from mooncake_engine.text.completion_output import OnUpdate
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_kv.params import NO_KV_TRANSFER, InstanceAddress, build_reservation_params
 
@@ -177,6 +179,27 @@ def test_leases_of_an_unfinished_prefill_are_released(
 
     asyncio.run(leave())
     assert sorted(engine.aborted) == ["req-1-0", "req-1-1"]
+
+
+class OneStepEngine(FakeEngine):
+    """An engine that ends three requests in one step: the first of them fails."""
+
+    async def submit(self, request: EngineRequest, on_update: OnUpdate) -> str:
+        failed = TokenUpdate(request.request_id, finish=FinishReason.ERROR, error="bad luck")
+        update = self._updates(request)[0] if self.seen else failed
+        asyncio.get_running_loop().call_soon(on_update, update)
+        self.seen.append(request)
+        return request.request_id
+
+
+def test_leases_of_the_step_in_which_another_choice_fails_are_released(
+    tokenizer: Tokenizer,
+) -> None:
+    engine = OneStepEngine(text_script("tea", "tea", "tea"))
+    asked = {"prompt": "hi", "n": 3, "kv_transfer_params": {"do_remote_decode": True}}
+    response = serve(engine, tokenizer).post("/v1/completions", **asked)
+    assert response.json()["error"]["message"] == "bad luck"
+    assert sorted(engine.aborted) == ["req-1-1", "req-1-2"]
 
 
 def test_a_different_tokenizer_is_rejected(tokenizer: Tokenizer) -> None:

@@ -12,6 +12,7 @@ from mooncake_engine.messages import EngineRequest, FinishReason
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.text.completion_output import (
     ChoiceStream,
+    OnUpdate,
     TextOutputProcessor,
     TextUpdate,
 )
@@ -170,6 +171,34 @@ def test_closing_early_aborts_the_request(byte_tokenizer: Tokenizer) -> None:
     asyncio.run(leave())
     assert engine.left_early == ["r"]
     assert text_of(texts) == "t"
+
+
+class PublishedEngine(FakeEngine):
+    """An engine that has ended every request; the last update is still on its way."""
+
+    async def submit(self, request: EngineRequest, on_update: OnUpdate) -> str:
+        [last] = self._updates(request)
+        asyncio.get_running_loop().call_soon(on_update, last)
+        return request.request_id
+
+
+def test_kv_for_a_peer_is_released_if_the_client_leaves_before_the_last_update(
+    byte_tokenizer: Tokenizer,
+) -> None:
+    engine = PublishedEngine(text_script("tea"))
+
+    async def leave() -> None:
+        request = EngineRequest(
+            "r", tuple(b"prompt"), SamplingParams(), KVTransferParams(keeps_kv=True)
+        )
+        processor = TextOutputProcessor(byte_tokenizer, request.sampling)
+        stream = ChoiceStream(engine, request, processor, on_text=pytest.fail, on_error=pytest.fail)
+        await stream.start()
+        stream.close()
+        await asyncio.sleep(0)
+
+    asyncio.run(leave())
+    assert engine.aborted == ["r"]
 
 
 def test_an_error_in_a_callback_ends_only_its_choice(byte_tokenizer: Tokenizer) -> None:
