@@ -16,7 +16,13 @@ from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
 
-from mooncake_engine.errors import EngineError, GrammarFailed, InvalidRequest
+from mooncake_engine.errors import (
+    DeadlineExceeded,
+    EngineError,
+    GrammarFailed,
+    InvalidRequest,
+    Overloaded,
+)
 from mooncake_engine.messages import FinishReason, TokenLogprobs, TokenUpdate
 from mooncake_engine.server.guarded_connection import WRITE_CHUNK
 from mooncake_engine.server.kv_transfer_requests import kv_transfer_response
@@ -142,6 +148,7 @@ class GenerationHandler:
         """
         running = _RunningChoices(context, self.metrics, show)
         outcome = FinishReason.ABORT  # for choices without a finish reason of their own
+        is_refused = False
         streams: list[ChoiceStream] = []
         try:
             self.engine.check_capacity(len(context.choices))
@@ -155,14 +162,15 @@ class GenerationHandler:
                 await stream.start()
             await running.finished
         except EngineError as exc:
-            is_grammar = isinstance(exc, GrammarFailed)
-            outcome = FinishReason.GRAMMAR if is_grammar else FinishReason.ERROR
+            outcome = _outcome(exc)
+            is_refused = isinstance(exc, InvalidRequest | Overloaded)
             raise
         finally:
             for stream in streams:
                 stream.close()
             running.close()
-            self.metrics.end(context, time.monotonic(), outcome)
+            if not is_refused:
+                self.metrics.end(context, time.monotonic(), outcome)
             if self.tracing is not None:
                 self.tracing.record(context, outcome)
 
@@ -221,6 +229,13 @@ class GenerationHandler:
             for choice in context.choices
         ]
         return kv_transfer_response(updates, common)
+
+
+def _outcome(error: EngineError) -> FinishReason:
+    """The finish reason of choices that an error has ended."""
+    if isinstance(error, GrammarFailed):
+        return FinishReason.GRAMMAR
+    return FinishReason.TIMEOUT if isinstance(error, DeadlineExceeded) else FinishReason.ERROR
 
 
 class _RunningChoices:

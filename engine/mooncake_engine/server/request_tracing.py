@@ -79,7 +79,7 @@ class Tracing:
         span.set_attribute("gen_ai.response.finish_reasons", reasons)
         span.set_attribute("gen_ai.usage.input_tokens", stats[0].num_prompt_tokens)
         span.set_attribute("gen_ai.usage.output_tokens", sum(one.num_tokens for one in stats))
-        if FinishReason.ERROR.value in reasons:
+        if {FinishReason.ERROR.value, FinishReason.TIMEOUT.value} & set(reasons):
             span.set_status(StatusCode.ERROR)
         span.end(to_ns(time.monotonic()))
 

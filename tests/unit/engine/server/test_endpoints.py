@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from support.asgi import AsgiClient, ManualClient
 from support.fake_engine import EOS, FakeEngine
 
-from mooncake_engine.errors import EngineDead
+from mooncake_engine.errors import EngineDead, InvalidRequest, Overloaded
 from mooncake_engine.messages import EngineInfo, EngineStats, ExpertLoad, total_stats
 from mooncake_engine.server.app import create_app
 from mooncake_engine.server.request_metrics import _EngineCollector
@@ -375,11 +375,37 @@ def test_metrics_count_requests(client: AsgiClient, engine: FakeEngine) -> None:
     assert found["vllm:request_success_totalstop"] == 1
     assert found["vllm:request_success_totallength"] == 1
     assert found["vllm:request_success_totalerror"] == 1
+    assert found["vllm:request_success_totaltimeout"] == 0
     assert found["vllm:time_to_first_token_seconds_count"] == 3
     assert found["vllm:inter_token_latency_seconds_count"] == 4
     assert found["vllm:e2e_request_latency_seconds_count"] == 2
     assert found["vllm:request_prompt_tokens_sum"] == 6
     assert found["vllm:request_generation_tokens_sum"] == 6
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_metrics_count_timeouts_as_such(
+    client: AsgiClient, engine: FakeEngine, *, streams: bool
+) -> None:
+    engine.late_at = 1
+    client.post("/v1/completions", prompt="tea", n=2, stream=streams)
+    found = samples(client.get("/metrics").text)
+    assert found["vllm:request_success_totaltimeout"] == 2
+    assert found["vllm:request_success_totalerror"] == 0
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status"), [(Overloaded("full"), 429), (InvalidRequest("no"), 400), (None, 429)]
+)
+def test_metrics_count_no_refused_request(
+    client: AsgiClient, engine: FakeEngine, refusal: Exception | None, status: int
+) -> None:
+    """Neither one that the engine refuses, nor one for whose choices it has no room."""
+    engine.refusal = refusal
+    engine.room = 1 if refusal is None else 2
+    assert client.post("/v1/completions", prompt="tea", n=2).status_code == status
+    found = samples(client.get("/metrics").text)
+    assert not any(n for name, n in found.items() if name.startswith("vllm:request_success_total"))
 
 
 def test_metrics_show_request_parameters(client: AsgiClient, engine: FakeEngine) -> None:

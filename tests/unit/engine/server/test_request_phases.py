@@ -132,12 +132,18 @@ def test_phases_are_counted(byte_tokenizer: Tokenizer) -> None:
     assert figures[f"vllm:cache_config_info{{{pool}}}"] == "1.0"
 
 
-def test_a_failure_sets_the_span_status(byte_tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize(
+    ("engine", "status"),
+    [(FakeEngine(fail_at=1), 500), (FakeEngine(late_at=1), 504)],
+    ids=["failure", "timeout"],
+)
+def test_a_failure_sets_the_span_status(
+    byte_tokenizer: Tokenizer, engine: FakeEngine, status: int
+) -> None:
     exporter, provider = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    engine = FakeEngine(fail_at=1)
     client = AsgiClient(create_app(engine, byte_tokenizer, tracing=Tracing(provider)))
-    assert client.post("/v1/completions", prompt="tea").status_code == 500
+    assert client.post("/v1/completions", prompt="tea").status_code == status
     [request] = exporter.get_finished_spans()
     assert not request.status.is_ok
     provider.shutdown()
