@@ -121,6 +121,7 @@ class StoreClient:
         self._transfer_timeout_s = transfer_timeout_s
         self._writers: tuple[ProcessName, ...] = (this_process(),)
         self._writing: set[int] = set()  # write handles that have not ended
+        self._ended: list[WriteHandle] = []  # writes that have ended since the last OpenSession
         self._refusal = ""
         self._last_error: TransferError | BadFrame | None = None
         self._session: AsyncSession | None = None
@@ -319,6 +320,8 @@ class StoreClient:
             is_miss = self._session is None or self._is_closed
             if not is_miss:
                 self._misses[future] = miss
+            elif isinstance(request, EndWrites):
+                self._ended += request.handles
         if is_miss:
             future.set_result(miss)
             return future
@@ -427,7 +430,11 @@ class StoreClient:
                 session.abort(PeerLost("the client was closed"))
             raise
         self._index = ResidenceView.open(arena.index, arena.epoch) if arena.index else None
-        self._arena, self._session = arena, session
+        with self._lock:
+            self._arena, self._session = arena, session
+            ended = tuple(self._ended)
+        if ended:  # OpenSession may have named them as in flight: the store would keep their memory
+            self._ask(EndWrites(ended, False), Ended, lambda _: None, None)
         self._last_error, self._refusal = None, ""
         if self._writers is not writers:  # ``name_writers`` was called while disconnected
             self._ask(RegisterWriters(self._writers), CountReply, lambda _: None, None)
@@ -454,6 +461,7 @@ class StoreClient:
         Raises:
             TransferError, BadFrame: the store does not accept this user.
         """
+        self._ended.clear()
         request = OpenSession(
             self._name,
             self._client,

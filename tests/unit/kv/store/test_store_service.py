@@ -285,6 +285,26 @@ def test_user_that_has_lost_its_session_ends_its_writes_on_the_next(served, clie
     assert not served.service._departed
 
 
+@pytest.mark.parametrize("is_complete", [True, False])
+def test_writes_that_end_while_their_client_reconnects_are_ended_in_the_store(
+    served, client, monkeypatch, is_complete
+):
+    ended, writing = client.reserve([chunk(1), chunk(2)]).result(WAIT_S)
+    open_session = StoreClient._open_session
+    end = client.commit if is_complete else client.abort
+
+    async def open_and_end(client, session):
+        arena = await open_session(client, session)  # which has named both writes
+        assert end([ended]).result(0) == [False]
+        return arena
+
+    monkeypatch.setattr(StoreClient, "_open_session", open_and_end)
+    served.cut_off()
+    await_new_session(client)
+    served.await_stats(num_staging=0, abandoned_bytes=NBYTES, free_bytes=7 * NBYTES)
+    assert client._writing == {writing.handle_id}
+
+
 def test_undetected_dead_session_is_ended_by_the_users_next(served, monkeypatch):
     always = SimpleNamespace(token_bytes=lambda count: b"1" * count)
     monkeypatch.setattr("mooncake_kv.store.store_client.secrets", always)
