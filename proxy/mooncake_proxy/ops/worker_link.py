@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import signal
 import socket
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
 from msgspec import Raw, Struct
+from msgspec.structs import replace
 
 from mooncake_proxy.api.admission_queue import AdmissionQueue
 from mooncake_proxy.api.rate_limits import RateLimits, Usage
@@ -379,27 +382,50 @@ def split_snapshot(snapshot: MetricsSnapshot) -> Iterator[tuple[MetricsSnapshot,
         yield part, start + ROWS_PER_MESSAGE >= len(rows)
 
 
+@dataclass(slots=True)
+class _ChangesOfInstance:
+    """The changes of one instance; at `ends_at` its lease expires, and they are obsolete."""
+
+    changes: list[MembershipChange]
+    ends_at: float
+
+
+def _superseded_by(change: MembershipChange) -> set[ChangeOperation]:
+    if change.operation in (ChangeOperation.ADD, ChangeOperation.REMOVE) or change.lease_s:
+        return set(ChangeOperation)
+    if change.operation in (ChangeOperation.DRAIN, ChangeOperation.RESUME):
+        return {ChangeOperation.DRAIN, ChangeOperation.RESUME}
+    return {change.operation}
+
+
 class ChangeLog:
     """The changes of the instance pool, reduced to those that lead to the same pool."""
 
     def __init__(self) -> None:
-        self._by_url: OrderedDict[str, list[MembershipChange]] = OrderedDict()
+        self._by_url: OrderedDict[str, _ChangesOfInstance] = OrderedDict()
 
-    def note(self, change: MembershipChange) -> None:
-        """Add a change. It replaces earlier changes of its instance that it supersedes."""
-        earlier = self._by_url.pop(change.url, [])
-        replaced = {change.operation}
-        if change.operation in (ChangeOperation.ADD, ChangeOperation.REMOVE):
-            replaced = set(ChangeOperation)
-        elif change.operation in (ChangeOperation.DRAIN, ChangeOperation.RESUME):
-            replaced = {ChangeOperation.DRAIN, ChangeOperation.RESUME}
-        kept = [one for one in earlier if one.operation not in replaced]
-        self._by_url[change.url] = [*kept, change]
+    def note(self, change: MembershipChange, now: float) -> None:
+        """Add a change. It replaces earlier changes of its instance that it supersedes.
+
+        `now`: monotonic time in seconds.
+        """
+        known = self._by_url.pop(change.url, _ChangesOfInstance([], math.inf))
+        earlier = known.changes if now < known.ends_at else []
+        if earlier and change.lease_s and replace(earlier[0], lease_s=change.lease_s) == change:
+            changes = [change, *earlier[1:]]  # a renewal: what was decided since stays
+        else:
+            replaced = _superseded_by(change)
+            changes = [*(one for one in earlier if one.operation not in replaced), change]
+        ends_at = now + change.lease_s if change.lease_s else math.inf
+        if changes[0] is not change:
+            ends_at = known.ends_at
+        self._by_url[change.url] = _ChangesOfInstance(changes, ends_at)
         if len(self._by_url) > MAX_CHANGED_URLS:
             self._by_url.popitem(last=False)
 
-    def messages(self) -> list[ChangeHistory]:
-        """The messages for a worker that starts."""
-        changes = [change for of_url in self._by_url.values() for change in of_url]
+    def messages(self, now: float) -> list[ChangeHistory]:
+        """The messages for a worker that starts at `now`."""
+        current = [known for known in self._by_url.values() if now < known.ends_at]
+        changes = [change for known in current for change in known.changes]
         starts = range(0, len(changes), CHANGES_PER_MESSAGE)
         return [ChangeHistory(changes[start : start + CHANGES_PER_MESSAGE]) for start in starts]

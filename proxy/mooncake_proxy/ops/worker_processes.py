@@ -128,7 +128,7 @@ class WorkerSupervisor:
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         ours.setblocking(False)
-        for message in self._changes.messages():
+        for message in self._changes.messages(time.monotonic()):
             try:
                 ours.send(encode_message(message))
             except OSError as exc:
@@ -178,7 +178,7 @@ class WorkerSupervisor:
         message = decode_message(data) if data else None
         missed_by = self._send_to_others(sender, data)
         if isinstance(message, ChangeMessage):
-            self._changes.note(message.change)
+            self._changes.note(message.change, time.monotonic())
             for worker in missed_by:
                 self._missed.setdefault(worker, set())
 
@@ -202,7 +202,7 @@ class WorkerSupervisor:
     def _resend_missed(self) -> None:
         """Resend pool changes and ended workers to those that missed them: nobody else would."""
         for worker, ended in tuple(self._missed.items()):
-            messages = [*self._changes.messages(), *map(WorkerExited, ended)]
+            messages = [*self._changes.messages(time.monotonic()), *map(WorkerExited, ended)]
             try:
                 for message in messages:
                     self._links[worker].send(encode_message(message))

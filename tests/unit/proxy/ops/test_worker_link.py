@@ -55,14 +55,43 @@ def test_change_log_keeps_relevant_changes() -> None:
         change(ChangeOperation.REMOVE, "b"),
         change(ChangeOperation.DRAIN, "c"),
     ):
-        log.note(one)
-    [message] = log.messages()
+        log.note(one, 0.0)
+    [message] = log.messages(0.0)
     assert message.changes == [
         added,
         change(ChangeOperation.RESUME, "a"),
         change(ChangeOperation.REMOVE, "b"),
         change(ChangeOperation.DRAIN, "c"),
     ]
+
+
+def test_renewed_registration_keeps_what_operators_decided() -> None:
+    log, drained = ChangeLog(), change(ChangeOperation.DRAIN, "a")
+    prefill = change(ChangeOperation.ROLE, "a", role=Role.PREFILL)
+    fields = {"role": Role.DECODE, "source": "register"}
+    added = change(ChangeOperation.ADD, "a", lease_s=15.0, **fields)
+    longer = change(ChangeOperation.ADD, "a", lease_s=30.0, **fields)
+
+    def changes(now: float) -> list[MembershipChange]:
+        return [one for message in log.messages(now) for one in message.changes]
+
+    for one in (added, prefill, drained):
+        log.note(one, 0.0)
+    log.note(added, 14.0)
+    assert changes(28.0) == [added, prefill, drained]
+    assert changes(29.0) == [], "its lease has expired"
+    log.note(longer, 28.0)
+    assert changes(57.0) == [longer, prefill, drained]
+    log.note(change(ChangeOperation.RESUME, "a"), 57.0)
+    assert changes(58.0) == [], "only the instance itself renews its lease"
+    log.note(longer, 58.0)
+    assert changes(58.0) == [longer], "it has registered anew"
+    left = change(ChangeOperation.DRAIN, "a", remove=True, lease_s=30.0, source="register")
+    for one in (drained, left):
+        log.note(one, 59.0)
+    assert changes(59.0) == [left]
+    log.note(longer, 60.0)
+    assert changes(60.0) == [longer]
 
 
 def test_counts_of_removed_instances_expire() -> None:
