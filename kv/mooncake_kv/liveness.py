@@ -35,7 +35,10 @@ MAX_PUSH_INTERVAL_S = 1.0
 """Maximum interval between the keepalives of an instance that pushes, however long the leases."""
 
 MIN_INTERVAL_S = 0.02
-"""Minimum interval between keepalives, however short a lease a request names."""
+"""Minimum interval between keepalives, however short our lease."""
+
+MIN_PEER_LEASE_S = 0.5
+"""Leases of peers count as at least this long, because a request may name any."""
 
 
 class HasRemote(Protocol):
@@ -65,14 +68,18 @@ class KeepaliveInterval:
 
     def of(self, remotes: Iterable[RemoteKV]) -> float:
         """The interval in seconds: a sixth of the shortest lease among these peers and ours."""
-        leases = (remote.lease_s for remote in remotes if remote.lease_s is not None)
+        leases = (
+            max(remote.lease_s, MIN_PEER_LEASE_S)
+            for remote in remotes
+            if remote.lease_s is not None
+        )
         shortest_s = min((self.lease_s, *leases))
         return max(min(shortest_s / KEEPALIVES_PER_LEASE, self.max_s), MIN_INTERVAL_S)
 
 
 class Keepalive(Generic[Item]):
-    """Sends each peer one keepalive per interval; a silent peer does not delay the others. Loop
-    thread only.
+    """Sends each peer one keepalive per interval of its own; a silent peer does not delay the
+    others. Loop thread only.
 
     Args:
         interval: the rule for the interval.
@@ -94,6 +101,7 @@ class Keepalive(Generic[Item]):
         self._has_stalled = has_stalled
         self._was_stalled = False
         self._in_flight: set[_Key] = set()
+        self._sent_at: dict[_Key, float] = {}
         self._pause_s = 0.0
         self._interval_shortened = asyncio.Event()
 
@@ -116,10 +124,22 @@ class Keepalive(Generic[Item]):
             for request_id, item in items().items():
                 remote = item.remote
                 by_peer[remote.engine_id, remote.host, remote.port][request_id] = item
-            for key, group in by_peer.items():
-                if key not in self._in_flight:
-                    self._in_flight.add(key)
-                    self._spawn(self._send_one(key, group))
+            self._send_due(by_peer)
+
+    def _send_due(self, by_peer: Mapping[_Key, dict[str, Item]]) -> None:
+        """Send to the peers whose interval ends before the next call, which the shortest interval
+        of all peers determines."""
+        now = asyncio.get_running_loop().time()
+        intervals = {key: self._interval_of(group) for key, group in by_peer.items()}
+        next_at = now + min(intervals.values(), default=0.0)
+        self._sent_at = {key: at for key, at in self._sent_at.items() if key in by_peer}
+        for key, group in by_peer.items():
+            sent_at = self._sent_at.get(key)
+            is_due = sent_at is None or next_at > sent_at + intervals[key]
+            if is_due and key not in self._in_flight:
+                self._sent_at[key] = now
+                self._in_flight.add(key)
+                self._spawn(self._send_one(key, group))
 
     def _is_suspended(self) -> bool:
         """Whether to let peers consider this instance dead, because a step of the engine hangs:
@@ -131,7 +151,7 @@ class Keepalive(Generic[Item]):
 
     async def _send_one(self, key: _Key, group: dict[str, Item]) -> None:
         try:
-            await self._send(group, self._interval.of(item.remote for item in group.values()))
+            await self._send(group, self._interval_of(group))
         finally:
             self._in_flight.discard(key)
 
@@ -140,15 +160,15 @@ class Keepalive(Generic[Item]):
         wait."""
         loop = asyncio.get_running_loop()
         began = loop.time()
-        self._pause_s = self._longest_pause(items())
+        self._pause_s = self._interval_of(items())
         while (left_s := began + self._pause_s - loop.time()) > 0:
             self._interval_shortened.clear()
             with suppress(asyncio.TimeoutError):
                 async with timeout(left_s):
                     await self._interval_shortened.wait()
-            self._pause_s = min(self._pause_s, self._longest_pause(items()))
+            self._pause_s = min(self._pause_s, self._interval_of(items()))
 
-    def _longest_pause(self, items: Mapping[str, Item]) -> float:
+    def _interval_of(self, items: Mapping[str, Item]) -> float:
         return self._interval.of(item.remote for item in items.values())
 
 

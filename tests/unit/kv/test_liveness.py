@@ -6,6 +6,7 @@ import asyncio
 import errno
 import socket
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from support.virtual_time import run_virtually
 from mooncake_kv.addresses import is_own_address
 from mooncake_kv.errors import KVTransferError, PeerAbsent, PeerGone, PeerUnreachable
 from mooncake_kv.liveness import (
-    MIN_INTERVAL_S,
+    MIN_PEER_LEASE_S,
     Keepalive,
     KeepaliveInterval,
     StatusInquiry,
@@ -75,7 +76,7 @@ class RecordingKeepalive:
         ([None, 60.0], 60.0, 5.0),
         ([60.0, 6.0], 60.0, 1.0),
         ([], 2.0, 2.0),
-        ([1e-9], 60.0, MIN_INTERVAL_S),
+        ([1e-9], 60.0, MIN_PEER_LEASE_S / 6),
     ],
 )
 def test_shortest_lease_sets_interval(
@@ -137,6 +138,25 @@ def test_new_peers_do_not_postpone_keepalives() -> None:
             await asyncio.sleep(0.11)
             keepalive.add(str(count), item(lease_s=30.0 - 0.01 * count))
         assert len(keepalive.times["p"]) == 2
+
+    run_virtually(main())
+
+
+def test_short_lease_of_one_peer_is_its_own_affair() -> None:
+    """A request may name any lease. Peers with others get no more keepalives, and none late."""
+
+    async def main() -> None:
+        keepalive = RecordingKeepalive(items={"a": item("p"), "b": item("q", 12.0)})
+        keepalive.start()
+        keepalive.add("c", item("r", 1e-9))
+        await asyncio.sleep(60.0)
+        del keepalive.items["c"]
+        await asyncio.sleep(60.0)
+        for peer, interval_s in (("p", 5.0), ("q", 2.0)):
+            times = [0.0, *keepalive.times[peer]]
+            gaps = [after - before for before, after in pairwise(times)]
+            assert max(gaps) < interval_s + 1e-6
+            assert 120.0 / interval_s - 1 <= len(gaps) <= 1.3 * 120.0 / interval_s
 
     run_virtually(main())
 
