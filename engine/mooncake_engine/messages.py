@@ -83,9 +83,10 @@ class RequestTimes:
     Args:
         arrived_at: when the core received it.
         load_started_at, loaded_at: when its load from a peer or the KVCache pool began and
-            completed; None if it had none.
+            completed; None if it had none before its first step.
         scheduled_at: when its first step was planned; None before that.
         num_preemptions: how often it was preempted.
+        has_peer_token: whether a peer sampled its first token.
     """
 
     arrived_at: float
@@ -93,6 +94,7 @@ class RequestTimes:
     loaded_at: float | None = None
     scheduled_at: float | None = None
     num_preemptions: int = 0
+    has_peer_token: bool = False
 
 
 @dataclass(frozen=True, slots=True)

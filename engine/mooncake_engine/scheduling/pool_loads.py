@@ -521,7 +521,8 @@ class PoolLoads:
         request.note_cached(request.num_computed)
         request.num_saved = max(request.num_saved, request.num_computed)
         request.num_offered = max(request.num_offered, request.num_computed)
-        request.loaded_at = self._queues.now
+        if request.scheduled_at is None:
+            request.loaded_at = self._queues.now
         self._queues.wait(request)
 
     def _prove(

@@ -212,6 +212,7 @@ class RemoteKVQueue:
         if first_token is not None:
             request.num_cached_tokens = first_token.num_cached_tokens
             if _is_complete(request, first_token):
+                request.has_peer_token = True
                 self._outputs.append(request, (_sampled(first_token),))
         if not request.num_pending:
             request.num_computed -= 1  # the prompt's last token runs again, to sample the first

@@ -143,7 +143,7 @@ class Request:
         last_logprobs: log probabilities of its last token, if it asked for them.
         deadline: clock reading at which its wait for a peer's KV, or for the pool's look-up or
             load, is given up.
-        load_started_at, loaded_at, scheduled_at: see ``RequestTimes``.
+        load_started_at, loaded_at, scheduled_at, has_peer_token: see ``RequestTimes``.
     """
 
     spec: EngineRequest
@@ -186,6 +186,7 @@ class Request:
     load_started_at: float | None = None
     loaded_at: float | None = None
     scheduled_at: float | None = None
+    has_peer_token: bool = False
 
     def __post_init__(self) -> None:
         self.request_id, self.sampling = self.spec.request_id, self.spec.sampling
@@ -194,6 +195,7 @@ class Request:
         if self.first_token is not None:
             self.token_ids.append(self.first_token.token_id)
             self.num_cached_tokens = self.first_token.num_cached_tokens
+            self.has_peer_token = True
 
     @property
     def expiry(self) -> float | None:
@@ -209,6 +211,7 @@ class Request:
             self.loaded_at,
             self.scheduled_at,
             self.num_preemptions,
+            self.has_peer_token,
         )
 
     @property

@@ -171,7 +171,8 @@ class RequestQueues:
     def transfer(self, request: Request) -> None:
         """Move a request to ``transferring``; its load begins now."""
         request.status = RequestStatus.TRANSFERRING
-        request.load_started_at = self.now
+        if request.scheduled_at is None:
+            request.load_started_at, request.loaded_at = self.now, None
         self.transferring[request.request_id] = request
 
     def run(self, request: Request) -> None:

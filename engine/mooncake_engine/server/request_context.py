@@ -97,8 +97,9 @@ class ChoiceStats:
         return gap
 
     def phases(self) -> list[RequestPhase]:
-        """The phases so far: ``queue`` (waiting to be scheduled), ``kv_transfer`` (loading a peer's
-        KV), ``prefill`` (computing the prompt) and ``decode`` (tokens after the first one)."""
+        """The phases so far: ``queue`` (waiting to be scheduled), ``kv_transfer`` (loading KV from
+        a peer or the KVCache pool), ``prefill`` (computing the prompt) and ``decode`` (tokens after
+        the first one)."""
         times = self.times
         if times is None:
             return []
@@ -111,7 +112,7 @@ class ChoiceStats:
             phases.append(RequestPhase("queue", times.arrived_at, times.scheduled_at))
         if times.scheduled_at is None or self.first_token_at is None or self.last_token_at is None:
             return phases
-        if times.loaded_at is not None:  # the peer sampled the first token
+        if times.has_peer_token:
             return [*phases, RequestPhase("decode", times.scheduled_at, self.last_token_at)]
         phases.append(RequestPhase("prefill", times.scheduled_at, self.first_token_at))
         if self.num_tokens > 1:
@@ -156,7 +157,7 @@ class RequestContext:
             has received; the stream continues behind them.
         is_streamed: whether the response is a stream of events.
         includes_usage: whether the stream ends with the token counts.
-        has_usage_in_chunks: whether every chunk has the token counts so far.
+        has_usage_in_chunks: whether every chunk has the token counts of its choice so far.
         returns_token_ids: whether responses have token ids beside the text.
         names_tokens_by_id: whether log probabilities name tokens by their ids.
         echoes: whether every choice starts with its prompt.
@@ -251,18 +252,32 @@ class RequestContext:
         return sum(group[0].output.num_cached_tokens for group in self.choices_by_prompt)
 
     def usage(self) -> dict[str, Any]:
-        """OpenAI's ``usage`` so far; a prompt counts once, however many choices continue it."""
+        """OpenAI's ``usage`` of all choices; a prompt counts once, however many continue it."""
         num_prompt_tokens = sum(len(prompt.token_ids) for prompt in self.prompts)
-        num_completion_tokens = len(self.generated)
-        num_completion_tokens += sum(len(choice.output.token_ids) for choice in self.choices)
-        num_cached_tokens = self.kv_transfer.num_cached_tokens
-        if num_cached_tokens is None:
-            num_cached_tokens = self.num_cached_tokens
-        if self.generated:  # they may be cached, too
-            num_cached_tokens = min(num_cached_tokens, num_prompt_tokens)
+        num_new_tokens = sum(len(choice.output.token_ids) for choice in self.choices)
+        return self._usage(num_prompt_tokens, num_new_tokens, self.num_cached_tokens)
+
+    def usage_of(self, choice: GeneratedChoice) -> dict[str, Any]:
+        """The ``usage`` in a chunk of a choice, as in vLLM: of its prompt, and of its own tokens so
+        far."""
+        size = len(self.choices) // len(self.prompts)
+        first = self.choices[choice.index - choice.index % size]
+        return self._usage(
+            len(choice.prompt.token_ids),
+            len(choice.output.token_ids),
+            first.output.num_cached_tokens,
+        )
+
+    def _usage(
+        self, num_prompt_tokens: int, num_new_tokens: int, num_cached_tokens: int
+    ) -> dict[str, Any]:
+        if self.kv_transfer.num_cached_tokens is not None:
+            num_cached_tokens = self.kv_transfer.num_cached_tokens
+        num_completion_tokens = len(self.generated) + num_new_tokens
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_completion_tokens,
             "total_tokens": num_prompt_tokens + num_completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
+            # those of ``generated`` may be cached, too
+            "prompt_tokens_details": {"cached_tokens": min(num_cached_tokens, num_prompt_tokens)},
         }

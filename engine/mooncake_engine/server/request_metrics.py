@@ -105,7 +105,7 @@ _HISTOGRAMS = {
     "queue": ("vllm:request_queue_time_seconds", "Time in the waiting queue.", _WHOLE_REQUEST_S),
     "kv_transfer": (
         "mooncake:request_kv_transfer_time_seconds",
-        "Loading a peer's KV.",
+        "Loading KV from a peer or the KVCache pool, before the first step.",
         _WHOLE_REQUEST_S,
     ),
     "prefill": (

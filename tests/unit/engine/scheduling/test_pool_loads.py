@@ -851,6 +851,7 @@ def test_preempted_request_loads_its_answer_as_well():
     assert max(num_tokens, default=0) > lost.num_prompt_tokens
     assert answers["second"] == [token_of("second", i) for i in range(len(answers["second"]))]
     assert lost.num_cached_tokens == 0
+    assert (lost.times.load_started_at, lost.times.loaded_at) == (None, None), "started without"
     assert not bench.scheduler.has_work
 
 

@@ -72,6 +72,8 @@ def test_pushed_token_is_used_only_with_the_requested_logprobs(*, says_logprobs:
     bench.end_load("a", None, FirstToken(EOS, logprobs, num_cached_tokens=3))
     _, [update] = bench.step()
     assert update.num_cached_tokens == 3
+    assert update.times is not None
+    assert update.times.has_peer_token == says_logprobs
     if says_logprobs:
         assert (update.token_ids, update.logprobs) == ((EOS,), (TokenLogprobs(EOS, -0.5, ()),))
     else:

@@ -209,6 +209,7 @@ def test_first_token_received_with_the_kv_starts_the_answer() -> None:
     assert (plan.sequences[0].start, plan.sequences[0].count) == (10, 1)
     assert [update.token_ids for update in updates] == [(5,), (7,)]
     assert updates[0].num_cached_tokens == 4
+    assert all(update.times and update.times.has_peer_token for update in updates)
 
 
 def test_answer_may_finish_with_the_received_token() -> None:

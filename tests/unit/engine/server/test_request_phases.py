@@ -39,14 +39,29 @@ TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
             [("queue", 1.0, 2.0), ("prefill", 2.0, 3.0), ("decode", 3.0, 5.0)],
         ),
         (
-            RequestTimes(1.0, 1.5, 2.0, 2.5),
+            RequestTimes(1.0, 1.5, 2.0, 2.5, has_peer_token=True),
             [1.0, 4.0],
             [("queue", 1.0, 1.5), ("kv_transfer", 1.5, 2.0), ("decode", 2.5, 4.0)],
+        ),
+        (  # the beginning was loaded, from the KVCache pool, and the rest computed here
+            RequestTimes(1.0, 1.5, 2.0, 2.5),
+            [3.0, 4.0],
+            [
+                ("queue", 1.0, 1.5),
+                ("kv_transfer", 1.5, 2.0),
+                ("prefill", 2.5, 3.0),
+                ("decode", 3.0, 4.0),
+            ],
         ),
         (  # the load failed: the prompt was computed here
             RequestTimes(1.0, 1.5, None, 2.5),
             [3.0],
             [("queue", 1.0, 1.5), ("prefill", 2.5, 3.0)],
+        ),
+        (  # the same after the peer's first token, which the client got before that
+            RequestTimes(1.0, 1.5, None, 2.5, has_peer_token=True),
+            [1.0, 4.0],
+            [("queue", 1.0, 1.5), ("decode", 2.5, 4.0)],
         ),
     ],
 )
