@@ -10,7 +10,9 @@ and registered memory, so chunks pass through staging memory here: a writer fill
 
 Differences from a node store: the master decides on eviction, replicas and leases; there are no
 quotas, no KV events and no index in shared memory; a probe renews leases; ``CopyTerms`` are
-ignored. If the master does not reply, each call ends as a miss after ``CALL_TIMEOUT_S``.
+ignored. If the master does not reply, calls end as misses after ``CALL_TIMEOUT_S``; from then on
+all calls are misses at once, until it has replied to one that is made in the background. So a
+frozen master costs its users one timeout, not one per request.
 """
 
 from __future__ import annotations
@@ -60,6 +62,8 @@ MAX_WAITING = 1024
 """Upper bound of the calls that wait for the master; more are misses at once."""
 TIMER_S = 0.25
 USER = 1
+NO_KEY = bytes(16)
+"""Looked up to see whether the master replies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +112,8 @@ class MooncakeChunkStore:
         self._staging: dict[bytes, int] = {}  # write handles, by key
         self._chunks: dict[int, Chunk] = {}  # the chunk in a slot, by handle
         self._waiting: dict[Future[Any], tuple[float, Any]] = {}
+        self._is_hung = False  # a call has timed out, and the master has not replied since
+        self._is_asking = False  # whether it does is being asked
         self._is_closed = False
         self._client = package.MooncakeDistributedStore()
         status = self._client.setup(
@@ -142,7 +148,7 @@ class MooncakeChunkStore:
 
     @property
     def arena(self) -> ArenaInfo | None:
-        return self._arena
+        return None if self._is_hung else self._arena
 
     def probe(self, keys: Sequence[bytes]) -> Future[list[Residence]]:
         return self._ask(lambda: self._probe(keys), [Residence.ABSENT] * len(keys))
@@ -348,6 +354,16 @@ class MooncakeChunkStore:
                 return structs.replace(handle, key=slot.key)
         return None
 
+    def _ask_master(self) -> None:
+        """Look whether the master replies again; the timer asks until it does."""
+        has_replied = False
+        try:
+            has_replied = _each(self._client.batch_is_exist([_name(NO_KEY)]), [NO_KEY])[0] >= 0
+        finally:
+            with self._lock:
+                self._is_asking = False
+                self._is_hung = not has_replied
+
     # -- inside ---------------------------------------------------------------------------------
 
     def _is_mine(self, handle: WriteHandle) -> bool:
@@ -410,12 +426,13 @@ class MooncakeChunkStore:
             call: blocks on the client; runs on a thread of the client.
             miss: the result if the call fails or times out.
             undo: called with a result that came after the timeout.
-            refused: called if the call is not made, because too many are waiting.
+            refused: called if the call is not made, because the master hangs, or too many are
+                waiting for it.
         """
         future: Future[Result] = Future()
         future.set_running_or_notify_cancel()
         with self._lock:
-            is_refused = self._is_closed or len(self._waiting) >= MAX_WAITING
+            is_refused = self._is_closed or self._is_hung or len(self._waiting) >= MAX_WAITING
             if not is_refused:
                 self._waiting[future] = (time.monotonic() + CALL_TIMEOUT_S, miss)
         if is_refused:
@@ -424,6 +441,11 @@ class MooncakeChunkStore:
             return future
 
         def run() -> None:
+            with self._lock:
+                is_late = future not in self._waiting
+            if is_late:
+                refused()
+                return
             try:
                 result = call()
             except Exception:  # thread top: a miss for this caller
@@ -446,12 +468,18 @@ class MooncakeChunkStore:
                 late = [(f, m) for f, (deadline, m) in self._waiting.items() if deadline <= now]
                 for future, _ in late:
                     del self._waiting[future]
+                self._is_hung = self._is_hung or bool(late)
+                must_ask = self._is_hung and not self._is_asking
+                self._is_asking = self._is_asking or must_ask
             if late:
                 logger.warning(
-                    "the master of a Mooncake Store did not reply within %g s: %d calls are misses",
+                    "the master of a Mooncake Store did not reply within %g s: %d calls are "
+                    "misses, as are all others until it replies",
                     CALL_TIMEOUT_S,
                     len(late),
                 )
+            if must_ask:
+                self._threads.add([self._ask_master])
             for future, miss in late:
                 future.set_result(miss)
 

@@ -108,6 +108,53 @@ def test_calls_that_time_out_are_logged_in_one_line(store, monkeypatch, caplog):
     assert "did not reply" in caplog.text
 
 
+def await_that(is_so):
+    for _ in range(int(WAIT_S / 0.02)):
+        if is_so():
+            return
+        threading.Event().wait(0.02)
+    raise AssertionError(f"not so after {WAIT_S} s")
+
+
+def test_master_that_hangs_costs_one_timeout_and_is_used_again_once_it_replies(store, monkeypatch):
+    monkeypatch.setattr(mooncake_store, "CALL_TIMEOUT_S", 0.1)
+    handles = reserve(store)
+    store._client.answers.clear()
+    waiting = [store.touch([ABSENT_KEY]) for _ in range(mooncake_store.NUM_THREADS)]
+    queued = store.commit(handles)
+    await_that(lambda: store.arena is None)
+    assert queued.result(WAIT_S) == [False] * COUNT
+    assert [future.result(WAIT_S) for future in waiting] == [None] * len(waiting)
+    assert store.probe([ABSENT_KEY]).result(0) == [Residence.ABSENT]
+    assert store.reserve(chunks()).result(0) == [PutRefusal.UNREACHABLE] * COUNT
+    store._client.answers.set()
+    await_that(lambda: store.arena is not None)
+    await_that(lambda: store.stats().result(0).free_bytes == COUNT * NBYTES)
+    assert store._client.objects == {}, "a write was made that had timed out"
+    assert store.commit(reserve(store)).result(WAIT_S) == [True] * COUNT
+
+
+def test_master_that_replies_with_errors_is_asked_again(store, monkeypatch):
+    monkeypatch.setattr(mooncake_store, "CALL_TIMEOUT_S", 0.0)
+    num_asked = []
+
+    def fail(names):
+        num_asked.append(len(names))
+        if len(num_asked) == 1:  # the caller's
+            assert store._client.answers.wait(WAIT_S)
+        if len(num_asked) == 2:
+            raise RuntimeError("the client failed")
+        return [0] if len(num_asked) > 3 else [-900]
+
+    store._client.answers.clear()
+    store._client.batch_is_exist = fail
+    store.probe([ABSENT_KEY])
+    await_that(lambda: store.arena is None)
+    await_that(lambda: store.arena is not None)
+    assert num_asked == [1] * 4
+    store._client.answers.set()
+
+
 @pytest.mark.parametrize("call", ["commit", "pin"])
 def test_failing_client_frees_staging_memory(store, call):
     store.commit(reserve(store)).result(WAIT_S)
