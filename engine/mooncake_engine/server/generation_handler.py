@@ -396,10 +396,12 @@ class _ChunkWriter:
             return b""
         opening = opening or self._builder.plain_delta(choice.index, "")
         if not context.returns_token_ids:
-            return self._chunk(opening)
+            return self._chunk(choice, opening)
         ids = {"prompt_token_ids": choice.prompt.token_ids}
         # as in vLLM: a chat has one prompt, completions have one per choice
-        return self._chunk(opening, **ids) if context.is_chat else self._chunk(opening | ids)
+        if context.is_chat:
+            return self._chunk(choice, opening, **ids)
+        return self._chunk(choice, opening | ids)
 
     def _delta(self, choice: GeneratedChoice, update: TextUpdate, *, is_first: bool) -> bytes:
         context = self._context
@@ -411,14 +413,14 @@ class _ChunkWriter:
             has_details = bool(shows_ids or (context.has_usage_in_chunks and update.text))
         if update.finish is not None or has_details or (is_first and context.echoes):
             delta = self._builder.delta(context, choice, update, is_first=is_first)
-            return self._chunk(delta)
+            return self._chunk(choice, delta)
         return self.templates[choice.index].encode(update.text) if update.text else b""
 
-    def _chunk(self, choice: dict[str, Any], **more: Any) -> bytes:
+    def _chunk(self, choice: GeneratedChoice, shown: dict[str, Any], **more: Any) -> bytes:
         context = self._context
         if context.has_usage_in_chunks:
-            more["usage"] = context.usage()
-        return sse(chunk(self._builder, context, [choice], **more))
+            more["usage"] = context.usage_of(choice)
+        return sse(chunk(self._builder, context, [shown], **more))
 
 
 def _without_output(update: TextUpdate) -> TextUpdate:

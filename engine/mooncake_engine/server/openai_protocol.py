@@ -38,7 +38,7 @@ from mooncake_engine.server.unknown_fields import (
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``include_usage``: one last chunk with the token counts; ``continuous_usage_stats``: the
-    counts so far in every chunk, too. Chunks are never obfuscated."""
+    counts so far of each chunk's choice, too. Chunks are never obfuscated."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False

@@ -101,6 +101,26 @@ def test_every_chunk_may_have_usage(client: AsgiClient) -> None:
     assert not any("usage" in chunk for chunk in alone)  # as in vLLM
 
 
+def test_usage_in_a_chunk_is_that_of_its_choice(client: AsgiClient) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, closing = client.stream(
+        PATH, prompt=["tea", "honey"], n=2, max_tokens=2, stream_options=options
+    )
+    counts = [
+        (each["choices"][0]["index"], each["usage"]["prompt_tokens"], *_generated(each))
+        for each in chunks
+    ]
+    assert sorted(counts) == [
+        (i, (3, 5)[i // 2], n, (3, 5)[i // 2] + n) for i in range(4) for n in (1, 2)
+    ]
+    assert closing["usage"]["prompt_tokens"] == 8
+    assert _generated(closing) == (8, 16)
+
+
+def _generated(chunk: dict[str, Any]) -> tuple[int, int]:
+    return chunk["usage"]["completion_tokens"], chunk["usage"]["total_tokens"]
+
+
 def test_chunks_are_not_obfuscated(client: AsgiClient) -> None:
     options = {"include_obfuscation": False}
     assert client.stream(PATH, prompt="tea", stream_options=options)
