@@ -26,6 +26,7 @@ from msgspec.structs import replace
 from mooncake_proxy.api.admission_queue import AdmissionQueue
 from mooncake_proxy.api.rate_limits import RateLimits, Usage
 from mooncake_proxy.errors import ConfigError, Refusal
+from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.ops.proxy_metrics import MetricsSnapshot, ProxyMetrics
 from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange, apply_change
 from mooncake_proxy.pool.model_pools import ModelPools
@@ -81,6 +82,15 @@ class ChangeHistory(Struct, tag="changes"):
     changes: list[MembershipChange]
 
 
+class InstanceDeclared(Struct, tag="declared"):
+    """A watched source declares an instance from now on: what was done with it before is obsolete.
+
+    For the parent only; every worker watches the source itself.
+    """
+
+    name: str
+
+
 class LossMessage(Struct, tag="loss"):
     """An instance was lost while it worked on a body with this hash, or the body was answered."""
 
@@ -123,6 +133,7 @@ WorkerMessage = (
     | WorkerCounts
     | ChangeMessage
     | ChangeHistory
+    | InstanceDeclared
     | LossMessage
     | UsageMessage
     | ReservationMessage
@@ -159,7 +170,7 @@ class WorkerLink:
         # Called with registrations that other workers received.
         self.on_registration: Callable[[MembershipChange], object] = _ignore
         # Changes of the pool that did not fit into the parent's socket buffer yet, in order.
-        self._unsent: deque[ChangeMessage] = deque(maxlen=MAX_CHANGED_URLS)
+        self._unsent: deque[ChangeMessage | InstanceDeclared] = deque(maxlen=MAX_CHANGED_URLS)
         # Owners of the other workers' reservations, by worker.
         self._owners: dict[int, str] = {}
         self._suspects: SuspectBodies | None = None
@@ -175,6 +186,7 @@ class WorkerLink:
     def open(self, routers: ModelRouters, admission: AdmissionQueue, limits: RateLimits) -> None:
         """Start to receive the other workers' messages."""
         self._pools = routers.pools
+        self._pools.on_declared = self._publish_declared
         self._metrics = routers.first.metrics
         self._suspects = routers.first.suspects
         self._admission = admission
@@ -230,6 +242,11 @@ class WorkerLink:
         """Publish a change to the other workers, which apply it too."""
         self._unsent.append(ChangeMessage(change))
         self._send_changes()
+
+    def _publish_declared(self, name: str) -> None:
+        if self.leads:
+            self._unsent.append(InstanceDeclared(name))
+            self._send_changes()
 
     def _send_changes(self) -> None:
         """Send queued changes. They are kept until sent, because they are published only once."""
@@ -306,7 +323,7 @@ class WorkerLink:
             self._update_loads()
         elif isinstance(message, WorkerExited):
             self._forget(message.worker)
-        else:
+        elif not isinstance(message, InstanceDeclared):
             self._apply_shared(message)
 
     def _apply_shared(
@@ -402,14 +419,15 @@ class ChangeLog:
     """The changes of the instance pool, reduced to those that lead to the same pool."""
 
     def __init__(self) -> None:
-        self._by_url: OrderedDict[str, _ChangesOfInstance] = OrderedDict()
+        self._by_name: OrderedDict[str, _ChangesOfInstance] = OrderedDict()
 
     def note(self, change: MembershipChange, now: float) -> None:
         """Add a change. It replaces earlier changes of its instance that it supersedes.
 
         `now`: monotonic time in seconds.
         """
-        known = self._by_url.pop(change.url, _ChangesOfInstance([], math.inf))
+        name = str(Origin.parse(change.url))
+        known = self._by_name.pop(name, _ChangesOfInstance([], math.inf))
         earlier = known.changes if now < known.ends_at else []
         if earlier and change.lease_s and replace(earlier[0], lease_s=change.lease_s) == change:
             changes = [change, *earlier[1:]]  # a renewal: what was decided since stays
@@ -419,13 +437,17 @@ class ChangeLog:
         ends_at = now + change.lease_s if change.lease_s else math.inf
         if changes[0] is not change:
             ends_at = known.ends_at
-        self._by_url[change.url] = _ChangesOfInstance(changes, ends_at)
-        if len(self._by_url) > MAX_CHANGED_URLS:
-            self._by_url.popitem(last=False)
+        self._by_name[name] = _ChangesOfInstance(changes, ends_at)
+        if len(self._by_name) > MAX_CHANGED_URLS:
+            self._by_name.popitem(last=False)
+
+    def forget(self, name: str) -> None:
+        """Drop the changes of an instance."""
+        self._by_name.pop(name, None)
 
     def messages(self, now: float) -> list[ChangeHistory]:
         """The messages for a worker that starts at `now`."""
-        current = [known for known in self._by_url.values() if now < known.ends_at]
+        current = [known for known in self._by_name.values() if now < known.ends_at]
         changes = [change for known in current for change in known.changes]
         starts = range(0, len(changes), CHANGES_PER_MESSAGE)
         return [ChangeHistory(changes[start : start + CHANGES_PER_MESSAGE]) for start in starts]

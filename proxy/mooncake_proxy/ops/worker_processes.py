@@ -24,6 +24,7 @@ from mooncake_proxy.ops.worker_link import (
     MAX_MESSAGE_BYTES,
     ChangeLog,
     ChangeMessage,
+    InstanceDeclared,
     WorkerExited,
     WorkerLink,
     decode_message,
@@ -176,6 +177,9 @@ class WorkerSupervisor:
         except (BlockingIOError, ConnectionError):
             return
         message = decode_message(data) if data else None
+        if isinstance(message, InstanceDeclared):
+            self._changes.forget(message.name)
+            return
         missed_by = self._send_to_others(sender, data)
         if isinstance(message, ChangeMessage):
             self._changes.note(message.change, time.monotonic())

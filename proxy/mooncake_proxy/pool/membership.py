@@ -186,6 +186,8 @@ def follow_source(pool: ModelPools, wanted: Sequence[InstanceSpec], source: str)
             pool.add(spec)
         except (Refusal, ConfigError) as exc:
             logger.warning("instance %s is not added: %s", spec.name, exc)
+        else:
+            pool.on_declared(spec.name)
     for name in todo.leave:
         try:
             pool.drain(name, then_remove=True).is_withdrawn = True

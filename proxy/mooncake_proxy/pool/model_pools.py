@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from mooncake_proxy.errors import BadRequest, Conflict, ModelNotFound, NotFound
 from mooncake_proxy.http1.upstream_connection import ClientContext
@@ -21,6 +21,8 @@ class ModelPools:
     def __init__(self, context: ClientContext) -> None:
         self._context = context
         self.unnamed = InstancePool(context)
+        # Called with the name of an instance that its source declares from now on.
+        self.on_declared: Callable[[str], object] = lambda name: None
         self._pools: dict[str, InstancePool] = {"": self.unnamed}
 
     def __iter__(self) -> Iterator[Instance]:

@@ -45,32 +45,32 @@ def change(operation: ChangeOperation, url: str, **fields: object) -> Membership
 
 def test_change_log_keeps_relevant_changes() -> None:
     log = ChangeLog()
-    added = change(ChangeOperation.ADD, "a", role=Role.DECODE)
+    added = change(ChangeOperation.ADD, "http://a:1", role=Role.DECODE)
     for one in (
-        change(ChangeOperation.REMOVE, "a"),
+        change(ChangeOperation.REMOVE, "http://a:1"),
         added,
-        change(ChangeOperation.DRAIN, "a"),
-        change(ChangeOperation.RESUME, "a"),
-        change(ChangeOperation.DRAIN, "b"),
-        change(ChangeOperation.REMOVE, "b"),
-        change(ChangeOperation.DRAIN, "c"),
+        change(ChangeOperation.DRAIN, "http://a:1"),
+        change(ChangeOperation.RESUME, "http://a:1"),
+        change(ChangeOperation.DRAIN, "http://b:1"),
+        change(ChangeOperation.REMOVE, "http://b:1"),
+        change(ChangeOperation.DRAIN, "http://c:1"),
     ):
         log.note(one, 0.0)
     [message] = log.messages(0.0)
     assert message.changes == [
         added,
-        change(ChangeOperation.RESUME, "a"),
-        change(ChangeOperation.REMOVE, "b"),
-        change(ChangeOperation.DRAIN, "c"),
+        change(ChangeOperation.RESUME, "http://a:1"),
+        change(ChangeOperation.REMOVE, "http://b:1"),
+        change(ChangeOperation.DRAIN, "http://c:1"),
     ]
 
 
 def test_renewed_registration_keeps_what_operators_decided() -> None:
-    log, drained = ChangeLog(), change(ChangeOperation.DRAIN, "a")
-    prefill = change(ChangeOperation.ROLE, "a", role=Role.PREFILL)
+    log, drained = ChangeLog(), change(ChangeOperation.DRAIN, "http://a:1")
+    prefill = change(ChangeOperation.ROLE, "http://a:1", role=Role.PREFILL)
     fields = {"role": Role.DECODE, "source": "register"}
-    added = change(ChangeOperation.ADD, "a", lease_s=15.0, **fields)
-    longer = change(ChangeOperation.ADD, "a", lease_s=30.0, **fields)
+    added = change(ChangeOperation.ADD, "http://a:1", lease_s=15.0, **fields)
+    longer = change(ChangeOperation.ADD, "http://a:1", lease_s=30.0, **fields)
 
     def changes(now: float) -> list[MembershipChange]:
         return [one for message in log.messages(now) for one in message.changes]
@@ -82,11 +82,11 @@ def test_renewed_registration_keeps_what_operators_decided() -> None:
     assert changes(29.0) == [], "its lease has expired"
     log.note(longer, 28.0)
     assert changes(57.0) == [longer, prefill, drained]
-    log.note(change(ChangeOperation.RESUME, "a"), 57.0)
+    log.note(change(ChangeOperation.RESUME, "http://a:1"), 57.0)
     assert changes(58.0) == [], "only the instance itself renews its lease"
     log.note(longer, 58.0)
     assert changes(58.0) == [longer], "it has registered anew"
-    left = change(ChangeOperation.DRAIN, "a", remove=True, lease_s=30.0, source="register")
+    left = change(ChangeOperation.DRAIN, "http://a:1", remove=True, lease_s=30.0, source="register")
     for one in (drained, left):
         log.note(one, 59.0)
     assert changes(59.0) == [left]

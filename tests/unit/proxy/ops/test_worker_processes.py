@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from unittest.mock import Mock
 
 import pytest
 
 from mooncake_proxy.config_from_options import config_from
+from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.ops.worker_link import (
     ChangeMessage,
     WorkerExited,
@@ -18,8 +21,9 @@ from mooncake_proxy.ops.worker_link import (
     encode_message,
 )
 from mooncake_proxy.ops.worker_processes import WorkerSupervisor
-from mooncake_proxy.pool.instances import Role
-from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange
+from mooncake_proxy.pool.instances import InstanceSpec, Role
+from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange, follow_source
+from mooncake_proxy.pool.model_pools import ModelPools
 from mooncake_proxy.proxy_options import build_parser
 
 ADDED = MembershipChange(ChangeOperation.ADD, "http://d2:1", role=Role.DECODE)
@@ -45,6 +49,14 @@ def read_all(link: socket.socket) -> list[WorkerMessage]:
 
 
 @pytest.fixture
+def supervisor() -> Iterator[WorkerSupervisor]:
+    flags = ["--prefill", "http://p:1", "--decode", "http://d:1", "--port", "0", "--workers", "2"]
+    found = WorkerSupervisor(config_from(build_parser().parse_args(flags)), lambda *_: None)
+    yield found
+    found._reserved.close()
+
+
+@pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     yield ends
@@ -53,10 +65,9 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 
 def test_late_worker_receives_all_missed_changes(
+    supervisor: WorkerSupervisor,
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
-    flags = ["--prefill", "http://p:1", "--decode", "http://d:1", "--port", "0", "--workers", "2"]
-    supervisor = WorkerSupervisor(config_from(build_parser().parse_args(flags)), lambda *_: None)
     first, firsts = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
     second, seconds = pair
     supervisor._links = {0: first, 1: second}
@@ -73,8 +84,38 @@ def test_late_worker_receives_all_missed_changes(
     assert gone == WorkerExited(7)
     supervisor._resend_missed()
     assert read_all(seconds) == [], "it is sent once"
-    for each in (first, firsts, supervisor._reserved):
+    for each in (first, firsts):
         each.close()
+
+
+def test_changes_do_not_outlive_an_instance_that_its_source_declares_anew(
+    supervisor: WorkerSupervisor, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    parents, workers = pair
+    parents.setblocking(False)
+    supervisor._links = {0: parents}
+    d2 = InstanceSpec(Origin.parse("http://d2:1"), Role.DECODE, source="file")
+
+    def logged() -> list[MembershipChange]:
+        for _ in range(2):
+            supervisor._relay(0)
+        return [one for message in supervisor._changes.messages(0.0) for one in message.changes]
+
+    async def main() -> None:
+        link, pools = WorkerLink(0, workers), ModelPools(Mock())
+        follow_source(pools, [d2], "file")  # at the start: it still has to get earlier changes
+        link.open(Mock(pools=pools, share_reservations=lambda: None), Mock(), Mock())
+        link.broadcast(DRAINED)
+        for wanted in ([d2], []):
+            follow_source(pools, wanted, "file")
+            assert logged() == [DRAINED]
+        follow_source(pools, [d2], "file")
+        assert logged() == []
+        link.broadcast(DRAINED)
+        assert logged() == [DRAINED]
+        link.close()
+
+    asyncio.run(main())
 
 
 def test_change_is_sent_later_if_parent_buffer_is_full(
