@@ -137,7 +137,8 @@ class Transports:
         return all(candidate.transport.stops_writes_on_failure for candidate in self._candidates)
 
     def register(self, region: MemoryRegion) -> dict[str, int]:
-        """Register a region with every transport; returns its keys by transport.
+        """Register a region that all peers need, before any connects, with every transport; returns
+        its keys by transport.
 
         A transport that can't register it is closed and no longer offered; this is logged at
         WARNING.
@@ -145,17 +146,28 @@ class Transports:
         Raises:
             TransportUnavailable: no transport can register it.
         """
-        keys, kept = {}, []
+        keys = self.register_where_possible(region)
+        for candidate in self._candidates:
+            if candidate.name not in keys:
+                logger.warning("transport %s is dropped", candidate.name)
+                candidate.endpoint.close()
+        self._candidates = [each for each in self._candidates if each.name in keys]
+        return keys
+
+    def register_where_possible(self, region: MemoryRegion) -> dict[str, int]:
+        """Register a region with the transports that can; returns its keys by transport. The others
+        stay open, for the peers that don't need it; this is logged at WARNING. Any thread.
+
+        Raises:
+            TransportUnavailable: no transport can register it.
+        """
+        keys = {}
         for candidate in self._candidates:
             try:
                 keys[candidate.name] = candidate.endpoint.register(region)
             except TransportUnavailable as exc:
-                logger.warning("transport %s is dropped: %s", candidate.name, exc.reason)
-                candidate.endpoint.close()
-            else:
-                kept.append(candidate)
-        self._candidates = kept
-        if not kept:
+                logger.warning("transport %s is not used: %s", candidate.name, exc.reason)
+        if not keys:
             raise TransportUnavailable(AUTO, f"no transport can register memory of {region.device}")
         return keys
 

@@ -35,21 +35,25 @@ class StagingBuffer:
 
     Args:
         address: address of the first byte in this process.
+        inner: names of the inner endpoints that it is registered with.
         undo: revokes and frees the memory.
     """
 
     address: int
+    inner: frozenset[str]
     undo: ExitStack
 
     @classmethod
     def allocate(cls, copies: HostCopies, inner: Transports) -> StagingBuffer:
-        """Allocate and register SLOTS slots; raises DeviceError or OutOfMemory."""
+        """Allocate and register SLOTS slots; raises DeviceError, OutOfMemory or
+        TransportUnavailable."""
         with ExitStack() as undo:
             pinned = copies.allocate_pinned(SLOTS * SLOT_BYTES)
             undo.callback(pinned.close)
-            keys = inner.register(MemoryRegion(pinned.address, pinned.nbytes))
+            region = MemoryRegion(pinned.address, pinned.nbytes)
+            keys = inner.register_where_possible(region)
             undo.callback(inner.revoke, keys)
-            return cls(pinned.address, undo.pop_all())
+            return cls(pinned.address, frozenset(keys), undo.pop_all())
 
     def slot(self, number: int) -> int:
         """Address of a slot."""

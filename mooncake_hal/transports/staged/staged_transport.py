@@ -191,16 +191,18 @@ class HostRegions:
         """Add a region."""
         with self._lock:
             if self._is_exposed:
-                self._inner_keys[key] = self._inner.register(region)
+                self._inner_keys[key] = self._inner.register_where_possible(region)
             self._regions[key] = region
 
-    def expose(self) -> None:
-        """Register all present and future regions with the inner endpoints. Idempotent."""
+    def expose(self) -> frozenset[str]:
+        """Register all present and future regions with the inner endpoints. Idempotent. Returns the
+        names of the inner endpoints that have registered all present ones."""
         with self._lock:
             for key, region in self._regions.items():
                 if key not in self._inner_keys:
-                    self._inner_keys[key] = self._inner.register(region)
+                    self._inner_keys[key] = self._inner.register_where_possible(region)
             self._is_exposed = True
+            return frozenset(self._inner.names).intersection(*self._inner_keys.values())
 
     def remove(self, key: int) -> None:
         """Remove a region, and revoke it at the inner endpoints; does nothing if there is none with
@@ -303,11 +305,12 @@ class StagedDataPath:
 
     def connect(self, session: Session, info: bytes, timeout: float) -> StagedPeer:
         with ExitStack() as undo:
-            ours = self._prepare()
+            ours, usable = self._prepare()
             if ours is not None:
                 undo.callback(ours.close)
             theirs = open_staging(session)
-            inner = self._inner.connect(theirs.inner, timeout=timeout).peer
+            offered = {name: at for name, at in theirs.inner.items() if name in usable}
+            inner = self._inner.connect(offered, timeout=timeout).peer
             undo.callback(inner.close)
             worker: CopyWorker[HostCopier] = CopyWorker(
                 NullCopier if self._copies is None else self._copies.copier
@@ -325,21 +328,21 @@ class StagedDataPath:
     def _open(self, session: Session) -> bytes:
         if session in self._served:
             raise TransferError(f"{NAME}: the staging buffer is already open")
-        if (staging := self._prepare()) is None or self._copies is None:
-            return encode(StagingOpened(None, self._inner.addresses))
+        staging, usable = self._prepare()
+        inner = {name: at for name, at in self._inner.addresses.items() if name in usable}
+        if staging is None or self._copies is None:
+            return encode(StagingOpened(None, inner))
         with ExitStack() as undo:
             undo.callback(staging.close)
             self._served[session] = _PeerStaging(staging, self._copies.copier())
             undo.pop_all()
-        return encode(StagingOpened(staging.address, self._inner.addresses))
+        return encode(StagingOpened(staging.address, inner))
 
-    def _prepare(self) -> StagingBuffer | None:
+    def _prepare(self) -> tuple[StagingBuffer | None, frozenset[str]]:
         """Register this side's memory with the inner endpoints: a new staging buffer, which is
-        returned, or the host memory's regions.
-
-        Inner endpoints that can't register it are closed.
-        """
+        returned, or the host memory's regions. Also returns the names of the inner endpoints that
+        could register it, over which alone this connection's KV can move."""
         if self._copies is not None:
-            return StagingBuffer.allocate(self._copies, self._inner)
-        self._host.expose()
-        return None
+            staging = StagingBuffer.allocate(self._copies, self._inner)
+            return staging, staging.inner
+        return None, self._host.expose()

@@ -193,7 +193,7 @@ def test_transport_that_cannot_register_the_memory_is_dropped(
     ours = opened(SHM, TCP)
     with pytest.raises(TransportUnavailable, match="no transport can register memory of npu:0"):
         ours.register(MemoryRegion(4096, 4096, device="npu:0"))
-    assert "transport shm is dropped: it can't reach memory of npu:0" in caplog.text
+    assert "transport shm is not used: it can't reach memory of npu:0" in caplog.text
 
 
 def test_revoke_covers_every_transport(
