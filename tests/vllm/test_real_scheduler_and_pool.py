@@ -305,6 +305,21 @@ def test_step_does_not_wait_once_store_has_responded(
 
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)
+def test_look_up_that_is_not_answered_in_time_finds_nothing(
+    store: StoreService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mooncake_vllm.vllm_pool_side.LOOK_UP_TIMEOUT_S", 0.2)
+    with pooled(store, is_async=False) as instance:
+        [asked] = instance.scheduler.connector._scheduler._client._stores.all
+        answer: Future[list[Residence]] = Future()
+        monkeypatch.setattr(asked, "probe", lambda keys: answer)
+        instance.submit("r", PROMPTS[4], 8)
+        settle([instance], 30)
+        assert instance.answers["r"].tokens == answer_to(PROMPTS[4], 8)
+        answer.set_result([Residence.ABSENT] * (len(PROMPTS[4]) // CHUNK))
+
+
+@pytest.mark.parametrize("store", [MANY], indirect=True)
 def test_kv_from_before_reset_is_not_loaded_or_saved_under_new_weights(
     store: StoreService,
 ) -> None:

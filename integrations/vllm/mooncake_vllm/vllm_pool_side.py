@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
@@ -53,6 +54,8 @@ PUBLISHED_STATS = (
     "saved_bytes", "num_save_refusals",
 )  # fmt: skip
 """The fields of ``PoolStats`` that are published as vLLM metrics."""
+LOOK_UP_TIMEOUT_S = 2.0
+"""Seconds that a request waits for its look-up before it runs without one."""
 REFUSED = "FINISHED_ERROR"
 """Finish status of a request whose load failed, if ``kv_load_failure_policy`` is ``fail``."""
 
@@ -76,6 +79,7 @@ class PooledPrompt:
         name: name of the look-up and the load.
         keys: keys of the chunks that may be loaded.
         num_preemptions: the request's number of preemptions before the look-up.
+        deadline: until when the request waits for the look-up.
         state: the state.
         sources: locations of the leading chunks that stores have.
         has_failed: whether fewer chunks were loaded than the look-up had found.
@@ -85,6 +89,7 @@ class PooledPrompt:
     name: str
     keys: list[bytes]
     num_preemptions: int
+    deadline: float
     state: PoolState = PoolState.LOOKING_UP
     sources: Sequence[ChunkSource] = ()
     has_failed: bool = False
@@ -188,6 +193,8 @@ class PoolSchedulerSide(SchedulerSideBase):
             return 0
         if pooled.state is PoolState.FINISHED and request.num_preemptions > pooled.num_preemptions:
             pooled = self._look_up(request) or pooled
+        if time.monotonic() >= pooled.deadline:
+            self._found(pooled, ())  # ignored if the stores have answered
         with self._lock:
             if pooled.state is PoolState.LOOKING_UP:
                 return None
@@ -332,7 +339,8 @@ class PoolSchedulerSide(SchedulerSideBase):
         self._count += 1
         request_id = request.request_id
         name = f"{request_id} {self._count}"
-        pooled = PooledPrompt(request_id, name, keys, request.num_preemptions)
+        deadline = time.monotonic() + LOOK_UP_TIMEOUT_S
+        pooled = PooledPrompt(request_id, name, keys, request.num_preemptions, deadline)
         with self._lock:
             if (earlier := self._by_request.get(request_id)) is not None:
                 del self._by_name[earlier.name]
