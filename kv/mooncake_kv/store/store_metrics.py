@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ MAX_HEAD_BYTES = 8192
 MAX_CONNECTIONS = 32
 REQUEST_TIMEOUT_S = 5.0
 START_TIMEOUT_S = 30.0
+STATS_AGE_S = 0.5
+"""Maximum age in seconds of what a request gets: reading the counters holds the store's lock, and
+every client that reaches the port may ask for them as often as it can."""
 
 STORE_PREFIX = "mooncake_store_"
 _PUT_REFUSALS = tuple(each.value for each in PutRefusal if each is not PutRefusal.UNREACHABLE)
@@ -187,6 +191,7 @@ class MetricsServer:
 
     def __init__(self, stats: Callable[[], StoreStats]) -> None:
         self._stats = stats
+        self._text: tuple[float, bytes] | None = None  # the last one, and when it was made
         self._num_open = 0
         self._server: asyncio.Server | None = None
         self._loop = IoLoop("store-metrics", lambda *_: None, self._failed)
@@ -243,7 +248,10 @@ class MetricsServer:
     def _answer(self, head: bytes) -> bytes:
         words = head.split(b"\r\n", 1)[0].split(b" ")
         if len(words) == 3 and words[0] == b"GET" and words[1].split(b"?")[0] == b"/metrics":
-            body, status = prometheus_text(self._stats()).encode(), b"200 OK"
+            now = time.monotonic()
+            if self._text is None or now - self._text[0] > STATS_AGE_S:
+                self._text = now, prometheus_text(self._stats()).encode()
+            body, status = self._text[1], b"200 OK"
         else:
             body, status = b"not found, try GET /metrics\n", b"404 Not Found"
         kind = b"text/plain; version=0.0.4; charset=utf-8"

@@ -75,6 +75,23 @@ def test_every_line_is_valid_exposition_format():
     assert len(names) == len(families(stats))
 
 
+def test_store_is_asked_once_for_all_requests_of_a_moment(monkeypatch):
+    num_asked = []
+
+    def stats():
+        num_asked.append(1)
+        return StoreStats(num_puts=len(num_asked))
+
+    monkeypatch.setattr("mooncake_kv.store.store_metrics.STATS_AGE_S", 3600.0)
+    server = MetricsServer.start(stats, "127.0.0.1", 0)
+    texts = [ask(server.port) for _ in range(5)]
+    assert len(num_asked) == 1
+    assert len(set(texts)) == 1
+    monkeypatch.setattr("mooncake_kv.store.store_metrics.STATS_AGE_S", 0.0)
+    assert "mooncake_store_puts_total 2\n" in ask(server.port)
+    server.close()
+
+
 def test_help_says_what_is_counted_in_which_unit_and_by_which_label():
     stats = StoreStats(ssd_write_bytes_per_day=1)
     for family in families(stats):
