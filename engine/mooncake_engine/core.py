@@ -284,8 +284,10 @@ class EngineCore:
 
     def handle_command(self, command: Command) -> None:
         """Handle a command. The core's thread only."""
+        now = self._clock()
+        self._scheduler.set_time(now)
         if isinstance(command, AddRequest):
-            self.add(new_request(command.request, self._seeds, self._clock()))
+            self.add(new_request(command.request, self._seeds, now))
         elif isinstance(command, AbortRequest):
             self._scheduler.abort(command.request_id)
         elif isinstance(command, ResetPrefixCache):

@@ -159,13 +159,18 @@ class Scheduler:
         else:
             self._outputs.finish(request, TokenUpdate(request_id, finish=FinishReason.ABORT))
 
+    def set_time(self, now: float) -> None:
+        """Set the time of the events that are handled next, in seconds; between steps it may be
+        long after the last one was planned."""
+        self._queues.now = now
+
     def expire(self, now: float) -> None:
         """End the requests that are past their deadline, and give up the loads that timed out.
 
         Args:
             now: start time of the next step, in seconds; call this before every step.
         """
-        self._queues.now = now
+        self.set_time(now)
         self._outputs.end_overdue()
         self._remote_kv.expire()
         if self._pool is not None:
