@@ -10,6 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+import msgspec
+
 from mooncake_engine.checkpoints.model_source import read_json_object
 from mooncake_engine.errors import CheckpointError
 from mooncake_engine.models.mlp import RoutingConfig
@@ -188,14 +190,45 @@ def read_raw(model_dir: Path) -> RawConfig:
 
 
 def read_eos_token_ids(model_dir: Path, raw: RawConfig) -> tuple[int, ...]:
-    """The end-of-sequence tokens of ``generation_config.json`` and ``config.json`` together."""
+    """The end-of-sequence tokens of ``generation_config.json``, ``config.json`` and the tokenizer
+    together. As in vLLM: fine-tunes for chats may name theirs in the tokenizer's files alone."""
     path = model_dir / "generation_config.json"
     generation = read_json_object(path) if path.exists() else {}
     found: set[int] = set()
-    for value in (generation.get("eos_token_id"), raw.fields.get("eos_token_id")):
+    of_tokenizer = _tokenizer_eos(model_dir)
+    if of_tokenizer is not None and of_tokenizer >= raw.count("vocab_size"):
+        of_tokenizer = None  # the model has no such token
+    for value in (generation.get("eos_token_id"), raw.fields.get("eos_token_id"), of_tokenizer):
         ids = value if isinstance(value, list) else [value]
         found.update(token for token in ids if isinstance(token, int))
     return tuple(sorted(found))
+
+
+class _AddedToken(msgspec.Struct):
+    content: str
+    id: int
+
+
+class _TokenizerFile(msgspec.Struct):
+    """What is read here of ``tokenizer.json``."""
+
+    added_tokens: list[_AddedToken] = []
+
+
+def _tokenizer_eos(model_dir: Path) -> int | None:
+    """The token that the tokenizer's config names as the end of a sequence; None if it names none,
+    or one that is not among the added tokens."""
+    path = model_dir / "tokenizer_config.json"
+    token = read_json_object(path).get("eos_token") if path.exists() else None
+    text = token.get("content") if isinstance(token, dict) else token
+    path = model_dir / "tokenizer.json"
+    if text is None or not path.exists():
+        return None
+    try:
+        added = msgspec.json.decode(path.read_bytes(), type=_TokenizerFile).added_tokens
+    except (UnicodeDecodeError, msgspec.DecodeError):
+        return None  # whoever loads the tokenizer says what is wrong with it
+    return next((each.id for each in added if each.content == text), None)
 
 
 def read_llama(raw: RawConfig, architecture: str, eos: tuple[int, ...]) -> ModelConfig:
@@ -306,13 +339,15 @@ def read_decoder(
 
 
 def _longest_sequence(raw: RawConfig, rope: RopeConfig) -> int:
-    """``max_position_embeddings``, or the original context times YaRN's factor if that is longer:
-    users who add YaRN to Qwen's config, as the model cards describe, leave that field as it is.
-    vLLM reads it in the same way. Dual chunk attention is not computed, so sequences are limited to
-    one of its chunks."""
+    """``max_position_embeddings`` times the factor of linear scaling, or the original context times
+    YaRN's factor if that is longer: users who add YaRN to Qwen's config, as the model cards
+    describe, leave that field as it is. vLLM reads both in the same way. Dual chunk attention is
+    not computed, so sequences are limited to one of its chunks."""
     longest = raw.count("max_position_embeddings")
     if isinstance(rope.scaling, YarnScaling):
         longest = max(longest, int(rope.scaling.factor * rope.scaling.original_positions))
+    elif isinstance(rope.scaling, LinearScaling):
+        longest = int(rope.scaling.factor * longest)
     chunks = raw.get("dual_chunk_attention_config", dict)
     if chunks is not None:  # Qwen2.5-1M: within one chunk it equals plain attention
         source = f"{raw.source}: dual_chunk_attention_config"
@@ -339,6 +374,8 @@ def read_rope(raw: RawConfig, head_dim: int) -> RopeConfig:
     merged = {"rope_theta": raw.fields.get("rope_theta")}
     merged |= raw.get("rope_scaling", dict) or {}
     merged |= raw.get("rope_parameters", dict) or {}
+    if kinds := sorted(name for name, value in merged.items() if isinstance(value, dict)):
+        raise raw.refuse("rope_parameters", kinds, "one rotary embedding for all layers")
     rope = RawConfig(merged, f"{raw.source}: rope")
     partial = rope.get("partial_rotary_factor", float) or raw.get("partial_rotary_factor", float)
     if raw.fields.get("original_max_position_embeddings") is not None:  # at the top, as in Phi-3

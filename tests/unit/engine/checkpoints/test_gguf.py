@@ -79,7 +79,8 @@ def test_config_equals_that_of_the_checkpoint(
     original = checkpoint(tmp_path, family, overrides)
     path = write_gguf(original, tmp_path / "model.gguf")
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((TINY / name).read_bytes())
+        for directory in (tmp_path, original):
+            (directory / name).write_bytes((TINY / name).read_bytes())
     found, wanted = read_model_config(gguf_directory(path)), read_model_config(original)
     for name in found.__dataclass_fields__:
         if name not in ("dtype", "rms_norm_eps"):

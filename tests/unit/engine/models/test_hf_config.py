@@ -46,6 +46,21 @@ def test_config_in_the_older_spelling_is_read(tmp_path: Path) -> None:
     assert not config.tie_embeddings
 
 
+@pytest.mark.parametrize("is_object", [False, True])
+@pytest.mark.parametrize(
+    ("named", "expected"), [("<|im_end|>", (7, 9, 98)), ("</s>", (7, 9)), ("<pad>", (7, 9))]
+)
+def test_end_token_of_the_tokenizer_counts_too(
+    named: str, expected: tuple[int, ...], is_object: bool, tmp_path: Path
+) -> None:
+    """Fine-tunes for chats may change only the tokenizer. `<pad>` is beyond the model's tokens."""
+    token = {"content": named, "special": True} if is_object else named
+    added = [{"id": 98, "content": "<|im_end|>"}, {"id": 101, "content": "<pad>", "special": True}]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": token}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": added, "model": {}}))
+    assert read_model_config(write(tmp_path)).eos_token_ids == expected
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
 def test_missing_dtype_is_that_of_the_weights(stored: torch.dtype, tmp_path: Path) -> None:
     """That of most elements: routers and norms may be wider, and scales of fp8 weights are."""
@@ -72,6 +87,19 @@ def test_yarn_extends_the_stated_context(
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": original}
     directory = write(tmp_path, max_position_embeddings=stated, rope_scaling=scaling)
     assert read_model_config(directory).max_positions == longest
+
+
+def test_linear_scaling_extends_the_stated_context(tmp_path: Path) -> None:
+    """vicuna-v1.5-16k: 4,096 with a factor of 4."""
+    scaling = {"type": "linear", "factor": 4.0}
+    directory = write(tmp_path, max_position_embeddings=4096, rope_scaling=scaling)
+    assert read_model_config(directory).max_positions == 16384
+
+
+def test_rotary_embeddings_per_kind_of_layer_are_refused(tmp_path: Path) -> None:
+    kinds = {"full_attention": {"rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    with pytest.raises(CheckpointError, match=r"rope_parameters .*full_attention"):
+        read_model_config(write(tmp_path, rope_parameters=kinds))
 
 
 def test_dual_chunk_attention_limits_sequences_to_one_chunk(tmp_path: Path) -> None:
