@@ -176,15 +176,27 @@ class GuardedConnection(HttpToolsProtocol):
     def pause_writing(self) -> None:
         """Start the timeout of a client that does not read its response."""
         super().pause_writing()
-        self._stop_write_timer()
-        self._write_timer = self.loop.call_later(
-            self.limits.stalled_s, self._drop, "the client does not read its response"
-        )
+        self._watch_reader()
 
     def resume_writing(self) -> None:
         """Stop that timeout: the client reads again."""
         self._stop_write_timer()
         super().resume_writing()
+
+    def _watch_reader(self) -> None:
+        self._stop_write_timer()
+        num_unread = self.transport.get_write_buffer_size()
+        self._write_timer = self.loop.call_later(
+            self.limits.stalled_s, self._check_reader, num_unread
+        )
+
+    def _check_reader(self, num_unread: int) -> None:
+        """Wait on for a client that reads, however slowly. Nothing is written meanwhile, so that
+        its buffer only shrinks."""
+        if self.transport.get_write_buffer_size() < num_unread:
+            self._watch_reader()
+        else:
+            self._drop("the client does not read its response")
 
     def _close_longest_idle(self) -> bool:
         """Close the connection that has been idle longest; False if none is idle."""

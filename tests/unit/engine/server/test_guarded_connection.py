@@ -6,13 +6,14 @@ import asyncio
 import resource
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import uvicorn
+from uvicorn.server import ServerState
 
 from mooncake_engine.server.guarded_connection import (
     WRITE_CHUNK,
@@ -234,6 +235,53 @@ def test_a_client_that_does_not_read_is_disconnected() -> None:
         assert connection.recv(1)
         while server.server_state.connections:
             threading.Event().wait(0.01)
+
+
+class SlowReader(asyncio.Transport):
+    """A connection whose client has yet to read ``num_unread`` bytes."""
+
+    num_unread = 100
+    is_aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        return self.num_unread
+
+    def is_closing(self) -> bool:
+        return self.is_aborted
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
+def test_a_client_that_reads_slowly_is_not_disconnected(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        config = uvicorn.Config(app, http=GuardedConnection, ws="none", lifespan="off")
+        config.log_config = None
+        config.load()
+        connection = GuardedConnection(config, ServerState(), {})
+        timers: list[Callable[[], None]] = []
+        transport = SlowReader()
+        connection.connection_made(transport)
+        loop = asyncio.get_running_loop()
+
+        def call_later(
+            after_s: float, call: Callable[..., None], *args: Any
+        ) -> asyncio.TimerHandle:
+            assert after_s == GuardedConnection.limits.stalled_s
+            timers.append(lambda: call(*args))
+            return loop.call_at(loop.time() + WAIT_S, call, *args)
+
+        monkeypatch.setattr(loop, "call_later", call_later)
+        connection.pause_writing()
+        for transport.num_unread in (90, 40, 39):
+            timers.pop()()
+            assert not transport.is_aborted
+        timers.pop()()
+        assert transport.is_aborted
+        assert not timers
+        connection.connection_lost(ConnectionAbortedError())
+
+    asyncio.run(scenario())
 
 
 def test_the_longest_idle_connection_is_closed_for_a_new_one() -> None:
