@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from queue import Empty, SimpleQueue
 
 from mooncake_hal.backend import Event
@@ -112,8 +113,8 @@ class SendServices:
 
     Args:
         plan: plans a transfer: spans per peer rank.
-        connect: returns the connection to a peer's rank; raises TransferError.
-        disconnect: closes all connections to the peer, after a failure.
+        connect: returns the thread's connection to a peer's rank; raises TransferError.
+        disconnect: closes the thread's connections, after a failure and at its end.
         close: reports a session that has ended or failed, and is drained.
         bind: makes the device current on the thread.
         fail: receives the exception that killed the thread.
@@ -153,7 +154,7 @@ class SendThread:
         self._queue: SimpleQueue[SendTask | None] = SimpleQueue()
         self._is_stopping = False
         self._is_broken = False  # a transfer failed, so a connection to the peer may be broken
-        self._after: Callable[[], None] | None = None
+        self._is_retired = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
@@ -161,10 +162,10 @@ class SendThread:
         """Queue a task behind all earlier ones. Any thread; returns immediately."""
         self._queue.put(task)
 
-    def retire(self, after: Callable[[], None]) -> None:
-        """Stop once the queued tasks are done, then call ``after`` on the thread. Returns
+    def retire(self) -> None:
+        """Stop once the queued tasks are done, then close the thread's connections. Returns
         immediately."""
-        self._after = after
+        self._is_retired = True
         self._queue.put(None)
 
     def close(self) -> None:
@@ -182,8 +183,8 @@ class SendThread:
                 batch = self._take_batch()
                 is_last = None in batch
                 self._send_batch([task for task in batch if task is not None])
-            if self._after is not None:
-                self._after()
+            if self._is_retired:
+                self._services.disconnect()
         except ConnectorDead as exc:
             self._services.fail(exc)
         except BaseException as exc:
@@ -313,6 +314,9 @@ class PushWorker(ConnectorWorker):
         self._unit = context.memory.geometry.unit
         self._sessions: dict[str, PushSession] = {}
         self._send_threads: dict[str, SendThread] = {}
+        # Each send thread has connections of its own: one that is retired may outlive its peer's
+        # return, and closes them when it is done.
+        self._connection_numbers = count()
         self._peers: dict[str, tuple[RankMetadata, ...]] = {}
         self._siblings: tuple[RankMetadata, ...] = ()
         self._announce()
@@ -395,7 +399,7 @@ class PushWorker(ConnectorWorker):
         for session in list(self._sessions.values()):
             if session.send_thread is thread:
                 self._stop(session, f"instance {engine_id} was dropped")
-        thread.retire(partial(self._transports.forget, engine_id))
+        thread.retire()
 
     def begin_step(self, steps: Sequence[PushStep]) -> LayerDone | None:
         with self._lock:
@@ -450,11 +454,11 @@ class PushWorker(ConnectorWorker):
     def _send_thread(self, engine_id: str) -> SendThread:
         thread = self._send_threads.get(engine_id)
         if thread is None:
-            context = self.context
+            context, connection = self.context, next(self._connection_numbers)
             services = SendServices(
                 plan=partial(self._plan, self._peers[engine_id]),
-                connect=partial(self._connect, engine_id),
-                disconnect=partial(self._transports.forget, engine_id),
+                connect=partial(self._connect, engine_id, connection),
+                disconnect=partial(self._transports.forget, engine_id, connection),
                 close=self._close_session,
                 bind=context.bind_thread,
                 fail=context.fail,
@@ -474,11 +478,12 @@ class PushWorker(ConnectorWorker):
         )
         return plan_push(pair, self.context.rank, block_transfer)
 
-    def _connect(self, engine_id: str, rank: int) -> Peer:
+    def _connect(self, engine_id: str, connection: int, rank: int) -> Peer:
         ranks = self._peers.get(engine_id)
         if ranks is None:
             raise PeerLost(f"instance {engine_id} was dropped")
-        return self._transports.peer(engine_id, rank, ranks[rank].endpoints)
+        endpoints = ranks[rank].endpoints
+        return self._transports.peer(engine_id, rank, endpoints, connection=connection)
 
     def _close_session(self, session: PushSession) -> None:
         with self._lock:

@@ -391,6 +391,35 @@ def test_one_connection_of_a_peer_is_dropped_without_the_others(rank: Rank) -> N
     running.close()
 
 
+def test_dropped_peer_that_returns_keeps_its_new_connections(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that wrote to it before may take seconds to drain, and closes only its own
+    connections."""
+    running, connect = opened(rank, PushWorker)
+    forget, is_drained = running._transports.forget, threading.Event()
+
+    def forget_late(*which: str | int) -> None:
+        is_drained.wait(TIMEOUT_S)
+        forget(*which)
+
+    monkeypatch.setattr(running._transports, "forget", forget_late)
+    running.receive(connect)
+    running.receive(msgspec.msgpack.encode(PUSH))
+    old = running._send_threads["p"]
+    before = old._services.connect(0)
+    running.receive(msgspec.msgpack.encode(ForgetPeer("p")))
+    running.receive(connect)
+    running.receive(msgspec.msgpack.encode(msgspec.structs.replace(PUSH, request_id="new")))
+    reconnect = running._send_threads["p"]._services.connect
+    after = reconnect(0)
+    is_drained.set()
+    old._thread.join(TIMEOUT_S)
+    assert reconnect(0) is after
+    assert before is not after
+    running.close()
+
+
 class Reading:
     """A connection, and its reads."""
 
