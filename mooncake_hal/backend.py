@@ -126,8 +126,7 @@ class Graph(Protocol):
 
         Args:
             host_context_lens: the current values of the captured batch's ``context_lens`` tensor,
-                for backends whose kernels take host lists; empty: the same as in the last replay
-                or capture.
+                for backends whose kernels take host lists; empty only if no attention was captured.
         """
         ...
 

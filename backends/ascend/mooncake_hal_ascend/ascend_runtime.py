@@ -24,16 +24,29 @@ class AclGraph:
 
     Attention ops take lengths as host lists, which are captured with the graph. Each replay updates
     them, and the graph waits for the update.
+
+    torch-npu updates on a stream of its own, which waits for no replay. With async scheduling the
+    last replay may still run by then: its later layers would get the new lengths, and the signal of
+    an update that comes early is reset by them, so that the next replay would wait for ever. So the
+    host waits for the last replay first.
     """
 
     def __init__(self, graph: Any) -> None:
         self._graph = graph
+        self._replayed: Any = None
 
     def replay(self, host_context_lens: Sequence[int] = ()) -> None:
         lengths = list(host_context_lens)
-        given = {name: lengths for name in _CONTEXT_LENS} if lengths else {}
-        self._graph.update(cpu_update_input=[given])
+        if not lengths:  # no attention was captured: nothing to update, and no reason to wait
+            self._graph.replay()
+            return
+        if self._replayed is None:
+            self._replayed = npu.Event()
+        else:
+            self._replayed.synchronize()
+        self._graph.update(cpu_update_input=[{name: lengths for name in _CONTEXT_LENS}])
         self._graph.replay()
+        self._replayed.record()
 
 
 class AscendRuntime(AcceleratorRuntime):

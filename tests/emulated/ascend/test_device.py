@@ -302,6 +302,24 @@ class TestGraphs:
         with pytest.raises(RuntimeError, match="was not updated"):
             graph.replay()
 
+    @pytest.mark.parametrize("wait", ["event", "device"])
+    def test_an_update_while_the_last_replay_may_still_run_is_rejected(self, wait: str) -> None:
+        graph, before, behind, other = npu.NPUGraph(), npu.Event(), npu.Event(), npu.Event()
+        with npu.graph(graph, auto_dispatch_capture=True):
+            attention()
+        graph.update(cpu_update_input=[{}])
+        before.record()
+        graph.replay()
+        behind.record()
+        other.record(npu.Stream())
+        before.synchronize()
+        other.synchronize()
+        npu.synchronize(1)
+        with pytest.raises(RuntimeError, match="while its last replay may still run"):
+            graph.update(cpu_update_input=[{}])
+        behind.synchronize() if wait == "event" else npu.synchronize()
+        graph.update(cpu_update_input=[{}])
+
     def test_collectives_are_captured(self) -> None:
         group = torch_npu._C._distributed_c10d.ProcessGroupHCCL
         alone = group(torch.distributed.HashStore(), 0, 1, group.Options())

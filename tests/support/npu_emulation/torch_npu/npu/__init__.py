@@ -11,9 +11,11 @@ import torch
 
 from torch_npu.npu.graphs import (  # noqa: F401  # torch.npu's names
     NPUGraph,
+    Replay,
     graph,
     graph_pool_handle,
     is_current_stream_capturing,
+    running_replays,
 )
 
 _device = torch.ops.npu_emulation
@@ -88,7 +90,9 @@ class device:  # torch's name
 
 
 def synchronize(where: Where = None) -> None:
-    """Nothing to wait for: work is done when its call returns."""
+    """Work is done when its call returns; only replays are said to run until here."""
+    for replay in running_replays(_index(where)):
+        replay.is_running = False
 
 
 def get_device_name(where: Where = None) -> str:
@@ -171,10 +175,13 @@ class Event:
     def __init__(self, enable_timing: bool = False, **_: Any) -> None:
         self._event = torch.Event("npu", enable_timing=enable_timing)
         self._is_recorded = False
+        self._replays: list[Replay] = []  # those that were enqueued before it
 
     def record(self, stream: torch.Stream | None = None) -> None:
-        self._event.record(current_stream() if stream is None else stream)
+        stream = current_stream() if stream is None else stream
+        self._event.record(stream)
         self._is_recorded = True
+        self._replays = running_replays(stream.device_index, stream.stream_id)
 
     def wait(self, stream: torch.Stream | None = None) -> None:
         self._event.wait(current_stream() if stream is None else stream)
@@ -185,6 +192,8 @@ class Event:
     def synchronize(self) -> None:
         if self._is_recorded:
             self._event.synchronize()
+        for replay in self._replays:
+            replay.is_running = False
 
     def elapsed_time(self, end: Event) -> float:
         return float(self._event.elapsed_time(end._event))

@@ -3,6 +3,10 @@
 As on a device, captured ops have no effect during the capture: their writes are undone afterwards,
 and their outputs are poison until the first replay. Ops that would wait for the device, or read
 host memory that is not page-locked, are rejected.
+
+A replay of updated ops counts as running until the host has waited for it: for the device, or for
+an event that was recorded behind it. A device may take that long, although ops finish at once here.
+Other waits, such as a copy to the host, don't count.
 """
 
 from __future__ import annotations
@@ -118,6 +122,29 @@ def _is_pageable(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.dim() > 0 and not tensor.is_pinned()
 
 
+@dataclass(eq=False)
+class Replay:
+    """A replay of updated ops.
+
+    Args:
+        device, stream: where it was enqueued.
+        is_running: whether the host has not waited for it yet.
+    """
+
+    device: int
+    stream: int
+    is_running: bool = True
+
+
+_replays: list[Replay] = []
+
+
+def running_replays(device: int, stream: int | None = None) -> list[Replay]:
+    """Those of a device, or of one of its streams."""
+    _replays[:] = [each for each in _replays if each.is_running]
+    return [each for each in _replays if each.device == device and stream in (None, each.stream)]
+
+
 class NPUGraph:
     """See torch_npu.npu.NPUGraph."""
 
@@ -125,6 +152,7 @@ class NPUGraph:
         self._ops: list[_Recorded | _Called] = []
         self.auto_dispatch_capture = False
         self._is_updated = False
+        self._last_replay: Replay | None = None
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -134,6 +162,10 @@ class NPUGraph:
         self._is_updated = False
         for op in self._ops:
             op.run()
+        if self._updated_ops():
+            stream = torch.accelerator.current_stream()
+            self._last_replay = Replay(stream.device_index, stream.stream_id)
+            _replays.append(self._last_replay)
 
     def _updated_ops(self) -> list[_Recorded]:
         ops = [op for op in self._ops if isinstance(op, _Recorded)]
@@ -143,6 +175,8 @@ class NPUGraph:
         """Change host lists of captured attention ops; one dict for all ops, or one for each."""
         if not self.auto_dispatch_capture:
             raise RuntimeError("The current graph configuration does not support update")
+        if self._last_replay is not None and self._last_replay.is_running:
+            raise RuntimeError("the graph is updated while its last replay may still run")
         wanted = self._updated_ops()
         inputs = cpu_update_input * len(wanted) if len(cpu_update_input) == 1 else cpu_update_input
         if len(inputs) != len(wanted):
