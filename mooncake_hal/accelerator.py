@@ -6,6 +6,7 @@ implements graph capture.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
@@ -16,6 +17,8 @@ import torch
 from mooncake_hal.backend import CopyStream, DeviceInfo, Event, Fence, MemoryInfo
 from mooncake_hal.backend_parts import CopyThread, GraphPool
 from mooncake_hal.errors import DeviceError
+
+logger = logging.getLogger(__name__)
 
 
 class AcceleratorEvent:
@@ -133,12 +136,17 @@ class AcceleratorRuntime:
     def peak_bytes(self, index: int) -> int:
         # Drivers report the memory of all processes together. What was allocated when this process
         # bound its first thread belongs to others (and to this process's context, which exists by
-        # then), so it is subtracted.
+        # then), so it is subtracted, less what they have freed since: an instance that this one
+        # replaces may still have been exiting.
         device, info = self.device(index), self.memory_info(index)
         reserved = self._module.memory_reserved(device)
-        returned = self._module.max_memory_reserved(device) - reserved
-        taken = int(info.total_bytes - info.free_bytes + returned)
-        return max(taken - self._taken_before.get(index, 0), 0)
+        outside = int(info.total_bytes - info.free_bytes - reserved)
+        before = self._taken_before.get(index, 0)
+        if outside < before:
+            freed = before - outside
+            logger.info("%s: other processes have freed %d bytes since the start", device, freed)
+            self._taken_before[index] = before = outside
+        return int(self._module.max_memory_reserved(device)) + outside - before
 
     def event(self, index: int) -> Event:
         return AcceleratorEvent(self._module, self.device(index))

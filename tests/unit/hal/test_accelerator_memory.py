@@ -38,17 +38,36 @@ class Device:
         return 0, 0
 
 
-@pytest.mark.parametrize("others", [0, 400])
-def test_peak_excludes_memory_of_other_processes(others: int) -> None:
-    module = Device(others=others)
+def bound(module: Device) -> AcceleratorRuntime:
+    """The device's runtime, to which a thread is bound."""
     runtime = AcceleratorRuntime(
         "emulated", module, "cuda", "VISIBLE", [DeviceInfo(0, "emulated", "sm_90", TOTAL)]
     )
     runtime.bind_thread(0)
+    return runtime
+
+
+@pytest.mark.parametrize("others", [0, 400])
+def test_peak_excludes_memory_of_other_processes(others: int) -> None:
+    module = Device(others=others)
+    runtime = bound(module)
     module.reserved, module.most_reserved = 200, 300
     runtime.bind_thread(0)  # a later thread changes nothing
     assert runtime.peak_bytes(0) == 300
-    module.others -= others // 2  # a process that exits does not make the peak negative
-    assert runtime.peak_bytes(0) == 300 - others // 2
     module.reserved = module.most_reserved = 0
     assert runtime.peak_bytes(0) == 0
+
+
+def test_memory_that_another_process_frees_is_not_subtracted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "mooncake_hal.accelerator")
+    module = Device(others=600)
+    runtime = bound(module)
+    module.reserved, module.most_reserved = 200, 300
+    module.others = 100
+    assert runtime.peak_bytes(0) == 300
+    assert runtime.peak_bytes(0) == 300
+    assert caplog.messages == ["cuda:0: other processes have freed 500 bytes since the start"]
+    module.others = 140  # from here on, as what others allocate later counts
+    assert runtime.peak_bytes(0) == 340
