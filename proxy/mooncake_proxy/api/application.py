@@ -421,6 +421,8 @@ class ProxyApplication:
         tenant = self._check_key(request) if self.config.api_keys else None
         if self.process.is_draining:
             raise ShuttingDown("the proxy is shutting down and takes no new requests")
+        if isinstance(request.translation, UntranslatedRequest):
+            await request.translation.translate(request)
         active.context = context = self._context(active, endpoint)
         router = self.routers.of_model(context.parsed.model)
         context.tenant = tenant
@@ -457,8 +459,6 @@ class ProxyApplication:
 
     def _context(self, active: _ActiveRequest, endpoint: OpenAIEndpoint) -> RequestContext:
         request, arrival = active.request, active.arrival
-        if isinstance(request.translation, UntranslatedRequest):
-            request.translation.translate(request)
         client_body = request.body
         parsed, fields = parse_request(client_body)
         if parsed.request_id is not None:

@@ -5,6 +5,7 @@ The application creates a `RequestContext` per request; the flows read and updat
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import re
@@ -50,6 +51,7 @@ _BYTES_PER_TOKEN = 4
 MAX_COST_TOKENS = 1024 * 1024
 """New tokens that a request is charged for at most, until it ends: no instance generates as many as
 a client may ask for, and one such charge would outweigh all others of its API key."""
+INLINE_TRANSLATED_BYTES = 256 * 1024
 GENERATED_TOKENS = "generated_token_ids"
 """The field of our instances with the answer's first tokens, which another one has generated."""
 _LIST_BEGINS = ord("[")
@@ -318,14 +320,21 @@ class UntranslatedRequest:
 
         self._format = API_FORMATS[path]
 
-    def translate(self, request: HttpRequest) -> None:
+    async def translate(self, request: HttpRequest) -> None:
         """Replace the body by a chat request, and arrange that the answer is translated back.
+
+        Long bodies are translated on a thread: 64 MiB take several seconds.
 
         Raises:
             BadRequest: a field is invalid; the error names it.
         """
+        translate = self._format.translate
         try:
-            translation = self._format.translate(request.body)
+            if len(request.body) < INLINE_TRANSLATED_BYTES:
+                translation = translate(request.body)
+            else:
+                loop = asyncio.get_running_loop()
+                translation = await loop.run_in_executor(None, translate, request.body)
         except RequestRejected as exc:
             raise BadRequest(str(exc), param=exc.param) from exc
         request.body = translation.chat_body

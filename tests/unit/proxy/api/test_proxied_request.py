@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from msgspec import Raw
@@ -14,6 +16,7 @@ from mooncake_proxy.api import openai_bodies
 from mooncake_proxy.api.openai_bodies import OpenAIEndpoint
 from mooncake_proxy.api.proxied_request import (
     RequestContext,
+    UntranslatedRequest,
     estimate_prompt_tokens,
     forwarded_headers,
     new_request_id,
@@ -23,6 +26,7 @@ from mooncake_proxy.api.proxied_request import (
     with_delivery,
 )
 from mooncake_proxy.errors import BadRequest
+from mooncake_proxy.http1.http_request import HttpRequest
 
 
 def context_of(
@@ -177,3 +181,31 @@ def test_unreadable_body_is_a_client_error(body: bytes) -> None:
         openai_bodies.parse_request(body)
     assert (failed.value.status, failed.value.code) == (400, "invalid_json")
     assert failed.value.message.startswith("the body must be a JSON object: ")
+
+
+@pytest.mark.parametrize(("num_bytes", "is_interrupted"), [(10, False), (500_000, True)])
+def test_other_requests_run_while_a_long_body_is_translated(
+    num_bytes: int, is_interrupted: bool
+) -> None:
+    body = {"model": "m", "input": "x" * num_bytes}
+
+    async def main() -> None:
+        request, others = HttpRequest(Mock()), asyncio.Event()
+        request.body = json.dumps(body).encode()
+        asyncio.get_running_loop().call_soon(others.set)
+        await UntranslatedRequest("/v1/responses").translate(request)
+        assert others.is_set() is is_interrupted
+        assert json.loads(request.body)["messages"][0]["content"] == body["input"]
+
+    asyncio.run(main())
+
+
+def test_invalid_long_body_is_a_client_error() -> None:
+    async def main() -> None:
+        request = HttpRequest(Mock())
+        request.body = json.dumps({"model": 1, "input": "x" * 500_000}).encode()
+        with pytest.raises(BadRequest) as failed:
+            await UntranslatedRequest("/v1/responses").translate(request)
+        assert failed.value.param == "model"
+
+    asyncio.run(main())
