@@ -157,8 +157,14 @@ def prompt_text(endpoint: OpenAIEndpoint, parsed: ParsedRequest) -> str | None:
         messages = msgspec.json.decode(parsed.messages, type=list[dict[str, msgspec.Raw]])
     except DECODE_ERRORS:
         return None
-    pieces = (f"{_text(message, 'role')}\n{_text(message, 'content')}\n" for message in messages)
-    return "".join(pieces)[:MAX_CHARACTERS]
+    pieces, num_left = [], MAX_CHARACTERS
+    for message in messages:
+        piece = f"{_text(message, 'role')}\n{_text(message, 'content')}\n"[:num_left]
+        pieces.append(piece)
+        num_left -= len(piece)
+        if not num_left:
+            break
+    return "".join(pieces)
 
 
 def _text(message: dict[str, msgspec.Raw], field: str) -> str:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, strategies as st
@@ -16,8 +17,10 @@ from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import (
     ConfigError,
 )
+from mooncake_proxy.routing import prefix_index
 from mooncake_proxy.routing.prefix_index import (
     BLOCK_BYTES,
+    MAX_CHARACTERS,
     TOKENS_PER_BLOCK,
     PrefixIndex,
     load_tokenizer,
@@ -37,6 +40,18 @@ def text_in(body: dict[str, Any]) -> str | None:
     return prompt_text(
         OpenAIEndpoint.CHAT if "messages" in body else OpenAIEndpoint.COMPLETION, parsed
     )
+
+
+def test_messages_beyond_the_characters_that_count_are_not_decoded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    decode = Mock(wraps=prefix_index._text)
+    monkeypatch.setattr(prefix_index, "_text", decode)
+    long = {"role": "user", "content": "x" * (MAX_CHARACTERS // 2)}
+    text = text_in({"messages": [long] * 10})
+    assert text is not None
+    assert (text[:7], len(text)) == ("user\nxx", MAX_CHARACTERS)
+    assert decode.call_count == 4  # role and content of two messages
 
 
 @given(TOKENS, TOKENS, TOKENS)
