@@ -139,7 +139,7 @@ class InputProcessor:
         grammar, reasoning = tools.grammar, None
         if self.has_reasoning:
             reasoning = reasoning_state(self.tokenizer, prompt.token_ids)
-            grammar = grammar and after_reasoning(grammar, reasoning)
+            grammar = grammar and after_reasoning(grammar, reasoning, self.tokenizer)
         sampling = await self._structured(sampling, grammar, field)
         context = self._context(request, request_id, headers, sampling, [prompt])
         return replace(

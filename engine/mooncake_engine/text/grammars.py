@@ -197,6 +197,13 @@ def json_schema_grammar(schema: Any) -> Grammar:
     return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema, sort_keys=False))
 
 
+def lark_literal(text: str, tokenizer: Tokenizer) -> str:
+    """A text in a Lark grammar: as the token if it is a special one, which no text matches."""
+    for token_id in tokenizer.ids_of([text]) & tokenizer.special_ids:
+        return f"<[{token_id}]>"
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
 def structural_tag_grammar(
     tags: Sequence[tuple[str, dict[str, Any], str]], triggers: Sequence[str], tokenizer: Tokenizer
 ) -> Grammar:
@@ -208,12 +215,7 @@ def structural_tag_grammar(
             special token of the model is written as that token.
         tokenizer: the model's tokenizer.
     """
-
-    def written(text: str) -> str:
-        for token_id in tokenizer.ids_of([text]) & tokenizer.special_ids:
-            return f"<[{token_id}]>"
-        return json.dumps(text, ensure_ascii=False) if text else ""
-
+    written = partial(lark_literal, tokenizer=tokenizer)
     names = [f"tag_{index}" for index in range(len(tags))]
     rules = [f"start: ({' | '.join(names)})* rest", "rest: TEXT", "TEXT: /(.|\\n)*/"]
     for name, (begin, schema, end) in zip(names, tags, strict=True):

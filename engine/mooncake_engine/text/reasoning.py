@@ -13,6 +13,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
 from mooncake_engine.sampling_params import Grammar, GrammarKind
+from mooncake_engine.text.grammars import lark_literal
 from mooncake_engine.text.tool_call_parsers import ParsedText
 
 if TYPE_CHECKING:
@@ -72,8 +73,8 @@ class ReasoningParser:
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Special tokens that must be kept in the text for the parser of the rest."""
-        return () if self._rest is None else self._rest.special_tokens
+        """Special tokens that must be kept in the text for this parser and that of the rest."""
+        return (OPENING, CLOSING, *(() if self._rest is None else self._rest.special_tokens))
 
     @property
     def num_calls(self) -> int:
@@ -146,8 +147,9 @@ def reasoning_state(tokenizer: Tokenizer, prompt: Sequence[int]) -> ReasoningSta
     return ReasoningState.CLOSED if tail.endswith(CLOSING) else ReasoningState.UNDECIDED
 
 
-def after_reasoning(grammar: Grammar, state: ReasoningState) -> Grammar:
-    """A grammar that allows any reasoning, and then constrains the answer to ``grammar``."""
+def after_reasoning(grammar: Grammar, state: ReasoningState, tokenizer: Tokenizer) -> Grammar:
+    """A grammar that allows any reasoning, and then constrains the answer to ``grammar``. The tags
+    may be special tokens of the model."""
     if state is ReasoningState.CLOSED:
         return grammar
     if grammar.kind is GrammarKind.LARK:
@@ -157,8 +159,11 @@ def after_reasoning(grammar: Grammar, state: ReasoningState) -> Grammar:
         answer = f"%json {grammar.source}"
     else:
         answer = _regex_literal(grammar.source)
-    thought = r'thought[suffix="</think>"]: /(?s:.*)/'
-    before = "thought" if state is ReasoningState.OPEN else '("<think>" thought)?'
+    opening, closing = lark_literal(OPENING, tokenizer), lark_literal(CLOSING, tokenizer)
+    thought = rf"thought[suffix={closing}]: /(?s:.*)/"
+    if not closing.startswith('"'):
+        thought = rf"thought: /(?s:.*)/ {closing}"
+    before = "thought" if state is ReasoningState.OPEN else f"({opening} thought)?"
     rules = (f"start: {before} {_SPACE} answer", thought, f"answer: {answer}", "")
     return Grammar(GrammarKind.LARK, "\n".join(rules))
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import random
+import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 
-from mooncake_engine.sampling_params import Grammar, GrammarKind
+from mooncake_engine.messages import FinishReason, TokenUpdate
+from mooncake_engine.sampling_params import Grammar, GrammarKind, SamplingParams
+from mooncake_engine.text.completion_output import TextOutputProcessor
 from mooncake_engine.text.grammars import choice_grammar, json_schema_grammar, vocabulary_of
 from mooncake_engine.text.reasoning import (
     ReasoningParser,
@@ -20,6 +24,7 @@ from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_engine.text.tool_call_forms import PARSERS
 from mooncake_engine.text.tool_call_parsers import CallDelta
 
+TINY = Path("examples/tiny-llama")
 OPEN, CLOSED, UNDECIDED = ReasoningState.OPEN, ReasoningState.CLOSED, ReasoningState.UNDECIDED
 CALL = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 OUTPUTS = [
@@ -73,7 +78,7 @@ def test_only_the_start_of_a_tag_is_held_back() -> None:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.load(Path("examples/tiny-llama"))
+    return Tokenizer.load(TINY)
 
 
 @pytest.mark.parametrize(
@@ -123,25 +128,57 @@ def is_allowed(tokenizer: Tokenizer, grammar: Grammar, text: str) -> bool:
     return True
 
 
+@pytest.fixture(scope="module")
+def special(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer whose reasoning tags are special tokens, as in some fine-tunes."""
+    directory = shutil.copytree(TINY, tmp_path_factory.mktemp("special") / "model")
+    backend = tokenizers.Tokenizer.from_file(str(TINY / "tokenizer.json"))
+    backend.add_special_tokens(["<think>", "</think>"])
+    backend.save(str(directory / "tokenizer.json"))
+    return Tokenizer.load(directory)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_reasoning_may_end_in_a_special_token(special: Tokenizer, name: str) -> None:
+    grammar, answer = GRAMMARS[name]
+    assert special.ids_of(["</think>"]) <= special.special_ids
+    opened = after_reasoning(grammar, OPEN, special)
+    assert is_allowed(special, opened, f"I could.</think>\n{answer}")
+    assert not is_allowed(special, opened, f"I could.</think>\n{answer}!")
+    undecided = after_reasoning(grammar, UNDECIDED, special)
+    assert is_allowed(special, undecided, f"<think>No.</think>{answer}")
+    assert is_allowed(special, undecided, answer)
+    assert not is_allowed(special, undecided, f"No.</think>{answer}")
+
+
+def test_special_tags_separate_the_reasoning(special: Tokenizer) -> None:
+    output = TextOutputProcessor(special, SamplingParams(), ReasoningParser(is_open=True))
+    ids = special.encode("hm</think>so", add_special_tokens=False)
+    found = [output.advance(TokenUpdate("r", (token_id,))) for token_id in ids]
+    found.append(output.advance(TokenUpdate("r", finish=FinishReason.LENGTH)))
+    assert "".join(each.reasoning for each in found) == "hm"
+    assert "".join(each.text for each in found) == "so"
+
+
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_a_grammar_constrains_the_text_after_the_reasoning(tokenizer: Tokenizer, name: str) -> None:
     grammar, answer = GRAMMARS[name]
     thought = 'I could say {"b": [ or no.'
-    opened = after_reasoning(grammar, OPEN)
+    opened = after_reasoning(grammar, OPEN, tokenizer)
     assert is_allowed(tokenizer, opened, f"{thought}</think>\n\n{answer}")
     assert not is_allowed(tokenizer, opened, f"{thought}</think>\n\n{answer}!")
     assert not is_allowed(tokenizer, opened, thought)
-    undecided = after_reasoning(grammar, UNDECIDED)
+    undecided = after_reasoning(grammar, UNDECIDED, tokenizer)
     assert is_allowed(tokenizer, undecided, f"<think>{thought}</think>{answer}")
     assert is_allowed(tokenizer, undecided, answer)
     assert not is_allowed(tokenizer, undecided, f"{thought}</think>{answer}")
-    assert after_reasoning(grammar, CLOSED) == grammar
+    assert after_reasoning(grammar, CLOSED, tokenizer) == grammar
     assert is_allowed(tokenizer, grammar, answer)
 
 
 def test_a_recursive_grammar_has_no_reasoning_inside(tokenizer: Tokenizer) -> None:
     grammar, _ = GRAMMARS["recursive start"]
-    behind = after_reasoning(grammar, UNDECIDED)
+    behind = after_reasoning(grammar, UNDECIDED, tokenizer)
     assert is_allowed(tokenizer, behind, "<think>a</think>(x)")
     assert not is_allowed(tokenizer, behind, "(<think>a</think>x)")
 
@@ -149,6 +186,6 @@ def test_a_recursive_grammar_has_no_reasoning_inside(tokenizer: Tokenizer) -> No
 @pytest.mark.parametrize("name", ["regex", "lark", "json"])
 def test_white_space_after_the_reasoning_is_bounded(tokenizer: Tokenizer, name: str) -> None:
     grammar, answer = GRAMMARS[name]
-    behind = after_reasoning(grammar, OPEN)
+    behind = after_reasoning(grammar, OPEN, tokenizer)
     assert is_allowed(tokenizer, behind, f"a</think>{20 * ' '}{answer}")
     assert not is_allowed(tokenizer, behind, f"a</think>{21 * ' '}{answer}")
