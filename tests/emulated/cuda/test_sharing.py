@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import socket
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,11 @@ from mooncake_hal_cuda.memory import virtual_memory
 from mooncake_hal_cuda.memory.memory_kinds import MemoryKind
 from mooncake_hal_cuda.memory.virtual_memory import Attribute, HandleType, VirtualMemory
 from mooncake_hal_cuda.transports.cuda_host_copies import CudaHostCopies
-from mooncake_hal_cuda.transports.ipc_peer import DescriptorMailbox, send_descriptor
+from mooncake_hal_cuda.transports.ipc_peer import (
+    MAX_SILENT,
+    DescriptorMailbox,
+    send_descriptor,
+)
 
 MIB = 1 << 20
 DESCRIPTOR = HandleType.POSIX_FILE_DESCRIPTOR
@@ -226,6 +231,36 @@ def test_a_descriptor_is_sent_to_the_holder_of_the_token() -> None:
         received = mailbox.receive(5.0)
     assert os.path.samestat(os.fstat(received), os.stat(os.devnull))
     os.close(received)
+
+
+def test_a_descriptor_arrives_behind_a_silent_connection() -> None:
+    with ExitStack() as stack:
+        mailbox = stack.enter_context(closing(DescriptorMailbox()))
+        stranger = silent_connection(mailbox, stack)
+        file = stack.enter_context(open(os.devnull))
+        send_descriptor(mailbox.name, mailbox.token, file.fileno())
+        os.close(mailbox.receive(10.0))
+        assert stranger.recv(1) == b"", "the connection is closed"
+
+
+def test_a_mailbox_keeps_a_bounded_number_of_silent_connections() -> None:
+    with ExitStack() as stack:
+        mailbox = stack.enter_context(closing(DescriptorMailbox()))
+        found = stack.enter_context(ThreadPoolExecutor()).submit(mailbox.receive, 10.0)
+        strangers = [silent_connection(mailbox, stack) for _ in range(MAX_SILENT + 1)]
+        assert strangers[0].recv(1) == b"", "the oldest connection is closed"
+        file = stack.enter_context(open(os.devnull))
+        send_descriptor(mailbox.name, mailbox.token, file.fileno())
+        os.close(found.result())
+
+
+def silent_connection(mailbox: DescriptorMailbox, stack: ExitStack) -> socket.socket:
+    """A connection to the mailbox that sends nothing; the stack closes it."""
+    stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    stack.enter_context(closing(stranger))
+    stranger.settimeout(10.0)
+    stranger.connect(f"\0{mailbox.name}")
+    return stranger
 
 
 def test_a_descriptor_that_never_arrives_times_out() -> None:

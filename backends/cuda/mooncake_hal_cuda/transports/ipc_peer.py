@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import select
 import socket
 import threading
 import time
@@ -36,6 +37,9 @@ from mooncake_hal_cuda.transports.ipc_protocol import (
 TOKEN_BYTES = 32
 SEND_SECONDS = 5.0
 
+MAX_SILENT = 64
+"""Open connections to a mailbox that have sent nothing; with more, the oldest is closed."""
+
 ASK_SECONDS = 10.0
 PIECE_BYTES = 256 << 20
 """Bytes copied between two checks of the deadline: about 1 ms on NVLink, 10 ms on PCIe. While one
@@ -50,7 +54,7 @@ class DescriptorMailbox:
         self.token = secrets.token_bytes(TOKEN_BYTES)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
         self._listener.bind(f"\0{self.name}")
-        self._listener.listen(8)
+        self._listener.listen(MAX_SILENT)
 
     def receive(self, timeout: float) -> int:
         """Wait for the descriptor, which the caller closes.
@@ -59,21 +63,43 @@ class DescriptorMailbox:
             TransferTimeout: no descriptor was received within ``timeout`` seconds.
         """
         deadline = time.monotonic() + timeout
-        while (left := deadline - time.monotonic()) > 0:
-            self._listener.settimeout(left)
-            try:
-                connection, _ = self._listener.accept()
-            except TimeoutError:
-                break
-            with connection:
-                connection.settimeout(left)
-                if (descriptor := self._read(connection)) is not None:
-                    return descriptor
+        silent: list[socket.socket] = []
+        try:
+            while (left := deadline - time.monotonic()) > 0:
+                for connection in self._wait(silent, left):
+                    silent.remove(connection)
+                    with connection:
+                        if (descriptor := self._read(connection)) is not None:
+                            return descriptor
+                if len(silent) > MAX_SILENT:
+                    silent.pop(0).close()
+        finally:
+            for connection in silent:
+                connection.close()
         raise TransferTimeout(f"received no descriptor of the peer's memory within {timeout:.3g} s")
 
     def close(self) -> None:
         """Stop receiving."""
         self._listener.close()
+
+    def _wait(self, silent: list[socket.socket], seconds: float) -> list[socket.socket]:
+        """Wait for a message or a connection. All connections are waited for together, as any
+        process of this host can open one and send nothing.
+
+        Args:
+            silent: the connections, oldest first; a new one is added.
+
+        Returns:
+            Those that have sent something, or were closed by the other side.
+        """
+        poll = select.poll()
+        for each in (self._listener, *silent):
+            poll.register(each, select.POLLIN)
+        ready = {descriptor for descriptor, _ in poll.poll(seconds * 1000)}
+        spoken = [each for each in silent if each.fileno() in ready]
+        if self._listener.fileno() in ready:
+            silent.append(self._listener.accept()[0])
+        return spoken
 
     def _read(self, connection: socket.socket) -> int | None:
         """The descriptor, or None if the message has another token: any process of this host can
