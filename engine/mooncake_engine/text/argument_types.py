@@ -114,6 +114,22 @@ def _encode(value: Any, types: frozenset[str]) -> str | None:
     if kind == "string" or not (kind in types or is_number or is_missing):
         return None
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return to_json(value, allow_nan=False)
     except (ValueError, TypeError, RecursionError):
         return None
+
+
+def to_json(value: Any, *, allow_nan: bool = True) -> str:
+    """A value as JSON, with characters as they are. Where halves of surrogate pairs are among them,
+    which UTF-8 can't encode, all that are not ASCII are escaped. Raises as ``json.dumps``."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=allow_nan)
+    return text if is_unicode(text) else json.dumps(value, allow_nan=allow_nan)
+
+
+def is_unicode(text: str) -> bool:
+    """Whether a text has no half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

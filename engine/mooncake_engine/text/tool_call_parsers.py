@@ -29,7 +29,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
-from mooncake_engine.text.argument_types import encode_argument, types_of
+from mooncake_engine.text.argument_types import (
+    encode_argument,
+    is_unicode,
+    to_json,
+    types_of,
+)
 
 _CLOSING = {"{": "}", "[": "]"}
 
@@ -281,7 +286,7 @@ class JsonCallParser(ToolCallParser):
         """Read up to the arguments, or to the end of the call if its fields are in another
         order."""
         head = _HEAD.match(self._held[: self._start + _MAX_HEAD_CHARACTERS], self._start)
-        if head is not None and (name := _loads(head["name"])) is not None:
+        if head is not None and (name := _loads(head["name"])) is not None and is_unicode(name):
             self._name_call(name)
             self._held = self._held[head.end() :]
             self._scanner, self._state = ObjectScanner(), self._read_arguments
@@ -379,12 +384,15 @@ class Llama3Parser(JsonCallParser):
 def _whole_call(text: str, ignored: frozenset[str]) -> tuple[str, str] | None:
     """Name and arguments of a complete call, with its fields in any order; None if it is none."""
     call = _loads(text, dict)
-    if call is None or len(call.keys() - ignored) != 2 or not isinstance(call.get("name"), str):
+    if call is None or len(call.keys() - ignored) != 2:
+        return None
+    name = call.get("name")
+    if not (isinstance(name, str) and is_unicode(name)):
         return None
     arguments = next((call[field] for field in _ARGUMENTS if field in call), None)
     if not isinstance(arguments, dict):
         return None
-    return call["name"], json.dumps(arguments, ensure_ascii=False)
+    return name, to_json(arguments)
 
 
 def _loads(text: str, kind: type = str) -> Any:

@@ -449,3 +449,32 @@ def test_string_arguments_are_streamed() -> None:
     assert [delta.arguments for delta in parser.push("one\n").calls] == ["one"]
     assert [delta.arguments for delta in parser.push("two</par").calls] == ["\\ntwo"]
     assert [delta.arguments for delta in parser.push("t").calls] == ["</part"]
+
+
+HALF = r"\ud83d"  # half of a surrogate pair, which UTF-8 can't encode
+
+
+@pytest.mark.parametrize(
+    ("parser", "call"),
+    [
+        (HermesParser(), f'<tool_call>{{"arguments": {{"x": "{HALF}"}}, "name": "f"}}</tool_call>'),
+        (
+            Qwen3CoderParser({"f": {"properties": {"x": {"type": "array"}}}}),
+            "<tool_call>\n<function=f>\n<parameter=x>\n"
+            f'["{HALF}"]\n</parameter>\n</function>\n</tool_call>',
+        ),
+    ],
+)
+def test_half_a_surrogate_pair_in_arguments_is_escaped(parser: ToolCallParser, call: str) -> None:
+    content, [(name, arguments)] = parse(parser, call)
+    assert (content, name) == ("", "f")
+    assert HALF in arguments
+    assert json.loads(arguments)["x"][0] == "\ud83d"
+
+
+@pytest.mark.parametrize(
+    "fields", ['"name": "%s", "arguments": {}', '"arguments": {}, "name": "%s"']
+)
+def test_a_name_with_half_a_surrogate_pair_is_no_call(fields: str) -> None:
+    text = "<tool_call>{" + fields % HALF + "}</tool_call>"
+    assert parse(HermesParser(), text) == (text, [])
