@@ -73,6 +73,8 @@ _NO_EFFECT_VALUES: dict[str, Any] = {
 }
 """Values of these fields that match this server's behaviour. Clients that send every parameter send
 them, and they are ignored, as null is."""
+_MAX_COMPARED_CHARACTERS = 64
+"""Longer names are no misspelt fields. Comparing a name costs its length times that of each."""
 _MAX_WARNED = 256
 _warned: set[str] = set()
 
@@ -99,6 +101,8 @@ def refusal(body: Any, field: str, path: str, known: list[str]) -> str | None:
         return f"{field} is not supported: use {_ALTERNATIVES[field]}"
     if field in _REJECTED:
         return f"{field} is not supported; remove it"
+    if len(field) > _MAX_COMPARED_CHARACTERS:
+        return None
     nearest = difflib.get_close_matches(field, known, n=1, cutoff=0.75)
     return f"unknown field {field}; did you mean {nearest[0]}?" if nearest else None
 

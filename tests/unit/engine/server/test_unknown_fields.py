@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import logging
 from pathlib import Path
@@ -90,6 +91,20 @@ def test_fields_that_change_the_answer_are_rejected(field: str, reason: str) -> 
     with pytest.raises(InvalidRequest, match=reason) as caught:
         decode_request(json.dumps({"prompt": "x", "abc": 1, field: 1}).encode(), CompletionRequest)
     assert caught.value.param == field
+
+
+def test_long_names_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name of megabytes would take seconds."""
+    compared: list[str] = []
+
+    def note(word: str, *_: Any, **__: Any) -> list[str]:
+        compared.append(word)
+        return []
+
+    monkeypatch.setattr(difflib, "get_close_matches", note)
+    for name in ("q" * 64, "q" * 65):
+        decode_request(json.dumps({"prompt": "x", name: 1}).encode(), CompletionRequest)
+    assert compared == ["q" * 64]
 
 
 CHANGED_ANSWERS = [
