@@ -145,7 +145,7 @@ class AsyncEngine:
         ``EngineClient``."""
         check_request(request, self._info, self._mode)
         self.check_ready()
-        minted = replace(request, request_id=f"{request.request_id}-{secrets.token_hex(4)}")
+        minted = replace(request, request_id=f"{request.request_id}-{secrets.token_hex(8)}")
         self._open(minted.request_id, on_update)
         try:
             grammar = request.sampling.grammar

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,8 @@ def test_request_beyond_total_capacity_is_invalid_not_overload() -> None:
         name = await engine.submit(request, lambda _: None)
         with pytest.raises(Overloaded, match="1 requests are running or waiting already"):
             engine.check_capacity(5)
+        # Clients repeat their ids; two live requests of one name would be one.
+        assert re.fullmatch("a-[0-9a-f]{16}", name)
         engine.unsubscribe(name)
 
     built = scripted_engine(ScriptedExecutor())
