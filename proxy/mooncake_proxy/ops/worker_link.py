@@ -407,6 +407,11 @@ class _ChangesOfInstance:
     ends_at: float
 
 
+def _is_renewal(change: MembershipChange, earlier: MembershipChange) -> bool:
+    lease_s, registered = change.lease_s, change.registered
+    return replace(earlier, lease_s=lease_s, registered=registered) == change
+
+
 def _superseded_by(change: MembershipChange) -> set[ChangeOperation]:
     if change.operation in (ChangeOperation.ADD, ChangeOperation.REMOVE) or change.lease_s:
         return set(ChangeOperation)
@@ -429,8 +434,8 @@ class ChangeLog:
         name = str(Origin.parse(change.url))
         known = self._by_name.pop(name, _ChangesOfInstance([], math.inf))
         earlier = known.changes if now < known.ends_at else []
-        if earlier and change.lease_s and replace(earlier[0], lease_s=change.lease_s) == change:
-            changes = [change, *earlier[1:]]  # a renewal: what was decided since stays
+        if earlier and change.lease_s and _is_renewal(change, earlier[0]):
+            changes = [change, *earlier[1:]]  # what was decided since the registration stays
         else:
             replaced = _superseded_by(change)
             changes = [*(one for one in earlier if one.operation not in replaced), change]

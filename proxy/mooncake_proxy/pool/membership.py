@@ -57,6 +57,8 @@ class MembershipChange(Struct, forbid_unknown_fields=True):
     source: str = "api"
     # Lease of an instance that registers itself, in seconds; 0: without a lease.
     lease_s: float = 0.0
+    # Of the registration message: the instance's start, and the message's number.
+    registered: tuple[float, int] | None = None
     # Names of its model in requests; the first is the name of its pool.
     models: tuple[str, ...] = ()
 

@@ -89,8 +89,6 @@ class Registrations:
         if not 0 < message.lease_s <= MAX_LEASE_S:
             raise BadRequest(f"registration: lease_s {message.lease_s}: wanted up to {MAX_LEASE_S}")
         url = str(Origin.parse(message.url))
-        if (message.started_at, message.number) <= self._seen.get(url, (0.0, -1)):
-            raise Conflict(f"{url}: this registration is older than what is known of it")
         change = MembershipChange(
             ChangeOperation.DRAIN if message.is_draining else ChangeOperation.ADD,
             url,
@@ -98,18 +96,33 @@ class Registrations:
             remove=message.is_draining,
             source=SOURCE,
             lease_s=message.lease_s,
+            registered=(message.started_at, message.number),
         )
-        instance = self.apply(change)
-        self._seen.pop(url, None)
-        self._seen[url] = (message.started_at, message.number)
-        if len(self._seen) > MAX_KNOWN_INSTANCES:
-            del self._seen[next(iter(self._seen))]
+        if self._is_old(change):
+            raise Conflict(f"{url}: this registration is older than what is known of it")
+        instance = self._apply_new(change)
         self.forward(change)
         return instance
 
     def apply(self, change: MembershipChange) -> Instance | None:
-        """Apply a change that this or another worker has verified."""
+        """Apply a change that another worker has verified, unless a newer one is known."""
+        return None if self._is_old(change) else self._apply_new(change)
+
+    def _is_old(self, change: MembershipChange) -> bool:
+        known, number = self._seen.get(str(Origin.parse(change.url))), change.registered
+        return known is not None and number is not None and number <= known
+
+    def _apply_new(self, change: MembershipChange) -> Instance | None:
         name = str(Origin.parse(change.url))
+        instance = self._change_pool(name, change)
+        if change.registered is not None:
+            self._seen.pop(name, None)
+            self._seen[name] = change.registered
+        if len(self._seen) > MAX_KNOWN_INSTANCES:
+            del self._seen[next(iter(self._seen))]
+        return instance
+
+    def _change_pool(self, name: str, change: MembershipChange) -> Instance | None:
         if change.operation is not ChangeOperation.ADD:
             if self._leases.pop(name, None) is None:
                 return None

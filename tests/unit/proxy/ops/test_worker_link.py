@@ -70,7 +70,7 @@ def test_renewed_registration_keeps_what_operators_decided() -> None:
     prefill = change(ChangeOperation.ROLE, "http://a:1", role=Role.PREFILL)
     fields = {"role": Role.DECODE, "source": "register"}
     added = change(ChangeOperation.ADD, "http://a:1", lease_s=15.0, **fields)
-    longer = change(ChangeOperation.ADD, "http://a:1", lease_s=30.0, **fields)
+    longer = change(ChangeOperation.ADD, "http://a:1", lease_s=30.0, registered=(5.0, 2), **fields)
 
     def changes(now: float) -> list[MembershipChange]:
         return [one for message in log.messages(now) for one in message.changes]

@@ -164,6 +164,21 @@ def test_invalid_registrations_are_rejected(
         announce(registrations, 0, **changes)
 
 
+def test_message_is_replayed_to_no_other_worker(pools: ModelPools, clock: Clock) -> None:
+    published: list[MembershipChange] = []
+    first = Registrations(ModelPools(pools._context), clock, SECRET, published.append)
+    second = Registrations(pools, clock, SECRET)
+    announce(first, 0)
+    announce(first, 1, is_draining=True)
+    added, left = published
+    second.apply(added)
+    second.apply(left)
+    with pytest.raises(Conflict, match="older than what is known"):
+        announce(second, 0)
+    assert second.apply(added) is None, "the other worker's message has come late"
+    assert names(pools) == []
+
+
 def test_other_workers_keep_the_same_leases(pools: ModelPools, clock: Clock) -> None:
     published: list[MembershipChange] = []
     first = Registrations(ModelPools(pools._context), clock, SECRET, published.append)
