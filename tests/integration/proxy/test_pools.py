@@ -287,7 +287,7 @@ def test_busy_instance_is_drained_before_role_change_by_file(tmp_path: Path) -> 
             for fake in s.decodes:
                 pool.remove(fake.url)
             path = tmp_path / "pools.yaml"
-            watch = PoolFileWatch(str(path), pool)
+            watch = PoolFileWatch(str(path), s.app.process.pools)
             first, second = (fake.url for fake in s.decodes)
             path.write_text(f"decode:\n  - {first}\n")
             watch.poll_once()
