@@ -112,6 +112,12 @@ class BlockManager:
         nothing."""
         return len(self._find_prefix(request, cacheable)) * self.block_size
 
+    def count_cached_in_use(self, request: Request, cacheable: int) -> int:
+        """Returns how many cached blocks ``allocate`` would share with other tables, so that it
+        takes no free block for them; changes nothing."""
+        found = self._find_prefix(request, cacheable)
+        return len(found) - self.pool.count_free(found)
+
     def fork(self, request: Request, parent: Request) -> None:
         """Share a sibling's blocks of the prompt, including the last, possibly partial one.
 

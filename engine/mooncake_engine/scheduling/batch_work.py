@@ -69,7 +69,11 @@ class BatchWork:
 
     def lacks_blocks(self, request: Request, reserve: int) -> bool:
         """Whether too few blocks are free for the request if ``reserve`` more must stay free."""
-        wanted = self._blocks.blocks_for(len(request.token_ids)) + len(request.group.members) - 1
+        num_tokens = len(request.token_ids)
+        wanted = self._blocks.blocks_for(num_tokens) + len(request.group.members) - 1
         swapped = sum(len(member.host_block_ids) for member in request.group.members)
         wanted = max(wanted, swapped) + reserve + self._num_kept_free(request)
-        return wanted > self._blocks.pool.num_free
+        num_missing = wanted - self._blocks.pool.num_free
+        if num_missing <= 0 or swapped or request.awaits_scores:
+            return num_missing > 0
+        return num_missing > self._blocks.count_cached_in_use(request, num_tokens - 1)

@@ -74,9 +74,8 @@ class RequestAdmission:
         if waiting is None:
             return True
         max_num_seqs, reserve = self.budget.max_num_seqs, self.watermark_blocks
-        while not self.batch.has_capacity(waiting, max_num_seqs, reserve):
-            victim = self.batch.find_victim()
-            if victim is None:
+        while victim := self.batch.find_victim():
+            if self.batch.has_capacity(waiting, max_num_seqs, reserve):
                 break
             if self._in_flight:
                 return False

@@ -52,6 +52,36 @@ def test_nothing_is_preempted_if_both_fit() -> None:
     assert bench.scheduler.num_preemptions == 0
 
 
+def test_nothing_is_preempted_for_a_prompt_whose_blocks_another_request_has() -> None:
+    """The cached prefix of a request that runs takes no free block."""
+    bench = Bench(24, token=None, eos_token_ids=NO_EOS)
+    bench.add("first", range(41), max_tokens=4)
+    bench.step()
+    bench.add("batch", range(100, 120), max_tokens=4, priority=BATCH_PRIORITY, arrival=1.0)
+    bench.step()
+    assert bench.num_free < 11
+    bench.add("second", [*range(40), 99], max_tokens=2, arrival=2.0)
+    plan, _ = bench.step()
+    assert {s.request_id for s in plan.sequences} == {"first", "batch", "second"}
+    bench.run()
+    assert bench.scheduler.num_preemptions == 0
+
+
+def test_batch_work_is_preempted_for_a_prompt_whose_cached_blocks_are_free() -> None:
+    """To run on a cached block that no request has takes a free block like any other."""
+    bench = Bench(15, token=None, eos_token_ids=NO_EOS)
+    bench.add("first", range(41), max_tokens=1)
+    bench.step()
+    bench.add("batch", range(100, 117), max_tokens=8, priority=BATCH_PRIORITY, arrival=1.0)
+    bench.step()
+    assert bench.num_free == 10
+    second = bench.add("second", [*range(40), 99], max_tokens=2, arrival=2.0)
+    assert bench.scheduler.blocks.count_cached(second, 40) == 40
+    bench.step()
+    bench.step()
+    assert states(bench) == {"batch": RequestStatus.WAITING, "second": RequestStatus.RUNNING}
+
+
 def test_long_batch_prompt_pauses_for_an_interactive_prompt() -> None:
     bench = Bench(32, max_num_batched_tokens=16, token=None, eos_token_ids=NO_EOS)
     bench.add("batch", range(80), max_tokens=1, priority=BATCH_PRIORITY)

@@ -1021,7 +1021,8 @@ class RandomRun:
             for name in list(bench.connector.loading):
                 bench.end_load(name, None)
             self.step()
-            if not bench.scheduler.has_work and not bench.pool.loads:
+            is_loading = bench.pool.loads or bench.connector.loading
+            if not bench.scheduler.has_work and not is_loading:
                 return
 
 
