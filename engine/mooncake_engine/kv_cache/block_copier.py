@@ -29,8 +29,9 @@ class BlockCopier:
     rank's model runner.
 
     Copies between device and host run on a stream of their own. A step waits only for the copies of
-    blocks that it touches, which are queued before the others. Host memory is page-locked unless
-    the device is the CPU, where pages are committed when they are first written.
+    blocks that it touches, which are queued before the others. Host memory is committed at once,
+    so that a host without enough of it shows at start, unless the device is the CPU: there, when it
+    is first written.
 
     Args:
         pool: the rank's KV cache.
@@ -147,8 +148,11 @@ class BlockCopier:
 def _host_planes(planes: list[Tensor], num_blocks: int, device: torch.device) -> list[Tensor]:
     """Allocates a contiguous host tensor per plane, ``[num_blocks, block_size, heads, dim]``."""
     sizes = [num_blocks * prod(plane.shape[1:]) for plane in planes]
-    is_pinned = device.type != "cpu" and num_blocks > 0
-    flat = torch.empty(sum(sizes), dtype=planes[0].dtype, pin_memory=is_pinned)
+    # Not page-locked: copies to and from the device go through staging tensors anyway, and torch's
+    # allocator of page-locked memory rounds up to a power of two, up to twice the size.
+    flat = torch.empty(sum(sizes), dtype=planes[0].dtype)
+    if device.type != "cpu":
+        flat.zero_()
     parts = torch.split(flat, sizes)
     return [
         part.view(num_blocks, *plane.shape[1:]) for part, plane in zip(parts, planes, strict=True)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -76,6 +78,22 @@ def held(pool: KVCacheMemory, block_id: int) -> set[float]:
         for plane in pool.layer(index)
         for value in plane[block_id].flatten().tolist()
     }
+
+
+def test_host_memory_of_a_device_is_not_page_locked(
+    pool: KVCacheMemory, stream: GatedStream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Allocators of page-locked memory round up to a power of two."""
+    allocate, allocated = torch.empty, Counter[bool]()
+
+    def watched(count: int, *, pin_memory: bool = False, **options: Any) -> torch.Tensor:
+        allocated[pin_memory] += count
+        return allocate(count, **options)
+
+    monkeypatch.setattr(torch, "empty", watched)
+    BlockCopier(pool, 3, CpuBackend().ops, torch.device("cuda"), stream)
+    elements = sum(plane[:3].numel() for index in range(2) for plane in pool.layer(index))
+    assert allocated == {False: elements}
 
 
 def test_step_without_copied_blocks_does_not_wait(
