@@ -424,8 +424,8 @@ async def completion_prompts(
 
 
 def check_chat_size(request: ChatRequest | TokenizeRequest, info: EngineInfo) -> int:
-    """The number of characters in messages and tools together. Each message counts some more for
-    the tokens that the chat template adds to its text.
+    """The number of characters in messages, tools and the template's variables together. Each
+    message and each call counts some more for the tokens that the chat template adds to its text.
 
     Raises:
         PromptTooLong: the messages or tools can't fit in the context, even before the chat
@@ -433,16 +433,20 @@ def check_chat_size(request: ChatRequest | TokenizeRequest, info: EngineInfo) ->
     """
     num_in_tools = len(msgspec.json.encode(request.tools)) if request.tools else 0
     check_text_size(num_in_tools, info, param="tools")
+    variables = request.chat_template_kwargs
+    num_in_variables = len(msgspec.json.encode(variables)) if variables else 0
     num_in_messages = sum(map(_num_characters, request.messages or ()))
     check_text_size(num_in_messages, info, param="messages")
-    return num_in_tools + num_in_messages
+    return num_in_tools + num_in_messages + num_in_variables
 
 
 def _num_characters(message: ChatMessage) -> int:
-    content = message.content or ""
+    content, calls = message.content or "", message.tool_calls or ()
     parts = [content] if isinstance(content, str) else [part.text for part in content]
-    parts += [call.function.arguments for call in message.tool_calls or ()]
-    return _CHARACTERS_PER_MESSAGE + sum(map(len, parts)) + len(_reasoning_of(message) or "")
+    parts += (message.name or "", message.tool_call_id or "", _reasoning_of(message) or "")
+    for call in calls:
+        parts += (call.id or "", call.function.name, call.function.arguments)
+    return _CHARACTERS_PER_MESSAGE * (1 + len(calls)) + sum(map(len, parts))
 
 
 def _reasoning_of(message: ChatMessage) -> str | None:

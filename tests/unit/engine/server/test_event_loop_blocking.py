@@ -8,10 +8,15 @@ import threading
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from support.fake_engine import FakeEngine
 
+from mooncake_engine.errors import PromptTooLong
 from mooncake_engine.server.app import create_app
+from mooncake_engine.server.input_processor import check_chat_size
+from mooncake_engine.server.openai_protocol import ChatRequest
+from mooncake_engine.text.background_work import LONG_TEXT
 from mooncake_engine.text.grammars import Vocabulary
 from mooncake_engine.text.tokenizer import Tokenizer
 
@@ -68,6 +73,34 @@ def test_long_texts_are_tokenised_in_a_thread(
 
     monkeypatch.setattr(byte_tokenizer, "encode", encode_or_wait)
     check_others_are_answered(create_app(FakeEngine(), byte_tokenizer), held, path, body)
+
+
+CALL = {"id": "c", "function": {"name": "f", "arguments": "{}"}}
+LONG_CALL = {"id": "c", "function": {"name": LONG, "arguments": "{}"}}
+LONG_CHATS: dict[str, dict[str, Any]] = {
+    "name": {"messages": [{"role": "user", "content": "a", "name": LONG}]},
+    "result": {"messages": [{"role": "tool", "content": "a", "tool_call_id": LONG}]},
+    "call": {"messages": [{"role": "assistant", "tool_calls": [LONG_CALL]}]},
+    "id": {"messages": [{"role": "assistant", "tool_calls": [{**CALL, "id": LONG}]}]},
+    "many calls": {"messages": [{"role": "assistant", "tool_calls": [CALL] * 2000}]},
+    "variables": {
+        "messages": [{"role": "user", "content": "a"}],
+        "chat_template_kwargs": {"about": LONG},
+    },
+}
+
+
+@pytest.mark.parametrize("what", LONG_CHATS)
+def test_any_part_of_a_chat_makes_it_long(what: str) -> None:
+    request = msgspec.convert(LONG_CHATS[what], ChatRequest)
+    assert check_chat_size(request, FakeEngine().info) > LONG_TEXT
+
+
+def test_calls_that_can_not_fit_are_refused_before_they_are_rendered() -> None:
+    message = {"role": "assistant", "tool_calls": [CALL] * 100_000}
+    request = msgspec.convert({"messages": [message]}, ChatRequest)
+    with pytest.raises(PromptTooLong, match="messages has"):
+        check_chat_size(request, FakeEngine().info)
 
 
 def test_grammars_are_compiled_in_a_thread(
