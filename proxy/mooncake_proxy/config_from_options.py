@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 from pathlib import Path
 
 from mooncake_api.instance_protocol import split_origins
@@ -21,12 +22,14 @@ from mooncake_proxy.http1.server_connection import ServerLimits
 from mooncake_proxy.http1.upstream_connection import ClientLimits
 from mooncake_proxy.pool.health_checks import HealthConfig
 from mooncake_proxy.pool.instance_reports import KVEventEndpoints
-from mooncake_proxy.pool.instances import InstanceSpec, Role
+from mooncake_proxy.pool.instances import InstanceSpec, Role, is_loopback
 from mooncake_proxy.pool.membership import parse_store_events
 
 # Length of the shortest secret that is accepted, as by instances. Messages are signed with it, so
 # whoever has recorded one can try guesses of the secret at home, as fast as their machines can.
 MIN_SECRET_BYTES = 16
+
+logger = logging.getLogger(__name__)
 
 
 def config_from(args: argparse.Namespace) -> ProxyConfig:
@@ -191,6 +194,17 @@ def check_can_serve(config: ProxyConfig) -> None:
             "no instance to decode, now or later: give --prefill URL and --decode URL, or "
             "--backend-url URL, or --pool-file or --kubernetes to follow instances, or "
             "--admin-key-file or --register-secret-file to add them over HTTP"
+        )
+
+
+def warn_if_open(config: ProxyConfig) -> None:
+    """Log a warning if other machines may send requests without a key."""
+    if not config.api_keys and not is_loopback(config.host):
+        logger.warning(
+            "--host %s without --api-key-file: whoever reaches port %d can send requests; give "
+            "--api-key-file, or let only a gateway that checks keys reach it",
+            config.host or "''",
+            config.port,
         )
 
 

@@ -242,7 +242,7 @@ class Instance(RequestLoad):
         for metrics in (use.metrics for use in self.stores if use.metrics is not None):
             with suppress(ConfigError):  # no address, whatever sent it
                 origin = Origin.parse(f"http://{metrics}")
-                if not _is_loopback(origin.host) or _is_loopback(self.spec.origin.host):
+                if not is_loopback(origin.host) or is_loopback(self.spec.origin.host):
                     found.append(origin)
         return tuple(found)
 
@@ -574,7 +574,8 @@ class InstancePool:
         return f"no live {role.value} instance: {facts}"
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address or name."""
     try:
         return ip_address(host).is_loopback
     except ValueError:  # a name

@@ -119,3 +119,31 @@ def test_instances_use_the_stores_of_their_model() -> None:
     first, second, third = (KVEventEndpoints(f"tcp://s{number}:5557") for number in (1, 2, 3))
     assert named.store_kv_events == (replace(first, namespace="6d"), second)
     assert unnamed.store_kv_events == (third,)
+
+
+@pytest.mark.parametrize(
+    ("host", "has_keys", "is_open"),
+    [
+        ("0.0.0.0", False, True),
+        ("", False, True),
+        ("10.0.0.1", False, True),
+        ("0.0.0.0", True, False),
+        ("127.0.0.1", False, False),
+        ("::1", False, False),
+        ("localhost", False, False),
+    ],
+)
+def test_open_address_without_keys_is_reported_at_start(
+    host: str,
+    has_keys: bool,
+    is_open: bool,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mooncake_proxy.serving.run", lambda config: 0)
+    keys = tmp_path / "keys"
+    keys.write_text("sk-5f0c2d9e71b84a36\n")
+    argv = ["--host", host, "--port", "8000", "--backend-url", "http://h:1"]
+    assert main([*argv, *(["--api-key-file", str(keys)] if has_keys else [])]) == 0
+    assert ("without --api-key-file: whoever reaches port 8000" in caplog.text) is is_open
