@@ -118,6 +118,14 @@ def test_flags_in_abbreviated_examples_exist() -> None:
     assert [(where, flag) for where, flag in named if flag not in known] == []
 
 
+def test_long_prompts_are_pulled_early_in_containers() -> None:
+    address = compose()["services"]["proxy"]["networks"]["instances"]["ipv4_address"]
+    for command, host in ((COMPOSE["proxy"], address), (PODS["mooncake-proxy"], "10.1.2.3")):
+        config = config_from(parse(command))
+        assert config.has_metaserver
+        assert config.advertise_url == f"http://{host}:{config.port}"
+
+
 @pytest.mark.parametrize("service", ["prefill-0", "decode-0"])
 def test_compose_instances_bind_addresses_that_peers_and_proxy_use(service: str) -> None:
     args = parse(COMPOSE[service])
