@@ -8,7 +8,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 
-from mooncake_proxy.config_from_options import check_can_serve, config_from, warn_if_open
+from mooncake_proxy.config_from_options import (
+    check_can_serve,
+    config_from,
+    warn_if_early_pulls_are_off,
+    warn_if_open,
+)
 from mooncake_proxy.errors import AddressInUse, ConfigError
 from mooncake_proxy.ops.background_stderr import begin_log
 from mooncake_proxy.proxy_options import build_parser
@@ -33,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         config = config_from(args)
         check_can_serve(config)
         warn_if_open(config)
+        warn_if_early_pulls_are_off(config)
         from mooncake_proxy.serving import run  # slow to import; --help and errors don't need it
 
         return run(config)

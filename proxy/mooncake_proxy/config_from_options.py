@@ -183,13 +183,14 @@ def _in_seconds(flag: str, text: str | None) -> float | None:
         raise ConfigError(f"{flag} {text!r}: wanted milliseconds, or a multiple as 5x") from None
 
 
+def _may_grow(config: ProxyConfig) -> bool:
+    sources = (config.pool_file, config.kubernetes, config.admin_keys, config.register_secret)
+    return any(sources)
+
+
 def check_can_serve(config: ProxyConfig) -> None:
     """Raise ConfigError if there are no decode instances and none can be added later."""
-    may_grow = (
-        *(config.pool_file, config.kubernetes, config.admin_keys),
-        config.register_secret,
-    )
-    if not any(may_grow) and all(spec.role is Role.PREFILL for spec in config.instances):
+    if not _may_grow(config) and all(spec.role is Role.PREFILL for spec in config.instances):
         raise ConfigError(
             "no instance to decode, now or later: give --prefill URL and --decode URL, or "
             "--backend-url URL, or --pool-file or --kubernetes to follow instances, or "
@@ -203,6 +204,20 @@ def warn_if_open(config: ProxyConfig) -> None:
         logger.warning(
             "--host %s without --api-key-file: whoever reaches port %d can send requests; give "
             "--api-key-file, or let only a gateway that checks keys reach it",
+            config.host or "''",
+            config.port,
+        )
+
+
+def warn_if_early_pulls_are_off(config: ProxyConfig) -> None:
+    """Log a warning if pairs can't pull early, because they don't know this proxy's address."""
+    if config.flow != "pull" or not config.early_pull_tokens or config.is_reachable:
+        return
+    if _may_grow(config) or any(spec.role is not Role.BOTH for spec in config.instances):
+        logger.warning(
+            "--host %s without --advertise-url: early pulls are off, and the KV of long prompts "
+            "moves only once they are computed; give --advertise-url http://THIS_HOST:%d, where "
+            "decode instances reach this proxy (--early-pull-tokens 0 if none is wanted)",
             config.host or "''",
             config.port,
         )

@@ -147,3 +147,26 @@ def test_open_address_without_keys_is_reported_at_start(
     argv = ["--host", host, "--port", "8000", "--backend-url", "http://h:1"]
     assert main([*argv, *(["--api-key-file", str(keys)] if has_keys else [])]) == 0
     assert ("without --api-key-file: whoever reaches port 8000" in caplog.text) is is_open
+
+
+@pytest.mark.parametrize(
+    ("options", "is_off"),
+    [
+        ("--host 0.0.0.0 --prefill http://p:1 --decode http://d:1", True),
+        ("--host :: --kubernetes ns/app=engine", True),
+        ("--host 0.0.0.0 --backend-url http://h:1", False),
+        ("--host 10.0.0.1 --prefill http://p:1 --decode http://d:1", False),
+        ("--host 0.0.0.0 --advertise-url http://10.0.0.1:80 --decode http://d:1", False),
+        ("--host 0.0.0.0 --early-pull-tokens 0 --decode http://d:1", False),
+        ("--host 0.0.0.0 --flow sglang --decode http://d:1", False),
+    ],
+)
+def test_early_pulls_that_lack_an_address_are_reported_at_start(
+    options: str,
+    is_off: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("mooncake_proxy.serving.run", lambda config: 0)
+    assert main(options.split()) == 0
+    assert ("early pulls are off" in caplog.text) is is_off
