@@ -27,9 +27,16 @@ _TEXT_LINE = f"{_TEXT_START} {_TEXT_END}"
 
 class CommandParser(argparse.ArgumentParser):
     """A parser whose errors are one line (the usage of a command with 80 options would hide the
-    error) and suggest the option that a misspelt one was meant to be."""
+    error) and suggest the option that a misspelt one was meant to be.
+
+    Options can't be abbreviated: vLLM's ``--api-key KEY`` would be ``--api-key-file``, whose error
+    shows the key.
+    """
 
     _words: Sequence[str] = ()
+
+    def __init__(self, *args: Any, allow_abbrev: bool = False, **options: Any) -> None:
+        super().__init__(*args, allow_abbrev=allow_abbrev, **options)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._words = sys.argv[1:] if args is None else args
@@ -49,7 +56,7 @@ class CommandParser(argparse.ArgumentParser):
         known = set(_option_names(self))
         options = (word.partition("=")[0] for word in self._words if word.startswith("--"))
         for name in options:
-            if not any(each.startswith(name) for each in known):
+            if name not in known:
                 for nearest in difflib.get_close_matches(name, known, n=1, cutoff=0.8):
                     yield f"did you mean {nearest}, not {name}?"
 

@@ -92,6 +92,17 @@ def test_rejected_flag_prints_one_line_and_exits_with_2(capsys: pytest.CaptureFi
     )
 
 
+def test_flag_that_begins_an_option_of_ours_is_not_taken_for_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """As ``--api-key-file`` its error would show the key."""
+    assert main(["serve", TINY, "--api-key", "sk-secret"]) == 2
+    assert capsys.readouterr().err == (
+        "mooncake-engine: error: --api-key is an option of vLLM; use instead: --api-key-file FILE, "
+        "which does not show the key in process lists\n"
+    )
+
+
 @pytest.mark.parametrize("flag", ["--quantization", "-q"])
 def test_quantization_flag_is_translated(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The CPU backend then rejects fp8."""

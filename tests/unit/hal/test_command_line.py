@@ -67,8 +67,8 @@ def test_exit_status_is_described(
         ),
         (
             engine_main,
-            ["serve", "--model", "x", "--max-model-le", "a"],
-            "invalid int value: 'a'; see",
+            ["serve", "--model", "x", "--max-model-le", "1"],
+            "--max-model-le 1; did you mean --max-model-len, not --max-model-le?; see",
         ),
         (kv_cli.main, ["stats", "--prot", "1"], "mooncake-kv stats: error: unrecognized arguments"),
         (hal_main, ["devices", "--frobnicate"], "see mooncake-hal devices --help"),
@@ -80,7 +80,7 @@ def test_exit_status_is_described(
         (proxy_main, ["--polcy", "cost"], "--polcy cost; did you mean --policy, not --polcy?; see"),
         (proxy_main, ["--prot=1"], "arguments: --prot=1; did you mean --port, not --prot?; see"),
         (proxy_main, ["--frobnicate"], "arguments: --frobnicate; see mooncake-proxy --help"),
-        (proxy_main, ["--max-runn", "a"], "invalid int value: 'a'; see mooncake-proxy --help"),
+        (proxy_main, ["--max-runnin", "1"], "--max-runnin 1; did you mean --max-running, not"),
     ],
 )
 def test_misspelt_option_is_corrected(
