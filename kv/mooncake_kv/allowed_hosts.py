@@ -18,6 +18,12 @@ def plain_address(address: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address
     return getattr(found, "ipv4_mapped", None) or found
 
 
+def is_loopback_host(host: str) -> bool:
+    """Whether a host, which may be a name, can only be reached from its own host."""
+    found = plain_address(host)
+    return host == "localhost" if found is None else found.is_loopback
+
+
 class AllowedHosts:
     """Hosts that an operator allows requests to name. Falsy if the list is empty.
 

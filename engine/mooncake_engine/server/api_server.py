@@ -45,6 +45,8 @@ from mooncake_engine.server.stats_log import StatsLog
 from mooncake_engine.text.completion_output import EngineClient
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_hal.session.listener import tune
+from mooncake_kv.allowed_hosts import is_loopback_host
+from mooncake_kv.config import KVTransferConfig
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,21 @@ def check_kv_port(config: EngineConfig) -> None:
         bind(host, kv_transfer.port, option="--kv-port").close()
 
 
+def _warn_of_unreachable_kv(kv_transfer: KVTransferConfig, host: str) -> None:
+    """Log a warning if other hosts reach the API, which listens on ``host``, but not the KV."""
+    option = "--kv-advertise-host" if kv_transfer.advertise_host else "--kv-host"
+    advertised = kv_transfer.advertise_host or kv_transfer.host
+    if is_loopback_host(resolve(advertised, option)) and not is_loopback_host(host):
+        logger.warning(
+            "%s is %s while the API listens on %s: peers on other hosts can't exchange KV with "
+            "this instance, and compute again what they should get from it; give the address of "
+            "one interface, and --kv-secret-file",
+            option,
+            advertised,
+            host,
+        )
+
+
 def check_before_loading(config: EngineConfig, host: str, options: ServerOptions) -> None:
     """Check what would otherwise fail only after the model has been loaded.
 
@@ -71,6 +88,8 @@ def check_before_loading(config: EngineConfig, host: str, options: ServerOptions
         ConfigError: the options can't be served.
     """
     check_kv_port(config)
+    if config.kv_transfer is not None:
+        _warn_of_unreachable_kv(config.kv_transfer, host)
     if str(defaults := read_sampling_defaults(config)):
         logger.info("sampling defaults of the model: %s", defaults)
     check_registration(host, options)

@@ -16,7 +16,7 @@ from mooncake_hal.negotiation import AUTO, Transports
 from mooncake_hal.registry import Registry
 from mooncake_hal.session.processes import ProcessName
 from mooncake_hal.transport import EndpointOptions
-from mooncake_kv.allowed_hosts import plain_address
+from mooncake_kv.allowed_hosts import is_loopback_host
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.kv_events_config import KVEventsConfig
@@ -124,7 +124,7 @@ class PoolStores:
             for client, (host, port) in zip(clients, config.connect, strict=True):
                 undo.callback(client.close)
                 self.all.append(client)
-                self._reachable_at.append(None if _is_loopback(host) else (host, port))
+                self._reachable_at.append(None if is_loopback_host(host) else (host, port))
                 if not client.await_store(CONNECT_TIMEOUT_S):
                     logger.warning(
                         "no store replies at %s port %d, its chunks are misses until it is "
@@ -224,12 +224,6 @@ class PoolStores:
         user = store.open_user()
         undo.callback(user.close)
         return user
-
-
-def _is_loopback(host: str) -> bool:
-    """Whether a host, which may be a name, can only be reached from its own host."""
-    found = plain_address(host)
-    return host == "localhost" if found is None else found.is_loopback
 
 
 def _open_mooncake_store(

@@ -9,7 +9,8 @@ import pytest
 from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.errors import CheckpointError, ConfigError
 from mooncake_engine.server import api_server
-from mooncake_engine.server.api_server import serve
+from mooncake_engine.server.api_server import check_before_loading, serve
+from mooncake_engine.server.server_options import ServerOptions
 from mooncake_kv.config import KVTransferConfig
 
 TINY_LLAMA = Path(__file__).parents[4] / "examples" / "tiny-llama"
@@ -29,6 +30,32 @@ def test_engine_config_has_the_port_of_the_api() -> None:
     [found] = configs
     assert found.kv_transfer is not None
     assert found.kv_transfer.api_port > 0
+
+
+@pytest.mark.parametrize(
+    ("host", "kv_transfer", "is_reported"),
+    [
+        ("10.0.0.1", KVTransferConfig(), True),
+        ("0.0.0.0", KVTransferConfig(host="localhost"), True),
+        ("prefill-0", KVTransferConfig(host="0.0.0.0", advertise_host="127.0.0.1"), True),
+        ("10.0.0.1", KVTransferConfig(host="10.0.0.1"), False),
+        ("10.0.0.1", KVTransferConfig(advertise_host="10.0.0.1"), False),
+        ("10.0.0.1", KVTransferConfig(host="0.0.0.0"), False),
+        ("127.0.0.1", KVTransferConfig(), False),
+        ("localhost", KVTransferConfig(), False),
+        ("10.0.0.1", None, False),
+    ],
+)
+def test_kv_that_only_this_host_reaches_is_reported(
+    host: str,
+    kv_transfer: KVTransferConfig | None,
+    is_reported: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    role = Role.BOTH if kv_transfer is None else Role.PREFILL
+    config = EngineConfig(TINY_LLAMA, role=role, kv_transfer=kv_transfer)
+    check_before_loading(config, host, ServerOptions())
+    assert ("peers on other hosts can't exchange KV" in caplog.text) is is_reported
 
 
 def test_model_is_loaded_while_the_tokenizer_is(monkeypatch: pytest.MonkeyPatch) -> None:
