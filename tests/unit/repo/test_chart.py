@@ -3,8 +3,10 @@ valid command lines."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+import jsonschema
 import msgspec
 import pytest
 from support.deploy import DEPLOY, deployments, manifests, parse, pod_command, read_yaml
@@ -137,10 +139,68 @@ def test_full_render_uses_all_values() -> None:
         mount["mountPath"]
         for mount in found["mooncake-decode"]["spec"]["containers"][0]["volumeMounts"]
     ]
-    assert paths[-2:] == ["/usr/local/Ascend/driver", "/etc/hccn.conf"]
+    assert paths[-3:] == ["/usr/local/Ascend/driver", "/etc/hccn.conf", "/dev/shm"]
     [pool] = [o for o in objects("full.yaml") if o["kind"] == "InferencePool"]
     labels = found["mooncake-both"]["metadata"]["labels"]
     assert pool["spec"]["selector"]["matchLabels"].items() <= labels.items()
+
+
+def test_full_render_adds_variables_volumes_and_startup_time() -> None:
+    found = pods("full.yaml")
+    pod = found["mooncake-decode"]["spec"]
+    [engine] = pod["containers"]
+    assert {"name": "HCCL_BUFFSIZE", "value": "4000"} in engine["env"]
+    assert pod["volumes"][-1]["name"] == engine["volumeMounts"][-1]["name"] == "shared-memory"
+    assert pod["hostNetwork"] is True
+    prefill = found["mooncake-prefill"]
+    assert prefill["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rdma"
+    probe = prefill["spec"]["containers"][0]["startupProbe"]
+    assert probe["periodSeconds"] * probe["failureThreshold"] == 3605, "3601 s, in whole periods"
+    assert "hostNetwork" not in prefill["spec"]
+
+
+def test_replicas_of_autoscaled_role_are_left_alone() -> None:
+    specs = {o["metadata"]["name"]: o["spec"] for o in objects("full.yaml") if "spec" in o}
+    assert "replicas" not in specs["mooncake-decode"]
+    assert specs["mooncake-prefill"]["replicas"] == 2
+
+
+def test_proxy_reads_keys_of_secret_and_has_admin_port() -> None:
+    template = pods("full.yaml")["mooncake-proxy"]
+    pod = template["spec"]
+    [container] = pod["containers"]
+    args = parse(["mooncake-proxy", *container["args"]])
+    [mount] = [each for each in container["volumeMounts"] if each["name"] == "keys"]
+    assert args.api_key_file == f"{mount['mountPath']}/api-keys"
+    assert args.admin_key_file == f"{mount['mountPath']}/admin-keys"
+    [secret] = [each["secret"] for each in pod["volumes"] if each["name"] == "keys"]
+    assert secret == {"secretName": "client-keys", "defaultMode": 0o440}
+    assert pod["securityContext"]["fsGroup"] == 10001, "who may read the files"
+    assert [port["containerPort"] for port in container["ports"]] == [args.port, args.admin_port]
+    assert template["metadata"]["annotations"]["prometheus.io/port"] == str(args.admin_port)
+
+
+@pytest.mark.parametrize(
+    ("vendor", "device"), [("cuda", "nvidia.com/gpu"), ("ascend", "huawei.com/Ascend910")]
+)
+def test_accelerator_values_let_kv_have_the_device(vendor: str, device: str) -> None:
+    [defaults] = read_yaml(DEPLOY / "helm" / "mooncake" / "values.yaml")
+    [values] = read_yaml(DEPLOY / "helm" / f"{vendor}-values.yaml")
+    schema = json.loads((DEPLOY / "helm" / "mooncake" / "values.schema.json").read_text())
+    jsonschema.validate(merged(defaults, values), schema)
+    assert "--kv-cache-bytes=4G" in defaults["engineArgs"], "what must not stay"
+    assert values["engineArgs"] == []
+    for role in values["roles"].values():
+        assert role["resources"]["limits"][device] == 1
+
+
+def merged(values: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Values as Helm merges them: maps key by key, everything else as a whole."""
+    result = dict(values)
+    for key, value in over.items():
+        both = isinstance(value, dict) and isinstance(values.get(key), dict)
+        result[key] = merged(values[key], value) if both else value
+    return result
 
 
 def test_store_mounts_its_drives_and_instances_use_its_port() -> None:
