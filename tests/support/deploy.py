@@ -96,19 +96,23 @@ def manifests(folder: str = "kubernetes") -> list[dict[str, Any]]:
         label, value = selector.split("=")
         for each in found:
             if each["kind"] == kind and each["metadata"]["labels"].get(label) == value:
-                _append_by_patch(each, patch["patch"])
+                _add_by_patch(each, patch["patch"])
     return found
 
 
-def _append_by_patch(manifest: dict[str, Any], patch: str) -> None:
-    """Apply a JSON patch (RFC 6902) that only appends to lists."""
+def _add_by_patch(manifest: dict[str, Any], patch: str) -> None:
+    """Apply a JSON patch (RFC 6902) that only appends to lists and adds fields."""
     for operation in msgspec.yaml.decode(patch):
         *names, last = operation["path"].split("/")[1:]
-        assert (operation["op"], last) == ("add", "-")
+        assert operation["op"] == "add"
         place: Any = manifest
         for name in names:
             place = place[int(name)] if isinstance(place, list) else place[name]
-        place.append(operation["value"])
+        if last == "-":
+            place.append(operation["value"])
+        else:
+            assert last not in place, "it would replace the field"
+            place[last] = operation["value"]
 
 
 def deployments(folder: str = "kubernetes", kind: str = "Deployment") -> dict[str, dict[str, Any]]:

@@ -39,6 +39,7 @@ from mooncake_proxy.pool.pool_file import parse_pool_file
 SYSTEMD = DEPLOY / "systemd"
 COMPOSE = compose_commands()
 WITH_STORE = compose_commands("compose.store.yaml")
+WITH_KEYS = compose_commands("compose.keys.yaml")
 PODS = {name: pod_command(template) for name, template in deployments().items()}
 STORE_FOLDER = "kubernetes-with-store"
 [STORE_POD] = deployments(STORE_FOLDER, "DaemonSet").values()
@@ -46,6 +47,8 @@ PODS_WITH_STORE = {
     name: pod_command(template)
     for name, template in (deployments(STORE_FOLDER) | {"mooncake-store": STORE_POD}).items()
 }
+KEYS_FOLDER = "kubernetes-with-keys"
+PROXY_POD_WITH_KEYS = deployments(KEYS_FOLDER)["mooncake-proxy"]
 UNITS = {
     "engine": unit_command(
         SYSTEMD / "mooncake-engine@.service", environment_of(SYSTEMD / "engine.env.example")
@@ -59,8 +62,10 @@ DOCUMENTS = dict(document_commands())
 EVERYWHERE = {
     **{f"compose {name}": command for name, command in COMPOSE.items()},
     **{f"compose with store {name}": command for name, command in WITH_STORE.items()},
+    **{f"compose with keys {name}": command for name, command in WITH_KEYS.items()},
     **{f"kubernetes {name}": command for name, command in PODS.items()},
     **{f"kubernetes with store {name}": command for name, command in PODS_WITH_STORE.items()},
+    "kubernetes with keys": pod_command(PROXY_POD_WITH_KEYS),
     **{f"systemd {name}": command for name, command in UNITS.items()},
     **DOCUMENTS,
 }
@@ -138,13 +143,34 @@ def test_compose_instances_bind_addresses_that_peers_and_proxy_use(service: str)
 def test_compose_publishes_only_the_proxy() -> None:
     services = compose()["services"]
     published = {name: service["ports"] for name, service in services.items() if "ports" in service}
-    assert published == {"proxy": [f"8000:{parse(COMPOSE['proxy']).port}"]}
+    assert published == {"proxy": [f"127.0.0.1:8000:{parse(COMPOSE['proxy']).port}"]}
 
 
 def test_compose_mounts_its_secret() -> None:
     for service in ("prefill-0", "decode-0"):
         [secret] = compose()["services"][service]["secrets"]
         assert str(parse(COMPOSE[service]).kv_secret_file) == f"/run/secrets/{secret}"
+
+
+def test_compose_keys_are_added_to_the_same_proxy() -> None:
+    content = compose("compose.keys.yaml")
+    assert {*content["services"]} == {"proxy"}
+    [secret] = content["services"]["proxy"]["secrets"]
+    assert content["secrets"][secret] == {"file": f"secrets/{secret}"}
+    assert WITH_KEYS["proxy"] == [*COMPOSE["proxy"], f"--api-key-file=/run/secrets/{secret}"]
+
+
+def test_pod_and_unit_of_proxy_read_their_keys() -> None:
+    pod = PROXY_POD_WITH_KEYS["spec"]
+    [mount], [volume] = pod["containers"][0]["volumeMounts"], pod["volumes"]
+    assert mount["name"] == volume["name"]
+    keys = parse(pod_command(PROXY_POD_WITH_KEYS)).api_key_file
+    assert keys == f"{mount['mountPath']}/api-keys"
+    assert volume["secret"]["defaultMode"] == 0o440, "for the group"
+    assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
+    unit = (SYSTEMD / "mooncake-proxy.service").read_text()
+    assert "LoadCredential=api-keys:/etc/mooncake/api-keys\n" in unit
+    assert parse(UNITS["proxy"]).api_key_file == "/run/credentials/api-keys"
 
 
 def test_compose_waits_for_healthy_instances() -> None:
@@ -288,7 +314,12 @@ def test_network_policy_allows_proxy_and_prometheus() -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "bases"), [("kubernetes", set()), (STORE_FOLDER, {"../kubernetes"})]
+    ("folder", "bases"),
+    [
+        ("kubernetes", set()),
+        (STORE_FOLDER, {"../kubernetes"}),
+        (KEYS_FOLDER, {"../kubernetes"}),
+    ],
 )
 def test_every_manifest_is_applied(folder: str, bases: set[str]) -> None:
     files = {path.name for path in (DEPLOY / folder).glob("*.yaml")}
