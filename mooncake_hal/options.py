@@ -119,6 +119,8 @@ class Option:
         if value is None or value is False or value == []:
             return
         values = [str(one) for one in value] if isinstance(value, (list, tuple)) else [str(value)]
+        if self.nargs is None and not self.is_repeated:
+            values = [",".join(values)]
         if self.is_switch:
             yield self.flag
         elif self.nargs is not None:

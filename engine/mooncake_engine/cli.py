@@ -27,6 +27,7 @@ from mooncake_engine.instance_arguments import (
     engine_argv,
     engine_config,
     kv_transfer_config,
+    proxy_argv,
     role_argv,
 )
 from mooncake_engine.node_config import NodeConfig
@@ -226,6 +227,7 @@ def _up(args: argparse.Namespace) -> int:
         max_restarts=args.max_restarts,
         kv_pool=config.kv_pool,
         log_format=args.log_format,
+        proxy_argv=proxy_argv(args),
         slo_ttft_ms=options.slo_ttft_ms,
         slo_tbt_ms=options.slo_tbt_ms,
         device_argv=device_argv(args),

@@ -6,8 +6,9 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from mooncake_engine.checkpoints.model_source import find_model
 from mooncake_engine.config import EngineConfig, ExecutorKind, Role
@@ -47,6 +48,7 @@ ROLE_OPTIONS = (
     *options_of(KVTransferConfig, without=("connector", "transports", "secret")),
 )
 """Options that may differ between the roles of a deployment."""
+_OF_PROXY = ("access_log", "allowed_origins", "log_level", "max_body_bytes")
 
 
 def engine_config(args: argparse.Namespace, kv_transfer: KVTransferConfig | None) -> EngineConfig:
@@ -116,16 +118,23 @@ def speculative_config(args: argparse.Namespace) -> SpeculativeConfig | None:
 
 def engine_argv(args: argparse.Namespace) -> tuple[str, ...]:
     """Returns the options for all instances of a deployment that differ from their defaults.
-    Without ``--threads``, the instances share the CPUs evenly."""
+    Without ``--threads``, all ranks of the instances share the CPUs evenly."""
     wanted = vars(args)
     if not args.threads:
-        num_instances = args.prefill + args.decode
-        wanted = {**wanted, "threads": max(1, (os.cpu_count() or 1) // num_instances)}
-    argv: list[str] = []
-    for option in INSTANCE_OPTIONS:
-        if wanted[option.name] != option.default:
-            argv += option.words(wanted[option.name])
-    return tuple(argv)
+        num_ranks = (args.prefill + args.decode) * args.tp_size * args.pp_size * args.dp_size
+        wanted = {**wanted, "threads": max(1, len(os.sched_getaffinity(0)) // num_ranks)}
+    return _words(INSTANCE_OPTIONS, wanted)
+
+
+def proxy_argv(args: argparse.Namespace) -> tuple[str, ...]:
+    """Returns the options that differ from their defaults and that the proxy of a deployment needs
+    as well, because clients talk to it."""
+    return _words(tuple(each for each in INSTANCE_OPTIONS if each.name in _OF_PROXY), vars(args))
+
+
+def _words(options: Sequence[Option], values: Mapping[str, Any]) -> tuple[str, ...]:
+    given = [option for option in options if values[option.name] != option.default]
+    return tuple(word for option in given for word in option.words(values[option.name]))
 
 
 def role_argv(args: argparse.Namespace, role: Role) -> tuple[str, ...]:

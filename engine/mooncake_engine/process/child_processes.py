@@ -298,6 +298,9 @@ class ChildProcesses:
         stop_timeout_s: seconds that a child has to stop after SIGTERM.
         max_restarts: maximum number of consecutive restarts of a child.
         has_json_lines: whether the children's output is relayed as JSON.
+
+    Attributes:
+        is_stopping: whether the children are being stopped.
     """
 
     def __init__(
@@ -313,7 +316,7 @@ class ChildProcesses:
         self._stop_timeout_s = stop_timeout_s
         self._max_restarts = max_restarts
         self._forced = asyncio.Event()
-        self._is_stopping = False
+        self.is_stopping = False
         self._logs: dict[str, TextIO] = {}
         self._supervised: list[_SupervisedChild] = []
         self._restarting: set[asyncio.Task[None]] = set()
@@ -379,7 +382,7 @@ class ChildProcesses:
     ) -> None:
         """Stop all children. The one that was started last depends on the others and is stopped
         first."""
-        self._is_stopping = True
+        self.is_stopping = True
         for restarting in self._restarting:
             restarting.cancel()
         await asyncio.gather(*self._restarting, return_exceptions=True)
@@ -397,7 +400,7 @@ class ChildProcesses:
         self._forced.set()
 
     def _note_end(self, supervised: _SupervisedChild, child: Child) -> None:
-        if self._is_stopping:
+        if self.is_stopping:
             return
         if child.ready.done():
             supervised.url = child.ready.result()

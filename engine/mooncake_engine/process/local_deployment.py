@@ -70,6 +70,7 @@ class LocalDeployment:
         log_format: log format of the processes; that of the instances is in ``engine_argv``.
         slo_ttft_ms, slo_tbt_ms: objectives for the proxy's metrics and its page, in milliseconds;
             those of the instances are in ``engine_argv``.
+        proxy_argv: further options of the proxy.
         device_argv: device options of each instance, prefill instances first; empty if devices are
             not divided.
     """
@@ -92,6 +93,7 @@ class LocalDeployment:
     log_format: str = "text"
     slo_ttft_ms: float | None = None
     slo_tbt_ms: float | None = None
+    proxy_argv: tuple[str, ...] = ()
     device_argv: tuple[tuple[str, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -157,16 +159,17 @@ async def _serve(deployment: LocalDeployment, children: ChildProcesses, secret_f
 
 
 def _stop_on_signal(children: ChildProcesses) -> None:
-    """Have the first SIGINT or SIGTERM cancel the current task, and a later one stop the children
-    without waiting for running requests."""
+    """Have the first SIGINT or SIGTERM cancel the current task, and a later one, or one after a
+    child has died, stop the children without waiting for running requests."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     signals = StopSignals()
 
     def stop() -> None:
-        if signals.note(loop.time()):
+        is_first = signals.note(loop.time())
+        if is_first and not children.is_stopping:
             task.cancel()
-        elif signals.is_forced:
+        elif is_first or signals.is_forced:
             children.force_stop()
 
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -255,7 +258,7 @@ def _proxy_argv(deployment: LocalDeployment, urls: dict[str, list[str]]) -> list
         str(deployment.shutdown_timeout_s),
     ]
     argv += ["--flow", find_connector(deployment.connector).mode.value]
-    argv += ["--log-format", deployment.log_format]
+    argv += ["--log-format", deployment.log_format, *deployment.proxy_argv]
     if deployment.otlp_endpoint is not None:
         argv += ["--otlp-endpoint", deployment.otlp_endpoint]
     for name, limit in (("ttft", deployment.slo_ttft_ms), ("tbt", deployment.slo_tbt_ms)):
@@ -287,7 +290,14 @@ async def _send_prompt(url: str, prompt: str) -> None:
     streamed = shlex.quote(json.dumps(body | {"stream": True}, ensure_ascii=False))
     curl = f"curl -N {url}{path} -H 'Content-Type: application/json' -d {streamed}"
     print(f"\n{curl}\n")  # noqa: T201  # what the user came for
-    print(choice["text"] if "text" in choice else choice["message"]["content"], flush=True)  # noqa: T201
+    print(_text_of(choice), flush=True)  # noqa: T201
+
+
+def _text_of(choice: dict[str, Any]) -> str:
+    """The text of an answer; of one that ended while the model was reasoning, the reasoning."""
+    message = choice.get("message", {})
+    found = choice.get("text") or message.get("content") or message.get("reasoning")
+    return str(found or "")
 
 
 async def _until_healthy(url: str) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 from mooncake_engine.process.child_processes import ChildDied, ChildProcesses
+from mooncake_engine.process.local_deployment import _stop_on_signal
 
 SLOW_TO_END = """
 import signal, sys, time
@@ -99,3 +102,36 @@ def test_full_disk_does_not_block_a_child_or_hide_its_end(tmp_path: Path) -> Non
                 await children.guard(asyncio.sleep(20))
 
     asyncio.run(main())
+
+
+DYING = """
+print("http://127.0.0.1:1", flush=True)
+raise SystemExit("Error: out of memory")
+"""
+
+
+def test_signal_after_a_death_hurries_the_others_and_keeps_the_reason(tmp_path: Path) -> None:
+    """The shutdown timeout is an hour."""
+
+    async def interrupt() -> None:
+        while "asked 1" not in (tmp_path / "slow.log").read_text():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def until_stopped(children: ChildProcesses) -> None:
+        async with children:
+            await children.guard(asyncio.sleep(60))
+
+    async def main() -> int | None:
+        children = ChildProcesses(tmp_path, stop_timeout_s=3600)
+        _stop_on_signal(children)
+        slow = await children.start("slow", [sys.executable, "-c", SLOW_TO_END])
+        await slow.ready
+        interrupting = asyncio.ensure_future(interrupt())
+        await children.start("dying", [sys.executable, "-c", DYING])
+        with pytest.raises(ChildDied, match="out of memory"):
+            await until_stopped(children)
+        await interrupting
+        return slow.process.returncode
+
+    assert asyncio.run(main()) == 7

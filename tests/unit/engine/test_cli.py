@@ -19,6 +19,7 @@ from mooncake_engine.instance_arguments import (
     engine_argv,
     engine_config,
     kv_transfer_config,
+    proxy_argv,
     role_argv,
 )
 from mooncake_engine.process.local_deployment import LocalDeployment
@@ -26,6 +27,7 @@ from mooncake_engine.process.progress_bar import ProgressBar
 from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_hal.port_range import PortRange
 from mooncake_kv.config import KVTransferConfig, LoadFailurePolicy
+from mooncake_proxy.proxy_options import build_parser as build_proxy_parser
 
 
 @pytest.fixture
@@ -224,10 +226,25 @@ def test_invalid_connector_is_rejected_before_startup(model: Path) -> None:
         kv_transfer_config(args)
 
 
-def test_instances_divide_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 12)
-    args = parse("up", "--model", "m", "--prefill", "2", "--decode", "2")
-    assert parse("serve", *engine_argv(args)).threads == 3
+@pytest.mark.parametrize(("sizes", "threads"), [([], 6), (["--tp-size", "2", "--dp-size", "3"], 1)])
+def test_ranks_of_all_instances_divide_the_cpus(
+    sizes: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: range(24))
+    args = parse("up", "--model", "m", "--prefill", "2", "--decode", "2", *sizes)
+    assert parse("serve", *engine_argv(args)).threads == threads
+
+
+def test_proxy_of_a_deployment_gets_what_concerns_its_clients() -> None:
+    assert proxy_argv(parse("up", "--model", "m", "--tp-size", "2")) == ()
+    limits = ("--allowed-origins", "https://a.com,https://b.com", "--max-body-bytes", "1048576")
+    logs = ("--log-level", "debug", "--access-log", "all")
+    proxied = proxy_argv(parse("up", "--model", "m", *limits, *logs))
+    assert {*proxied} == {*limits, *logs}
+    found = build_proxy_parser().parse_args(proxied)
+    assert (found.access_log, found.max_body_bytes) == ("all", 1 << 20)
+    instance = parse("serve", *engine_argv(parse("up", "--model", "m", *limits)))
+    assert instance.allowed_origins == ("https://a.com", "https://b.com")
 
 
 @pytest.mark.parametrize(("prefill", "decode"), [(0, 1), (1, 0)])
