@@ -113,13 +113,17 @@ def test_other_packages_except_torch_are_installed_by_hash(path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("image", "projects", "extras"),
-    [("proxy", ["proxy"], {"yaml", "otel"}), ("engine", [".", "kv", "engine"], set())],
+    [
+        ("proxy", ["proxy"], {"yaml", "otel"}),
+        ("engine", [".", "kv", "engine"], {"structured", "otel"}),
+    ],
 )
 def test_locks_cover_project_dependencies(
     image: str, projects: list[str], extras: set[str]
 ) -> None:
     """To fix a failure, run ci/lock-images."""
     locked: dict[str, list[Version]] = {}
+    covered: set[str] = set()
     for line in (DEPLOY / "docker" / f"requirements-{image}.txt").read_text().splitlines():
         if "==" in line:
             name, version = line.split(";")[0].strip(" \\").split("==")
@@ -127,7 +131,9 @@ def test_locks_cover_project_dependencies(
     for folder in projects:
         project = tomllib.loads((ROOT / folder / "pyproject.toml").read_text())["project"]
         optional = project.get("optional-dependencies", {})
-        wanted = [*project["dependencies"], *(d for name in extras for d in optional[name])]
+        here = extras & optional.keys()
+        covered |= here
+        wanted = [*project["dependencies"], *(each for name in here for each in optional[name])]
         for requirement in map(Requirement, wanted):
             name = canonicalize_name(requirement.name)
             is_elsewhere = name == "torch" or name.startswith("mooncake")
@@ -135,6 +141,7 @@ def test_locks_cover_project_dependencies(
                 continue
             versions = locked[name]
             assert all(version in requirement.specifier for version in versions), requirement
+    assert covered == extras
 
 
 @pytest.mark.parametrize("path", ENGINES, ids=lambda path: path.suffix)
