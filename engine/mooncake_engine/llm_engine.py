@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count
+from types import FrameType
 
 from mooncake_engine.admission import check_request
 from mooncake_engine.assembly import RunningEngine, build_engine
@@ -44,6 +48,30 @@ class OutputUpdate:
     error: RequestFailed | None = None
 
 
+@contextmanager
+def _interrupts_held_back() -> Iterator[None]:
+    """Raise the KeyboardInterrupt of a Ctrl-C at the end of the block instead of within it; that of
+    a second Ctrl-C at once. Only Python's main thread gets any."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    held: list[FrameType | None] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append(frame)
+        if len(held) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if len(held) == 1:
+            handler(signal.SIGINT, held.pop())
+
+
 class LLMEngine:
     """Continuous batching under the caller's control: all work happens in ``step``.
 
@@ -69,7 +97,8 @@ class LLMEngine:
         self._serials = count()
         self._live: dict[str, list[str]] = {}  # the core's request ids of live outputs, by request
         self._outputs: dict[str, _LiveOutput] = {}  # by the core's request id
-        self._is_closed = False
+        self._unreported: list[TokenUpdate] = []
+        self._is_closed = self._is_broken = False
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> LLMEngine:
@@ -161,7 +190,7 @@ class LLMEngine:
         """
         self._check_open()
         while not self._live and self._core.has_work:  # it has yet to end requests that ended here
-            self._core.step()
+            self._step()
         return self._core.reset_prefix_cache()
 
     def step(self) -> list[OutputUpdate]:
@@ -169,12 +198,14 @@ class LLMEngine:
         the number of waiting requests.
 
         Raises:
-            EngineDead: the engine died, or was closed.
+            EngineDead: the engine died, was closed, or was interrupted in the middle of a step.
+            KeyboardInterrupt: Ctrl-C; the step was completed first, unless Ctrl-C came twice, and
+                the next call returns its updates.
         """
         self._check_open()
         return [
             self._advance(self._outputs[update.request_id], update)
-            for update in self._core.step()
+            for update in self._step()
             if update.request_id in self._outputs
         ]
 
@@ -183,9 +214,24 @@ class LLMEngine:
         self._is_closed = True
         self._core.close()
 
+    def _step(self) -> list[TokenUpdate]:
+        """Run one step of the core; returns its updates, and those of an interrupted call."""
+        with _interrupts_held_back():
+            try:
+                self._unreported += self._core.step()
+            except EngineDead:
+                raise
+            except BaseException:
+                self._is_broken = True
+                raise
+        updates, self._unreported = self._unreported, []
+        return updates
+
     def _check_open(self) -> None:
         if self._is_closed:  # its memory has been freed: a step would end the process
             raise EngineDead("this engine is closed; create another one")
+        if self._is_broken:  # scheduler and ranks may disagree on which steps have run
+            raise EngineDead("a step of this engine was not completed; create another one")
 
     def _check_grammar(self, sampling: SamplingParams) -> None:
         if sampling.grammar is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from mooncake_engine.llm import LLM
 from mooncake_engine.llm_engine import LLMEngine
 from mooncake_engine.messages import FinishReason
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.scheduling.step_plan import StepPlan
 from mooncake_engine.text.tokenizer import Tokenizer
 
 
@@ -154,6 +156,63 @@ def test_engine_death_is_raised_to_the_caller(llm: LLM, executor: ScriptedExecut
     executor.die_at = 1
     with pytest.raises(EngineDead, match="out of luck"):
         llm.generate(["tea", "milk", "no"])
+
+
+def test_interrupted_generation_can_be_followed_by_another(
+    llm: LLM, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C nearly always comes while a step runs."""
+    run = executor.execute_model
+
+    def run_interrupted(plan: StepPlan) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return run(plan)
+
+    monkeypatch.setattr(executor, "execute_model", run_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("tea")
+    monkeypatch.undo()
+    assert llm.reset_prefix_cache()
+    assert llm.generate("milk")[0].outputs[0].text == "MILK"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_updates_of_an_interrupted_step_come_with_the_next(
+    engine: LLMEngine, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.add_request("a", "tea")
+    run = executor.execute_model
+
+    def run_interrupted(plan: StepPlan) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return run(plan)
+
+    text = ""
+    with monkeypatch.context() as patched:
+        patched.setattr(executor, "execute_model", run_interrupted)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+    while engine.has_unfinished_requests:
+        text += "".join(output.update.text for output in engine.step())
+    assert text == "TEA"
+
+
+def test_engine_whose_step_was_broken_off_runs_nothing_more(
+    llm: LLM, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(plan: StepPlan) -> Any:
+        for _ in range(2):  # impatient
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(executor, "execute_model", run)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate("tea")
+    monkeypatch.undo()
+    with pytest.raises(EngineDead, match="was not completed; create another one"):
+        llm.generate("milk")
+    with pytest.raises(EngineDead, match="was not completed"):
+        llm.reset_prefix_cache()
 
 
 def test_progress_is_shown_on_a_terminal(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
