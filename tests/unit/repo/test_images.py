@@ -162,6 +162,21 @@ def test_health_check_uses_served_port(path: Path) -> None:
     assert ports == {int(port)}
 
 
+def test_accelerator_images_have_a_transport_between_hosts() -> None:
+    """The packages without which the probes of rdma and hccs say no."""
+    installs = {
+        path.suffix: [run for run in arguments_of(path, "RUN") if "install" in run]
+        for path in ENGINES
+    }
+    [system] = [run for run in installs[".cuda"] if "apt-get" in run]
+    assert {"rdma-core", "ibverbs-providers", "python3-pyverbs"} <= {*system.split()}
+    assert "dist-packages/pyverbs /opt/mooncake/lib/" in system, "the venv sees it"
+    ascend = DEPLOY / "docker" / "Dockerfile.ascend"
+    [engine] = [a for a in arguments_of(ascend, "ARG") if a.startswith("TRANSFER_ENGINE=")]
+    assert engine.removeprefix("TRANSFER_ENGINE=") in (ROOT / "ci/test-ascend-contract").read_text()
+    assert any('--no-deps "${TRANSFER_ENGINE}"' in run for run in installs[".ascend"])
+
+
 def test_ascend_image_lists_mounts() -> None:
     text = (DEPLOY / "docker" / "Dockerfile.ascend").read_text()
     for needed in ("/etc/hccn.conf", "/dev/davinci0", "/dev/davinci_manager", "/dev/hisi_hdc"):
