@@ -61,6 +61,7 @@ class FakeRequest:
     lora_request: Any = None
     abort_immediately: bool = False
     cache_salt: str | None = None
+    skip_reading_prefix_cache: bool = False
 
 
 def picture(offset: int) -> Any:

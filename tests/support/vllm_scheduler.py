@@ -339,14 +339,17 @@ class VllmInstance:
         is_refused: bool = False,
         is_session: bool = False,
         picture_at: int | None = None,
+        num_prompt_logprobs: int | None = None,
     ) -> None:
         """Add a request; one that the front end has rejected is aborted at once, as in vLLM. A
         session continues with the next prompt of the same name, until its client ends it. One token
-        of the prompt may stand for a picture."""
+        of the prompt may stand for a picture. For log probabilities of the prompt, all of it has to
+        be computed."""
         sampling = SamplingParams(
             max_tokens=num_tokens,
             temperature=0,
             ignore_eos=True,
+            prompt_logprobs=num_prompt_logprobs,
             extra_args={"kv_transfer_params": params} if params else None,
         )
         sampling.all_stop_token_ids.clear()

@@ -248,6 +248,23 @@ def test_instance_loads_kv_computed_by_another(
 
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)
+def test_prompt_whose_log_probabilities_are_wanted_is_not_loaded(store: StoreService) -> None:
+    """Newer releases of vLLM ignore what a connector finds for it, 0.30 does not."""
+    with pooled(store, is_async=False) as instance:
+        pair = Pair((instance, instance))
+        pair.do("ask", 4, 0)
+        pair.do("settle", 0, 0)
+        wait_for_saved(instance, (len(PROMPTS[4]) + 8) // CHUNK)
+        num_lookups = instance.figures()["pool_num_lookups"]
+        instance.submit("r", PROMPTS[4], 8, num_prompt_logprobs=1)
+        [request] = instance.scheduler.requests.values()
+        assert instance.scheduler.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+        settle([instance], 30)
+        assert instance.figures()["pool_num_lookups"] == num_lookups
+        assert instance.leftovers() == []
+
+
+@pytest.mark.parametrize("store", [MANY], indirect=True)
 @pytest.mark.parametrize("is_behind", [False, True], ids=["runs at once", "runs later"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])
 @pytest.mark.parametrize("num_answered", [0, 7])

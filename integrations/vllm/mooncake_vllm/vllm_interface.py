@@ -45,7 +45,9 @@ class Request(Protocol):
 
     ``num_computed_tokens`` includes the tokens of scheduled steps that have not run yet, and of a
     load in flight. ``num_in_flight_tokens`` counts the tokens of steps that have not ended,
-    including steps that were scheduled before a preemption.
+    including steps that were scheduled before a preemption. ``skip_reading_prefix_cache``: all of
+    its prompt has to be computed, such as for the log probabilities of the prompt. vLLM 0.30 leaves
+    it to connectors to find nothing for such a request.
     """
 
     request_id: str
@@ -59,6 +61,7 @@ class Request(Protocol):
     num_in_flight_tokens: int
     num_preemptions: int
     abort_immediately: bool
+    skip_reading_prefix_cache: bool
 
     @property
     def status(self) -> RequestStatus:

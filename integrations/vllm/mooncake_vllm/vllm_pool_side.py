@@ -177,12 +177,13 @@ class PoolSchedulerSide(SchedulerSideBase):
     # ------------------------------------------------------------- vLLM's hooks
 
     def on_new_request(self, request: Request) -> None:
-        """Process a new request: look up its prompt."""
+        """Process a new request: look up its prompt, unless all of it has to be computed."""
         self.check_alive()
         if self.is_waiting or self.needs_steps:
             self._ranks.wake_up()
         self._saves.add(request, self._identity)
-        self._look_up(request)
+        if not request.skip_reading_prefix_cache:
+            self._look_up(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed: int) -> int | None:
         """Number of tokens that a request can load beyond its computed ones; None: ask again.

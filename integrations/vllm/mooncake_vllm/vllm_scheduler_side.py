@@ -207,6 +207,8 @@ class SchedulerSide(SchedulerSideBase):
         """Number of tokens that a request can load beyond its computed ones; None: ask again.
         No side effects."""
         self.check_alive()
+        if request.skip_reading_prefix_cache:
+            return 0
         return self._prompts.num_to_load(request.request_id, num_computed)
 
     def update_state_after_alloc(

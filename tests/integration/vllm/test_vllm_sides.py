@@ -70,6 +70,19 @@ def test_prompt_arrives_and_each_side_is_notified_once(
     assert decode.scheduler.request_finished(request, [D_BLOCKS]) == (False, None)
 
 
+def test_request_that_must_compute_its_whole_prompt_loads_nothing(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    prefill, decode = start(stack, tmp_path)
+    params = prefill.prefill(FakeRequest("one", PROMPT, SEND), P_BLOCKS)
+    request = FakeRequest("two", PROMPT, params, skip_reading_prefix_cache=True)
+    decode.scheduler.on_new_request(request)
+    assert decode.admit(request, D_BLOCKS) == 0
+    prefill.step_until(prefill.reports.sent, "one")  # long before its lease expires
+    assert decode.scheduler.request_finished(request, [D_BLOCKS]) == (False, None)
+    assert not decode.reports.received
+
+
 @pytest.mark.parametrize("num_cached", [0, 8])
 def test_proxy_receives_number_of_cached_tokens(
     stack: ExitStack, tmp_path: Path, num_cached: int
