@@ -144,7 +144,7 @@ def environment_of(path: Path) -> dict[str, str]:
 def unit_command(unit: Path, environment: dict[str, str]) -> list[str]:
     """The command line that a unit starts in that environment; the program without its folder."""
     text = unit.read_text().replace("\\\n", " ")
-    [line] = re.findall(r"^ExecStart=(.*)$", text, flags=re.MULTILINE)
+    [line] = re.findall(r"^ExecStart=(.+)$", text, flags=re.MULTILINE)
     known = environment | {"CREDENTIALS_DIRECTORY": "/run/credentials"}
     words = shlex.split(_VARIABLE.sub(lambda found: known[found["name"]], line))
     return [Path(words[0]).name, *words[1:]]

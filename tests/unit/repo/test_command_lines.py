@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -380,6 +381,14 @@ def test_unit_stop_timeout_covers_shutdown_timeout(name: str, unit: str) -> None
     [given] = re.findall(r"^TimeoutStopSec=(\d+)$", (SYSTEMD / unit).read_text(), re.MULTILINE)
     of_store = DRAIN_S + CLOSE_TIMEOUT_S
     assert int(given) > getattr(parse(UNITS[name]), "shutdown_timeout", of_store)
+
+
+def test_ascend_units_run_the_same_command_in_canns_environment() -> None:
+    environment = environment_of(SYSTEMD / "engine.env.example")
+    launcher, script, *command = unit_command(SYSTEMD / "ascend.conf", environment)
+    assert launcher == "bash"
+    assert (DEPLOY / "docker" / Path(script).name).is_file()
+    assert command == ["/opt/mooncake/bin/mooncake-engine", *UNITS["engine"][1:]]
 
 
 def test_port_range_in_guides_is_free_on_every_host() -> None:
