@@ -213,7 +213,9 @@ def warn_if_early_pulls_are_off(config: ProxyConfig) -> None:
     """Log a warning if pairs can't pull early, because they don't know this proxy's address."""
     if config.flow != "pull" or not config.early_pull_tokens or config.is_reachable:
         return
-    if _may_grow(config) or any(spec.role is not Role.BOTH for spec in config.instances):
+    # Those that emit the first token themselves are of other engines, which pull no prompt early.
+    decodes = [spec for spec in config.instances if spec.role is Role.DECODE]
+    if _may_grow(config) or not all(spec.emits_first_token for spec in decodes):
         logger.warning(
             "--host %s without --advertise-url: early pulls are off, and the KV of long prompts "
             "moves only once they are computed; give --advertise-url http://THIS_HOST:%d, where "

@@ -159,6 +159,7 @@ def test_open_address_without_keys_is_reported_at_start(
         ("--host 0.0.0.0 --advertise-url http://10.0.0.1:80 --decode http://d:1", False),
         ("--host 0.0.0.0 --early-pull-tokens 0 --decode http://d:1", False),
         ("--host 0.0.0.0 --flow sglang --decode http://d:1", False),
+        ("--host 0.0.0.0 --decode-emits-first-token --decode http://d:1", False),
     ],
 )
 def test_early_pulls_that_lack_an_address_are_reported_at_start(
