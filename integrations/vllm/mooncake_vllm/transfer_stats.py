@@ -125,6 +125,10 @@ class HalPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # as above
             for name, text in table.items()
             if name.startswith(POOL) is of_pool
         }
+        # At 0 from the start: Prometheus sees no increase in a series that begins with an event.
+        for name in self._metrics.keys() & COUNTERS.keys():
+            for labels in per_engine_labelvalues.values():
+                self._metrics[name].labels(*labels)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         labels = self.per_engine_labelvalues[engine_idx]
