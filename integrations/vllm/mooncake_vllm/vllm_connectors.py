@@ -104,14 +104,14 @@ def guarded(fallback: Callable[[], Any]) -> Callable[[Hook], Hook]:
 
 
 def _log_as_vllm_does() -> None:
-    """Give our loggers vLLM's handlers. vLLM configures only its own logger, so our messages below
-    WARNING would be lost."""
+    """Give our loggers vLLM's handlers, or, as its own has, none where the root logger's write. vLLM
+    configures only its own logger, so our messages below WARNING would be lost."""
     vllm = logging.getLogger("vllm")
     for name in ("mooncake_hal", "mooncake_kv", "mooncake_vllm"):
         ours = logging.getLogger(name)
         if not ours.handlers:
-            ours.handlers, ours.propagate = list(vllm.handlers), False
-            ours.setLevel(vllm.level)
+            ours.handlers, ours.propagate = list(vllm.handlers), vllm.propagate
+            ours.setLevel(ours.level or vllm.level)
 
 
 def step_wait(vllm_config: Any) -> StepWait:

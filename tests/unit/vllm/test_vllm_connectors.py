@@ -509,3 +509,28 @@ def test_plugin_registers_if_vllm_is_new_enough(
     assert list(vllm_stub.Factory.registered) == names
     assert words in caplog.text
     assert bool(words) == bool(caplog.text)
+
+
+@pytest.mark.parametrize("is_configured", [True, False], ids=["by vLLM", "by the operator"])
+def test_messages_go_where_those_of_vllm_go(
+    connectors: ModuleType,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    is_configured: bool,
+) -> None:
+    """With VLLM_CONFIGURE_LOGGING=0, vLLM's logger has no handlers: the root logger's write."""
+    written: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: written.append(record.getMessage())  # type: ignore[method-assign]
+    vllm, ours = logging.getLogger("vllm"), logging.getLogger("mooncake_vllm")
+    monkeypatch.setattr(vllm, "handlers", [handler] if is_configured else [])
+    monkeypatch.setattr(vllm, "propagate", not is_configured)
+    monkeypatch.setattr(vllm, "level", logging.INFO)
+    for name in ("mooncake_hal", "mooncake_kv", "mooncake_vllm"):
+        each = logging.getLogger(name)
+        for attribute, value in (("handlers", []), ("propagate", True), ("level", each.level)):
+            monkeypatch.setattr(each, attribute, value)
+    connectors._log_as_vllm_does()
+    ours.getChild("a_module").error("it has died")
+    assert written == (["it has died"] if is_configured else [])
+    assert ("it has died" in caplog.text) is not is_configured
