@@ -104,7 +104,7 @@ def guarded(fallback: Callable[[], Any]) -> Callable[[Hook], Hook]:
 
 
 def _log_as_vllm_does() -> None:
-    """Give our loggers vLLM's handlers, or, as its own has, none where the root logger's write. vLLM
+    """Give our loggers vLLM's handlers, or none if its messages go to the root logger's. vLLM
     configures only its own logger, so our messages below WARNING would be lost."""
     vllm = logging.getLogger("vllm")
     for name in ("mooncake_hal", "mooncake_kv", "mooncake_vllm"):
