@@ -156,6 +156,12 @@ def test_full_render_adds_variables_volumes_and_startup_time() -> None:
     assert prefill["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rdma"
     probe = prefill["spec"]["containers"][0]["startupProbe"]
     assert probe["periodSeconds"] * probe["failureThreshold"] == 3605, "3601 s, in whole periods"
+    [deadline] = [
+        found["spec"]["progressDeadlineSeconds"]
+        for found in objects("full.yaml")
+        if found["metadata"]["name"] == "mooncake-prefill"
+    ]
+    assert deadline > 3605, "the rollout has not failed while a model loads"
     assert "hostNetwork" not in prefill["spec"]
 
 
