@@ -3,8 +3,9 @@ request ends.
 
 So other requests find a long prompt while its first answer is still generated, and a preempted
 request finds its own. While a request runs, vLLM may free blocks that are being copied; such a copy
-is detected and discarded. Chunks that the store has no memory for are offered once more when the
-request ends. After that its blocks are held until all copies are complete.
+is detected and discarded. Chunks that the store has no memory for, or whose copy failed, are
+offered once more when the request ends. After that its blocks are held until all copies are
+complete.
 
 Blocks of sliding windows, which vLLM frees as the window moves, are held from the step that fills a
 chunk until the chunk is saved (``WindowBlocks``). So with windows, chunks of the answer, too, are
@@ -72,7 +73,8 @@ class SavedRequest:
         keys: keys of its leading chunks, as far as they were needed.
         num_known: leading chunks that stores had at the look-up.
         num_saved: these, plus the chunks that were saved since, up to the first refused one.
-        was_refused: whether the store had no memory for a chunk since the latest first step.
+        was_refused: whether the store had no memory for a chunk, or a copy failed, since the latest
+            first step.
         first_step: its latest first step, which was in its first turn if it is a session; None if
             it never ran.
         tables: its vLLM block tables, while it has chunks to save before it ends.

@@ -84,12 +84,13 @@ _RETRIED = PutRefusal.NO_SPACE, PutRefusal.UNREACHABLE
 @dataclass(frozen=True, slots=True)
 class _Grants:
     """What a store, by its number, granted of a save: handles, the runs to write, and the chunk of
-    ``ChunksCopied.refused_chunk``."""
+    ``ChunksCopied.refused_chunk``, if they are written and if they are not."""
 
     store: int = 0
     handles: Sequence[WriteHandle] = ()
     runs: tuple[ChunkRun, ...] = ()
     refused_chunk: int | None = None
+    unwritten_chunk: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +435,7 @@ class PoolClient:
             self.load_costs.learn_late(sources.pop(), nbytes, least_s, began, now)
 
     async def _save(self, save: SaveRequest) -> None:
-        grants = _Grants()
+        grants = _Grants(unwritten_chunk=save.first_chunk)
         was_copied = is_unchanged = is_copying = False
         try:
             async with self._save_slots:
@@ -455,7 +456,7 @@ class PoolClient:
             self._count_refusals("failed", len(grants.handles))
         finally:
             if not was_copied:
-                self._post(ChunksCopied(save.save_id, False, grants.refused_chunk))
+                self._post(ChunksCopied(save.save_id, False, grants.unwritten_chunk))
             try:
                 # Ranks that have not reported may still write. The store gets their memory back
                 # when they have, or when the instance disconnects from it, after its ranks are
@@ -523,11 +524,11 @@ class PoolClient:
         epoch = self._introduce(number)
         if arena is None or epoch != arena.epoch:
             epoch = None  # the store has restarted: the handles' epoch is unknown, so write nothing
-        handles, placed, retried = [], [], []
+        handles, placed, retried = {}, [], []
         num_counted = save.first_chunk + save.num_refused
         for position, grant in zip(missing, grants, strict=True):
             if isinstance(grant, WriteHandle):
-                handles.append(grant)
+                handles[position] = grant
                 if epoch is not None:
                     placed.append(PlacedChunk(epoch, position, grant.offset))
                 continue
@@ -536,7 +537,8 @@ class PoolClient:
             if grant not in _RETRIED or position >= num_counted:
                 self._count_refusals(grant.value, 1)
         runs = tuple(consecutive_runs(placed))
-        return _Grants(number, handles, runs, next(iter(retried), None))
+        first_retried, first = (min(p, default=None) for p in (retried, [*handles, *retried]))
+        return _Grants(number, [*handles.values()], runs, first_retried, first)
 
     async def _held_elsewhere(self, keys: Sequence[bytes], number: int) -> Counter[bytes]:
         """How many stores other than this one have each chunk, or are receiving it."""

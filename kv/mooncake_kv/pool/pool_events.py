@@ -222,8 +222,8 @@ class ChunksCopied:
         save_id: id of the save.
         is_complete: False if the save has failed: nothing is stored, and no answer is expected.
         refused_chunk: position of the first chunk for which the store has no memory at present, or
-            did not reply; it accepted none of the later ones. They may be offered again later.
-            None: there is no such chunk.
+            did not reply, or, if the save has failed, that was not copied. It and the later ones
+            may be offered again later. None: there is no such chunk.
     """
 
     save_id: str

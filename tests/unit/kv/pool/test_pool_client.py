@@ -11,7 +11,7 @@ import pytest
 
 from mooncake_hal.kv.geometry import AttentionKind, KVGeometry
 from mooncake_hal.session.processes import this_process
-from mooncake_kv.errors import Fatal
+from mooncake_kv.errors import Fatal, KVTransferError
 from mooncake_kv.pool import pool_client, rank_orders
 from mooncake_kv.pool.pool_client import PoolClient
 from mooncake_kv.pool.pool_events import (
@@ -247,7 +247,7 @@ def test_chunks_without_memory_are_reported_and_counted_once(instance, monkeypat
     assert instance.is_writing.wait(WAIT_S)
     instance.client.on_rank_message(0, encode(RunsEnded("save", "no", 0, 0.0, 0.0)))
     event = events.get(timeout=WAIT_S)
-    assert event == ChunksCopied("save", is_complete=False, refused_chunk=2)
+    assert event == ChunksCopied("save", is_complete=False, refused_chunk=1)
     again = Future()
     again.set_result(grants[1:])
     monkeypatch.setattr(instance.user, "reserve", lambda *_, **__: again, raising=False)
@@ -264,6 +264,38 @@ def test_nothing_is_written_to_a_store_that_restarted_after_its_grant(instance):
     assert instance.client.save(SaveRequest("save", (b"k" * 16,), 0, (0,)))
     assert instance.has_failed.wait(WAIT_S)
     assert not instance.is_writing.is_set()
+
+
+@pytest.mark.parametrize("failure", ["a rank can't write", "no answer", "the store has restarted"])
+def test_chunks_of_a_save_that_failed_may_be_offered_again(instance, monkeypatch, failure):
+    """Later chunks can't be found without them."""
+    events = Queue()
+    monkeypatch.setattr(instance.client, "_post", events.put)
+    if failure == "the store has restarted":
+        instance.user.restarts = None  # once it has granted memory
+    elif failure == "no answer":
+        refused = Future()
+        refused.set_exception(KVTransferError("the connection is lost"))
+        monkeypatch.setattr(instance.user, "reserve", lambda *_, **__: refused, raising=False)
+    keys = tuple(b"%16d" % number for number in range(4))
+    assert instance.client.save(SaveRequest("save", keys, 1, (0,)))
+    if failure == "a rank can't write":
+        assert instance.is_writing.wait(WAIT_S)
+        instance.client.on_rank_message(0, encode(RunsEnded("save", "no", 0, 0.0, 0.0)))
+    event = events.get(timeout=WAIT_S)
+    assert event == ChunksCopied("save", is_complete=False, refused_chunk=1)
+    instance.await_saves()
+
+
+def test_chunks_that_stores_have_are_not_offered_again(instance, monkeypatch):
+    events = Queue()
+    monkeypatch.setattr(instance.client, "_post", events.put)
+    present = Future()
+    present.set_result([PutRefusal.PRESENT, PutRefusal.STAGING])
+    monkeypatch.setattr(instance.user, "reserve", lambda *_, **__: present, raising=False)
+    assert instance.client.save(SaveRequest("save", (KEY, b"l" * 16), 0, (0,)))
+    assert events.get(timeout=WAIT_S) == ChunksCopied("save", is_complete=False)
+    instance.await_saves()
 
 
 def test_saves_go_to_the_next_store_while_the_first_is_away(instance):
