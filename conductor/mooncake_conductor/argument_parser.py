@@ -17,8 +17,8 @@ class CommandParser(argparse.ArgumentParser):
 
     _words: Sequence[str] = ()
 
-    def __init__(self, *args: Any, allow_abbrev: bool = False, **options: Any) -> None:
-        super().__init__(*args, allow_abbrev=allow_abbrev, **options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._words = sys.argv[1:] if args is None else args
