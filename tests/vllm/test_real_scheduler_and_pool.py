@@ -264,6 +264,26 @@ def test_prompt_whose_log_probabilities_are_wanted_is_not_loaded(store: StoreSer
         assert instance.leftovers() == []
 
 
+@pytest.mark.parametrize(
+    ("connector", "role", "is_dropped"),
+    [
+        ("HalPoolConnector", "kv_both", False),
+        ("HalPullConnector", "kv_consumer", False),
+        ("HalPullConnector", "kv_producer", True),
+    ],
+    ids=["pool", "pool beside D's", "pool beside P's"],
+)
+def test_preemption_drops_output_in_flight_only_if_a_peer_waits_for_kv(
+    connector: str, role: str, is_dropped: bool
+) -> None:
+    """vLLM delivers it otherwise, and needs no steps to compute it again."""
+    config = engine_config(
+        role, connector, "recompute", is_async=True, pool=f"dram=1MiB,chunk={CHUNK}"
+    )
+    with vllm_instance(config, NUM_BLOCKS) as instance:
+        assert instance.scheduler.requires_kv_delivery is is_dropped
+
+
 @pytest.mark.parametrize("store", [MANY], indirect=True)
 @pytest.mark.parametrize("is_behind", [False, True], ids=["runs at once", "runs later"])
 @pytest.mark.parametrize("is_async", [False, True], ids=["Scheduler", "AsyncScheduler"])

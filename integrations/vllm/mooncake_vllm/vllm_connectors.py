@@ -473,6 +473,11 @@ class HalPoolConnector(HalConnector):
             )
         super().__init__(vllm_config, role, kv_cache_config)
 
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """No, whatever the role: nobody waits for a save."""
+        return False
+
     @classmethod
     def _read_settings(cls, vllm_config: Any) -> KVTransferConfig:
         return cls._read_pool(vllm_config).network

@@ -52,7 +52,7 @@ NOT_OVERRIDDEN = {
     "bind_kv_cache_manager": "blocks are held by reports only",
     "get_finished_count": "every worker reports",
     "has_pending_block_frees": "leases end by themselves, soon",
-    "requires_kv_delivery": "the role decides, as the base has it",
+    "requires_kv_delivery": "the role decides, as the base has it; never true of the pool's",
     "requires_piecewise_for_cudagraph": "what no layer's hook names is sent after the step",
     "register_finished_partial_tail": "for stores",
     "supports_divergent_local_hybrid_hits": "recurrent states are refused",
