@@ -50,6 +50,7 @@ CLASSES = {
         "MLAAttentionSpec",
     ),
     "v1/kv_cache_layout.py": ("KVCacheLayout",),
+    "v1/metrics/cache_hit_source.py": ("CacheHitSource",),
     "distributed/kv_events.py": ("BlockStored", "BlockRemoved"),
     "config/vllm.py": ("VllmConfig",),
     "config/kv_events.py": ("KVEventsConfig",),
@@ -64,6 +65,8 @@ CLASSES = {
     "v1/attention/backend.py": ("AttentionBackend",),
 }
 """Classes that our code overrides, calls or reads, by file."""
+NEWER = ("v1/metrics/cache_hit_source.py",)
+"""Those of the files that the oldest releases don't have."""
 CALLERS = (
     "v1/core/sched/scheduler.py",
     "v1/engine/core.py",
@@ -210,6 +213,8 @@ def describe(package: Path) -> Facts:
     """The facts about a release that our connector depends on."""
     nodes: dict[str, ast.ClassDef] = {}
     for path, names in CLASSES.items():
+        if path in NEWER and not (package / path).exists():
+            continue
         tree = ast.parse((package / path).read_text())
         found = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
         nodes |= {name: found[name] for name in names}

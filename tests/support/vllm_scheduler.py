@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -327,6 +327,7 @@ class VllmInstance:
         self._num_ubatches = config.parallel_config.ubatch_size
         self.answers: dict[str, Answer] = {}
         self.published: dict[str, float] = {}  # by vLLM's own statistics: counters are added
+        self.hits: Counter[str] = Counter()  # tokens that connectors loaded, by vLLM's source
         self.num_wrong = 0
 
     def submit(
@@ -487,6 +488,8 @@ class VllmInstance:
         for outputs in self.scheduler.update_from_output(step, output).values():
             if outputs.scheduler_stats is not None:
                 self._publish(outputs.scheduler_stats.kv_connector_stats or {})
+                if (loaded := outputs.scheduler_stats.connector_prefix_cache_stats) is not None:
+                    self.hits.update({s.value: n for s, n in loaded.hits_by_source.items()})
             for item in outputs.outputs:
                 answer = self.answers[item.request_id]
                 answer.tokens += item.new_token_ids

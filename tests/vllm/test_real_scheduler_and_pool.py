@@ -477,6 +477,11 @@ def test_preempted_request_loads_its_saved_kv(store: StoreService) -> None:
         assert instance.scheduler.reset_prefix_cache(reset_running_requests=True)
         pair.check()
         assert instance.figures()["pool_num_loaded_chunks"] == len(PROMPTS[4]) // CHUNK
+        assert not instance.hits, "vLLM counts those of requests that were not preempted"
+        pair.do("forget", 0, 0)
+        pair.do("ask", 4, 0)
+        pair.check()
+        assert instance.hits == {"host": (len(PROMPTS[4]) - 1) // CHUNK * CHUNK}
 
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)

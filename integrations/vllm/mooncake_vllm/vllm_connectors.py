@@ -241,6 +241,15 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
     ) -> None:
         self._scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
 
+    @guarded(dict)
+    def get_external_cache_hit_sources(
+        self, request: Request, num_external_tokens: int
+    ) -> dict[Any, int]:
+        """Called since vLLM 0.32, whose enum of sources is the type of the base's attribute."""
+        sources = type(self._cache_hit_source)
+        counts = self._scheduler_side.hit_sources(request, num_external_tokens)
+        return {sources[name]: count for name, count in counts.items() if count}
+
     @guarded(HalStepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
         side = self._scheduler_side

@@ -10,6 +10,9 @@ from typing import Any, Protocol
 
 NULL_BLOCK = 0
 """Id of the placeholder in vLLM's block tables for blocks that were dropped."""
+HIT_SOURCES = HOST, DISK, P2P, UNSPECIFIED = "HOST", "DISK", "P2P", "EXTERNAL_UNSPECIFIED"
+"""Members of ``vllm.v1.metrics.cache_hit_source.CacheHitSource``, which vLLM has since 0.32. The
+last one is also that of stores elsewhere."""
 
 
 class RequestStatus(Protocol):

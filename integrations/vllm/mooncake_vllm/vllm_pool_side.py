@@ -12,6 +12,7 @@ import logging
 import secrets
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum, auto
@@ -38,7 +39,15 @@ from mooncake_kv.pool.pool_worker import PoolWorker
 from mooncake_kv.store.chunk_keys import KVIdentity, num_loadable_chunks
 from mooncake_kv.store.store_events import StoreEventBuffer
 from mooncake_vllm.rank_link import ReportLoad, ReportSend
-from mooncake_vllm.vllm_interface import BlockPool, KVCacheBlocks, Request, SchedulerOutput
+from mooncake_vllm.vllm_interface import (
+    DISK,
+    HOST,
+    UNSPECIFIED,
+    BlockPool,
+    KVCacheBlocks,
+    Request,
+    SchedulerOutput,
+)
 from mooncake_vllm.vllm_memory import join_tables
 from mooncake_vllm.vllm_pool_saves import PoolSaves, count_tokens, num_plain_tokens
 from mooncake_vllm.vllm_scheduler_base import Instance, SchedulerSideBase
@@ -54,6 +63,8 @@ PUBLISHED_STATS = (
     "saved_bytes", "num_save_refusals",
 )  # fmt: skip
 """The fields of ``PoolStats`` that are published as vLLM metrics."""
+HIT_SOURCE_OF = {"dram": HOST, "ssd": DISK}
+"""What vLLM calls the tiers of the first store; it doesn't tell others apart."""
 LOOK_UP_TIMEOUT_S = 2.0
 """Seconds that a request waits for its look-up before it runs without one."""
 REFUSED = "FINISHED_ERROR"
@@ -223,6 +234,18 @@ class PoolSchedulerSide(SchedulerSideBase):
         except BaseException as exc:
             self._load_ended(PoolLoadEnded(pooled.name, 0, f"it can't be started: {exc!r}"))
             raise
+
+    def hit_sources(self, request: Request, num_tokens: int) -> dict[str, int]:
+        """Where the tokens that a request loads come from, see ``HIT_SOURCES``."""
+        with self._lock:
+            sources = self._by_request[request.request_id].sources
+        first, counts = len(sources) * self._chunk_tokens - num_tokens, Counter[str]()
+        for chunk, source in enumerate(sources):
+            missing = (chunk + 1) * self._chunk_tokens - max(0, first)
+            tier = HIT_SOURCE_OF.get(source.name, UNSPECIFIED)
+            counts[tier] += min(self._chunk_tokens, max(0, missing))
+        counts[UNSPECIFIED] += num_tokens - counts.total()  # of a load that has failed already
+        return counts
 
     @property
     def is_waiting(self) -> bool:

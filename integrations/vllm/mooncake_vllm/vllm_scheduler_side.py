@@ -44,6 +44,7 @@ from mooncake_vllm.rank_link import RankInfo, ReportLoad, ReportSend
 from mooncake_vllm.remote_prompts import NOT_REQUESTED, RemotePrompts
 from mooncake_vllm.vllm_interface import (
     NULL_BLOCK,
+    P2P,
     BlockPool,
     KVCacheBlocks,
     Request,
@@ -224,6 +225,10 @@ class SchedulerSide(SchedulerSideBase):
                 self._connector.start_load_kv(name, (), prompt, len(prompt))
             else:  # push, early pull: no prefill was requested yet
                 self._connector.cancel_load(name)
+
+    def hit_sources(self, request: Request, num_tokens: int) -> dict[str, int]:
+        """Where the tokens that a request loads come from, see ``HIT_SOURCES``."""
+        return {P2P: num_tokens}
 
     @property
     def is_waiting(self) -> bool:

@@ -18,6 +18,7 @@ import pytest
 
 import mooncake_vllm
 from mooncake_vllm import vllm_plugin
+from mooncake_vllm.vllm_interface import HIT_SOURCES
 
 RELEASES = {
     path.stem: json.loads(path.read_text()) for path in sorted(Path(__file__).parent.glob("*.json"))
@@ -56,7 +57,6 @@ NOT_OVERRIDDEN = {
     "requires_piecewise_for_cudagraph": "what no layer's hook names is sent after the step",
     "register_finished_partial_tail": "for stores",
     "supports_divergent_local_hybrid_hits": "recurrent states are refused",
-    "get_external_cache_hit_sources": "the base's",
     "get_kv_connector_kv_cache_events": "stores tell the scheduler's side: take_events",
 }
 """Hooks of the base class that we don't override, with reasons."""
@@ -190,6 +190,15 @@ def test_attributes_read_from_requests_and_blocks_exist(facts: dict[str, Any]) -
     assert facts["methods"]["KVCacheBlocks"]["get_block_ids"]["num_optional"] == len(
         facts["methods"]["KVCacheBlocks"]["get_block_ids"]["parameters"]
     )
+
+
+@release
+def test_sources_of_hits_are_members_of_vllms_enum(facts: dict[str, Any]) -> None:
+    known = facts["members"].get("CacheHitSource")
+    hooks = {"_cache_hit_source", "get_external_cache_hit_sources"}
+    found = hooks & {*facts["members"]["KVConnectorBase_V1"]}
+    assert found == (set() if known is None else hooks)
+    assert known is None or {*HIT_SOURCES} <= {*known}
 
 
 @release

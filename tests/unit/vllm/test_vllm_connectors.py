@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections import Counter
+from contextlib import nullcontext
+from enum import Enum
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -460,6 +464,39 @@ def test_connector_and_pool_metrics_have_distinct_names(
         "vllm:mooncake_hal_pool_hook_errors",
     }
     assert published <= {*names}
+
+
+def test_loaded_tokens_are_reported_by_source(connectors: ModuleType) -> None:
+    """As members of vLLM's enum, which its releases before 0.32 don't have."""
+    from mooncake_kv.pool.pool_events import ChunkSource
+    from mooncake_kv.store.chunk_store import Tier
+    from mooncake_vllm.vllm_pool_side import PoolSchedulerSide
+    from mooncake_vllm.vllm_scheduler_side import SchedulerSide
+
+    names = {"HOST": "host", "P2P": "p2p", "DISK": "disk", "EXTERNAL_UNSPECIFIED": "external"}
+    sources: Any = Enum("CacheHitSource", names)
+    places = [(0, Tier.DRAM), (0, Tier.DRAM), (0, Tier.SSD), (1, Tier.DRAM)]
+    request = SimpleNamespace(request_id="a")
+    pool: Any = SimpleNamespace(
+        _by_request={"a": SimpleNamespace(sources=[ChunkSource(*each) for each in places])},
+        _lock=nullcontext(),
+        _chunk_tokens=8,
+    )
+    peer, stores = (partial(each.hit_sources, pool) for each in (SchedulerSide, PoolSchedulerSide))
+    for side, count, wanted in (
+        (peer, 5, {"P2P": 5}),
+        (peer, 0, {}),
+        (stores, 32, {"HOST": 16, "DISK": 8, "EXTERNAL_UNSPECIFIED": 8}),
+        (stores, 18, {"HOST": 2, "DISK": 8, "EXTERNAL_UNSPECIFIED": 8}),
+        (stores, 0, {}),
+    ):
+        made = connector(connectors, scheduler=SimpleNamespace(hit_sources=side))
+        made._cache_hit_source = sources.EXTERNAL_UNSPECIFIED
+        found = made.get_external_cache_hit_sources(request, count)
+        assert found == {sources[name]: number for name, number in wanted.items()}
+    pool._by_request["a"].sources = []  # its load has failed already
+    found = PoolSchedulerSide.hit_sources(pool, request, 8)
+    assert +Counter(found) == {"EXTERNAL_UNSPECIFIED": 8}
 
 
 def test_store_events_have_vllm_format(connectors: ModuleType) -> None:
