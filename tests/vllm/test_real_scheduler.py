@@ -12,6 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -299,6 +300,44 @@ def run_orders(
             world.check(may_fail=may_fail)
 
     run()
+
+
+@pytest.mark.parametrize("is_lost", [False, True], ids=["P has it", "P has lost it"])
+def test_kv_of_a_peer_is_loaded_before_stores_have_answered(
+    is_lost: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the peer's KV is lost, the chunks are loaded which the stores have named meanwhile."""
+    monkeypatch.setattr("mooncake_vllm.vllm_pool_side.LOOK_UP_TIMEOUT_S", 10 * SETTLED_S)
+    prefill_config, decode_config = (
+        engine_config(role, "HalPullConnector", "recompute", is_async=False, pool=pool)
+        for role, pool in (("kv_producer", None), ("kv_consumer", POOL))
+    )
+    prompt, num_chunks = PROMPTS[4], (len(PROMPTS[4]) - 1) // 8
+    with (
+        vllm_instance(prefill_config, NUM_BLOCKS) as prefill,
+        vllm_instance(decode_config, NUM_BLOCKS) as decode,
+    ):
+        decode.submit("first", prompt, 1)
+        settle([decode], SETTLED_S)
+        wait_for(lambda: decode.figures()["pool_num_saved_chunks"] == len(prompt) // 8)
+        assert decode.scheduler.reset_prefix_cache()
+        prefill.submit("p", prompt, 1, {"do_remote_decode": True})
+        wait_for(lambda: prefill.answers["p"].params is not None, prefill.step)
+        pull, pool = (each._scheduler for each in children(decode.scheduler.connector))
+        [store] = pool._client._stores.all
+        answer: Future[Any] = Future()
+        probe_now = store.probe
+        monkeypatch.setattr(store, "probe", lambda keys: answer)
+        params = (prefill.answers["p"].params or {}) | (CHANGES[1] if is_lost else {})
+        decode.submit("d", prompt, 2, params)
+        wait_for(lambda: pull._prompts.num_to_load("d", 0) == 0, decode.step)  # it has begun
+        answer.set_result(probe_now(pool._by_request["d"].keys).result())
+        settle([prefill, decode], SETTLED_S)
+        assert decode.answers["d"].tokens == answer_to(prompt, 2)
+        assert decode.figures()["pool_num_loaded_chunks"] == (num_chunks if is_lost else 0)
+        for each in (prefill, decode):
+            assert each.figures()["hook_errors"] == 0
+            assert each.leftovers() == []
 
 
 @pytest.mark.parametrize("window", [0, 6], ids=["full", "sliding"])

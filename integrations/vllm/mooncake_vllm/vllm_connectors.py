@@ -79,6 +79,19 @@ STEP_WAITS: WeakValueDictionary[str, StepWait] = WeakValueDictionary()
 its children to each other; they find the one that they share here."""
 
 
+@dataclass
+class PeerOffer:
+    """The request for which a peer has the KV, if the latest one that vLLM has asked about is such
+    a request. A MultiConnector takes the tokens of the first child that finds some, but asks all of
+    them, and waits for as long as any of them looks for them."""
+
+    request_id: str = ""
+
+
+PEER_OFFERS: WeakValueDictionary[str, PeerOffer] = WeakValueDictionary()
+"""The offer that the connectors of this process's scheduler share, as above."""
+
+
 def guarded(fallback: Callable[[], Any]) -> Callable[[Hook], Hook]:
     """Decorate a hook so that its errors are logged and counted.
 
@@ -191,6 +204,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self._may_wait = steps_may_wait(vllm_config)
         self._names_layers = not vllm_config.parallel_config.use_ubatching
         self._deltas = MetricDeltas()
+        self._offer = PEER_OFFERS.setdefault(vllm_config.instance_id, PeerOffer())
         self._config = self._read_settings(vllm_config)
         check_supported(vllm_config, kv_cache_config)
         if role == KVConnectorRole.WORKER and not self.loads_wait_for_steps:
@@ -233,12 +247,18 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         count = self._scheduler_side.get_num_new_matched_tokens(request, num_computed_tokens)
+        if not self.is_pool:
+            self._offer.request_id = request.request_id if count else ""
+        elif count is None and self._offer.request_id == request.request_id:
+            count = 0  # nobody will ask for the stores' answer, unless the peer's KV does not come
         return count, bool(count)
 
     @guarded(_return_none)
     def update_state_after_alloc(
         self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int
     ) -> None:
+        if not self.is_pool:
+            self._offer.request_id = ""
         self._scheduler_side.update_state_after_alloc(request, blocks, num_external_tokens)
 
     @guarded(dict)

@@ -203,7 +203,8 @@ class PoolSchedulerSide(SchedulerSideBase):
         pooled = self._by_request.get(request.request_id)
         if pooled is None or pooled.state is PoolState.LOADING:
             return 0
-        if pooled.state is PoolState.FINISHED and request.num_preemptions > pooled.num_preemptions:
+        is_old = pooled.state is not PoolState.LOOKING_UP
+        if is_old and request.num_preemptions > pooled.num_preemptions:
             pooled = self._look_up(request) or pooled
         if time.monotonic() >= pooled.deadline:
             self._found(pooled, ())  # ignored if the stores have answered

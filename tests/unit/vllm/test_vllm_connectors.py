@@ -47,7 +47,7 @@ def connector(connectors: ModuleType, **sides: Any) -> Any:
     made.num_errors = 0
     made._held, made._may_wait = [], sides.get("may_wait", True)
     made._names_layers = sides.get("names_layers", True)
-    made._deltas = connectors.MetricDeltas()
+    made._deltas, made._offer = connectors.MetricDeltas(), SimpleNamespace(request_id="")
     made._scheduler, made._worker = sides.get("scheduler"), sides.get("worker")
     return made
 
@@ -260,10 +260,35 @@ def test_connectors_of_an_instance_share_the_wait_of_its_steps(connectors: Modul
 
 
 def test_matched_token_count_is_asynchronous(connectors: ModuleType) -> None:
+    request = SimpleNamespace(request_id="a")
     for count, wanted in ((5, (5, True)), (0, (0, False)), (None, (None, False))):
-        side = SimpleNamespace(get_num_new_matched_tokens=lambda request, done, count=count: count)
-        made = connector(connectors, scheduler=side)
-        assert made.get_num_new_matched_tokens(None, 0) == wanted
+        made = connector(connectors, scheduler=finder(count))
+        assert made.get_num_new_matched_tokens(request, 0) == wanted
+
+
+def finder(count: int | None) -> SimpleNamespace:
+    """A scheduler side that finds so many tokens for each request."""
+    return SimpleNamespace(
+        get_num_new_matched_tokens=lambda request, num_computed: count,
+        update_state_after_alloc=lambda request, blocks, num_tokens: None,
+    )
+
+
+@pytest.mark.parametrize("num_found", [5, 0])
+def test_request_does_not_wait_for_stores_if_a_peer_has_its_kv(
+    connectors: ModuleType, num_found: int
+) -> None:
+    """MultiConnector asks all of its children, and waits if any of them says None."""
+    peer = connector(connectors, scheduler=finder(num_found))
+    pool = connector(connectors, scheduler=finder(None))
+    pool.__class__, pool._offer = connectors.HalPoolConnector, peer._offer
+    ours, other = (SimpleNamespace(request_id=name) for name in ("ours", "other"))
+    waits, runs = (None, False), (0, False)
+    peer.get_num_new_matched_tokens(ours, 0)
+    assert pool.get_num_new_matched_tokens(other, 0) == waits
+    assert pool.get_num_new_matched_tokens(ours, 0) == (runs if num_found else waits)
+    peer.update_state_after_alloc(ours, None, num_found)
+    assert pool.get_num_new_matched_tokens(ours, 0) == waits, "it is asked first"
 
 
 @pytest.mark.parametrize(
