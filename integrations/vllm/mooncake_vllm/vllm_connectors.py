@@ -41,6 +41,7 @@ from mooncake_vllm.errors import ConnectorDied, UnsupportedByVllmConnector
 from mooncake_vllm.transfer_stats import POOL, HalPromMetrics, HalStats, MetricDeltas
 from mooncake_vllm.vllm_instance import (
     check_outer_role,
+    check_siblings,
     check_supported,
     describe_device,
     describe_instance,
@@ -207,9 +208,12 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         self._offer = PEER_OFFERS.setdefault(vllm_config.instance_id, PeerOffer())
         self._config = self._read_settings(vllm_config)
         check_supported(vllm_config, kv_cache_config)
-        if role == KVConnectorRole.WORKER and not self.loads_wait_for_steps:
+        if role == KVConnectorRole.WORKER:
             # vLLM has set it in its workers: a MultiConnector's child is given another one.
-            check_outer_role(vllm_config, get_current_vllm_config_or_none())
+            outer = get_current_vllm_config_or_none()
+            check_siblings(outer, type(self).__name__)
+            if not self.loads_wait_for_steps:
+                check_outer_role(vllm_config, outer)
         self._worker: WorkerSide | None = None
         self._scheduler: SchedulerHooks | None = None
         if role == KVConnectorRole.SCHEDULER:

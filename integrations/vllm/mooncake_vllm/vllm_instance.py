@@ -221,6 +221,29 @@ def check_outer_role(vllm_config: Any, outer: Any) -> None:
         )
 
 
+def check_siblings(outer: Any, connector: str) -> None:
+    """Refuse two children of MultiConnector of the same class: their workers would have the same
+    sockets, and their metrics the same names.
+
+    Args:
+        outer: vLLM's configuration; None if it is unknown.
+        connector: name of the class.
+
+    Raises:
+        UnsupportedByVllmConnector: there are two.
+    """
+    transfer_of_vllm = None if outer is None else outer.kv_transfer_config
+    if transfer_of_vllm is None:
+        return
+    children = transfer_of_vllm.kv_connector_extra_config.get("connectors", ())
+    count = sum(child.get("kv_connector") == connector for child in children)
+    if count > 1:
+        raise UnsupportedByVllmConnector(
+            f"MultiConnector has {count} children that are {connector}: configure one of them "
+            "(a pool can have several stores: connect=HOST:PORT,connect=HOST:PORT)"
+        )
+
+
 def _parallel_problems(parallel: Any) -> Iterator[str]:
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:

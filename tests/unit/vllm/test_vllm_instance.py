@@ -17,6 +17,7 @@ from mooncake_kv.model_fingerprint import model_fingerprint
 from mooncake_vllm.errors import UnsupportedByVllmConnector
 from mooncake_vllm.vllm_instance import (
     check_outer_role,
+    check_siblings,
     check_supported,
     describe_device,
     describe_instance,
@@ -184,6 +185,32 @@ def test_roles_with_which_no_step_writes_to_loaded_blocks_are_accepted(
     child: Any, outer: Any
 ) -> None:
     check_outer_role(child, outer)
+
+
+def with_children(*connectors: str) -> Any:
+    children = [{"kv_connector": name} for name in connectors]
+    transfer = SimpleNamespace(kv_connector_extra_config={"connectors": children})
+    return SimpleNamespace(kv_transfer_config=transfer)
+
+
+def test_second_child_of_the_same_kind_is_rejected_by_name() -> None:
+    """Both would give their workers the same sockets."""
+    with pytest.raises(UnsupportedByVllmConnector, match="2 children that are HalPoolConnector"):
+        check_siblings(with_children("HalPoolConnector", "HalPoolConnector"), "HalPoolConnector")
+
+
+@pytest.mark.parametrize(
+    "outer",
+    [
+        with_children("HalPullConnector", "HalPoolConnector"),
+        SimpleNamespace(kv_transfer_config=SimpleNamespace(kv_connector_extra_config={})),
+        SimpleNamespace(kv_transfer_config=None),
+        None,
+    ],
+    ids=["two kinds", "no children", "no connector", "unknown"],
+)
+def test_one_child_of_each_kind_is_accepted(outer: Any) -> None:
+    check_siblings(outer, "HalPoolConnector")
 
 
 def test_request_ids_that_may_repeat_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
