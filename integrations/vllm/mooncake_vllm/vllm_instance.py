@@ -190,8 +190,13 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
     )
     specs = [group.kv_cache_spec for group in groups]
     problems += _group_problems(parallel, specs)
-    if vllm_config.model_config.enable_sleep_mode:  # vLLM itself asks the connector from 0.33 on
-        problems.append("sleep mode, which moves memory whose addresses peers have")
+    model_config = vllm_config.model_config
+    # Of sleep mode, vLLM itself asks the connector from 0.33 on; the allocator suffices to sleep.
+    if model_config.enable_sleep_mode or model_config.enable_cumem_allocator:
+        problems.append(
+            "sleep mode, or its allocator (--enable-cumem-allocator): they move memory whose "
+            "addresses peers have"
+        )
     if int(os.environ.get(REPEATING_IDS, "0")):  # a lease of an earlier request could be confirmed
         problems.append(f"{REPEATING_IDS}: leases are named by request ids, which must not repeat")
     if problems:

@@ -109,6 +109,7 @@ def model(**changes: Any) -> Any:
         "hf_config_path": None,
         "max_model_len": 4096,
         "enable_sleep_mode": False,
+        "enable_cumem_allocator": False,
         "hf_config": SimpleNamespace(to_json_string=lambda: "{}"),
         "hf_text_config": SimpleNamespace(kv_lora_rank=512, qk_rope_head_dim=64),
         "get_total_num_kv_heads": lambda: 8,
@@ -220,10 +221,12 @@ def test_request_ids_that_may_repeat_are_rejected(monkeypatch: pytest.MonkeyPatc
         check_supported(config(), caches(spec()))
 
 
-def test_sleep_mode_is_rejected_with_releases_without_a_hook_for_it() -> None:
+@pytest.mark.parametrize("option", ["enable_sleep_mode", "enable_cumem_allocator"])
+def test_memory_that_vllm_can_move_is_rejected(option: str) -> None:
+    """Sleep mode enables the allocator; vLLM can be sent to sleep with the allocator alone."""
     sleepy = config()
-    sleepy.model_config.enable_sleep_mode = True
-    with pytest.raises(UnsupportedByVllmConnector, match="sleep mode"):
+    setattr(sleepy.model_config, option, True)
+    with pytest.raises(UnsupportedByVllmConnector, match="sleep mode, or its allocator"):
         check_supported(sleepy, caches(spec()))
 
 
