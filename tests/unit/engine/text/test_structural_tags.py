@@ -78,6 +78,6 @@ def test_special_tokens_are_triggers_and_ends(tokenizer: Tokenizer, vocabulary: 
 
 def test_reasoning_precedes_the_tags(tokenizer: Tokenizer, vocabulary: Vocabulary) -> None:
     grammar = structural_tag_grammar(TAGS, ["<fn="], tokenizer)
-    matcher = vocabulary.matcher(after_reasoning(grammar, ReasoningState.OPEN))
+    matcher = vocabulary.matcher(after_reasoning(grammar, ReasoningState.OPEN, tokenizer))
     assert outcome(matcher, b"try <fn=milk>?</think>then <fn=count>5</fn>") == "end"
     assert outcome(matcher, b"<fn=m") == "refused"
