@@ -26,6 +26,14 @@ def executor() -> ScriptedExecutor:
 
 
 @pytest.fixture
+def interrupts() -> Iterator[None]:
+    """Python's own handling of Ctrl-C, which a program that was started in the background lacks."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
 def engine(executor: ScriptedExecutor, byte_tokenizer: Tokenizer) -> LLMEngine:
     return LLMEngine(scripted_engine(executor), byte_tokenizer)
 
@@ -158,6 +166,7 @@ def test_engine_death_is_raised_to_the_caller(llm: LLM, executor: ScriptedExecut
         llm.generate(["tea", "milk", "no"])
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_interrupted_generation_can_be_followed_by_another(
     llm: LLM, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -177,6 +186,7 @@ def test_interrupted_generation_can_be_followed_by_another(
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_updates_of_an_interrupted_step_come_with_the_next(
     engine: LLMEngine, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +208,7 @@ def test_updates_of_an_interrupted_step_come_with_the_next(
     assert text == "TEA"
 
 
+@pytest.mark.usefixtures("interrupts")
 def test_engine_whose_step_was_broken_off_runs_nothing_more(
     llm: LLM, executor: ScriptedExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
