@@ -1,8 +1,9 @@
 """The request types of the OpenAI API, their decoding, and errors in OpenAI's format.
 
-A field that is not declared here is ignored if that changes no answer, or else rejected by name:
-see ``unknown_fields``. Fields of type ``None`` exist in OpenAI's API but are not supported here;
-clients may send them as null, as they do with fields that they don't use. Fields that only a
+Clients add fields of their own to messages and tools, such as ``cache_control``: these are skipped.
+Any other field that is not declared here is ignored if that changes no answer, or else rejected by
+name: see ``unknown_fields``. Fields of type ``None`` exist in OpenAI's API but are not supported
+here; clients may send them as null, as they do with fields that they don't use. Fields that only a
 service with accounts can use (``user``, ``metadata``, ``service_tier``) are accepted and have no
 effect.
 """
@@ -28,12 +29,7 @@ from mooncake_engine.errors import (
     PromptTooLong,
 )
 from mooncake_engine.server.live_requests import RequestAborted, ShuttingDown
-from mooncake_engine.server.unknown_fields import (
-    refusal,
-    remove,
-    remove_defaults,
-    warn_once,
-)
+from mooncake_engine.server.unknown_fields import ignore_unknown, remove_without_effect
 
 
 class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -169,22 +165,20 @@ class CompletionRequest(GenerationFields, kw_only=True, forbid_unknown_fields=Tr
     suffix: None = None
 
 
-class TextPart(
-    msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type", tag="text"
-):
+class TextPart(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     """A part of a message's content; only text is supported."""
 
     text: str
 
 
-class FunctionCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class FunctionCall(msgspec.Struct, kw_only=True):
     """The function that an earlier response called; its arguments are JSON text."""
 
     name: str
     arguments: str
 
 
-class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ToolCall(msgspec.Struct, kw_only=True):
     """A call in an earlier response."""
 
     function: FunctionCall
@@ -193,7 +187,7 @@ class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     index: int | None = None
 
 
-class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Function(msgspec.Struct, kw_only=True):
     """A function that the model may call; its parameters are a JSON schema."""
 
     name: str
@@ -202,7 +196,7 @@ class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     strict: bool | None = None
 
 
-class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class Tool(msgspec.Struct, kw_only=True):
     """A tool; only functions are supported."""
 
     function: Function
@@ -222,7 +216,7 @@ class NamedToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
 
 
-class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class ChatMessage(msgspec.Struct, kw_only=True):
     """One message of a conversation. The fields of type null are part of earlier responses, and
     clients send them back."""
 
@@ -295,7 +289,6 @@ class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 RequestType = TypeVar("RequestType", bound=msgspec.Struct)
 
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<field>.*?)`")
-_MAX_IGNORED = 32
 
 
 def decode_request(body: bytes, request_type: type[RequestType]) -> RequestType:
@@ -317,23 +310,18 @@ def decode_request(body: bytes, request_type: type[RequestType]) -> RequestType:
         raise InvalidRequest(str(exc), param=exc.param) from exc
 
 
-def _without_unknown(value: Any, request_type: type[RequestType]) -> RequestType:
-    """Decode a body, removing one ignorable unknown field per attempt until none is left."""
-    remove_defaults(value, request_type.__struct_fields__)
-    for _ in range(_MAX_IGNORED + 1):
+def _without_unknown(body: dict[str, Any], request_type: type[RequestType]) -> RequestType:
+    """Convert a body whose unknown fields can be ignored; what is in its objects has one attempt
+    for each object of the type."""
+    ignore_unknown(body, request_type.__struct_fields__)
+    while True:
         try:
-            return msgspec.convert(value, request_type, str_keys=True)
+            return msgspec.convert(body, request_type, str_keys=True)
         except (msgspec.ValidationError, RecursionError) as exc:
             unknown, path = _UNKNOWN.match(str(exc)), path_in(exc)
             if unknown is None:
                 raise explain(exc, request_type) from exc
-            field = unknown["field"]
-            if message := refusal(value, field, path, list(request_type.__struct_fields__)):
-                param = f"{path}.{field}" if path else field
-                raise InvalidRequest(message, param=param) from exc
-        warn_once(field, path)
-        remove(value, path, field)
-    raise InvalidRequest(f"the body has more than {_MAX_IGNORED} unknown fields")
+            remove_without_effect(body, path, unknown["field"])
 
 
 _RETRY_AFTER_S = 1

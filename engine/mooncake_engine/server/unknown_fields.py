@@ -1,8 +1,8 @@
 """Decides whether an unknown request field is ignored or rejected; used by ``decode_request``.
 
 Clients send fields of other servers: accounting, caching hints, their own tags. These are ignored
-if they change no answer. A field that would change the answer is rejected, whether it is another
-server's or a misspelt known one.
+if they change no answer; in messages and tools always, whose types skip them. A field that would
+change the answer is rejected, whether it is another server's or a misspelt known one.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ import re
 from collections.abc import Collection
 from typing import Any
 
+from mooncake_engine.errors import InvalidRequest
+
 logger = logging.getLogger(__name__)
 
-_EXTENSIBLE_OBJECTS = re.compile(r"(messages|tools)(\[|\.|$)")
-"""Paths of objects to which clients add fields without effect on the answer; their known fields are
-complete. An unknown field in any other object requests some behaviour."""
 _ALTERNATIVES = {
     "guided_json": "structured_outputs",
     "guided_regex": "structured_outputs",
@@ -75,28 +74,64 @@ _NO_EFFECT_VALUES: dict[str, Any] = {
 them, and they are ignored, as null is."""
 _MAX_COMPARED_CHARACTERS = 64
 """Longer names are no misspelt fields. Comparing a name costs its length times that of each."""
+_MAX_IGNORED = 32
 _MAX_WARNED = 256
 _warned: set[str] = set()
 
 
-def refusal(body: Any, field: str, path: str, known: list[str]) -> str | None:
-    """The error message for an unknown field that can't be ignored; None if it can be ignored.
+def ignore_unknown(body: dict[str, Any], known: Collection[str]) -> None:
+    """Remove the unknown fields of a body, and log those that ask for something. Those with values
+    that match this server's behaviour don't: a client that sends every parameter of another server
+    sends dozens.
 
     Args:
         body: the decoded body.
-        field: the name of the field.
-        path: the object that holds it, such as ``messages[0]``; empty for the body itself.
         known: the known fields of the body.
+
+    Raises:
+        InvalidRequest: a field can't be ignored, or there are too many.
     """
-    name = f"{path}.{field}" if path else field
-    harmless = (None, _NO_EFFECT_VALUES.get(name))
-    if path and not _EXTENSIBLE_OBJECTS.match(path):
-        values = [item.get(field) for item in _objects_at(body, path)]
-        if values and all(value in harmless for value in values):
-            return None
-        return f"unknown field {name}; remove it"
-    if path or body.get(field) in harmless:
-        return None
+    unknown = [field for field in body if field not in known]
+    asking = [field for field in unknown if not _has_no_effect(body[field], field)]
+    if len(asking) > _MAX_IGNORED:
+        raise InvalidRequest(f"the body has more than {_MAX_IGNORED} unknown fields")
+    for field in asking:
+        if message := _refusal(field, known):
+            raise InvalidRequest(message, param=field)
+        _warn_once(field)
+    for field in unknown:
+        del body[field]
+
+
+def remove_without_effect(body: dict[str, Any], path: str, field: str) -> None:
+    """Remove all fields without effect from an object within a body, and from its siblings in the
+    lists on that path.
+
+    Args:
+        body: the decoded body.
+        path: the object, such as ``structured_outputs``.
+        field: an unknown field of the object, or of one of its siblings.
+
+    Raises:
+        InvalidRequest: the unknown field would have an effect: any that is set in an object
+            within the body asks for some behaviour.
+    """
+    name = f"{path}.{field}"
+    objects = _objects_at(body, path)
+    values = [item[field] for item in objects if field in item]
+    if not values or not all(_has_no_effect(value, name) for value in values):
+        raise InvalidRequest(f"unknown field {name}; remove it", param=name)
+    for item in objects:
+        for key in [key for key in item if _has_no_effect(item[key], f"{path}.{key}")]:
+            del item[key]
+
+
+def _has_no_effect(value: Any, name: str) -> bool:
+    return value is None or (name in _NO_EFFECT_VALUES and value == _NO_EFFECT_VALUES[name])
+
+
+def _refusal(field: str, known: Collection[str]) -> str | None:
+    """The error message for an unknown field of a body; None if it can be ignored."""
     if field in _ALTERNATIVES:
         return f"{field} is not supported: use {_ALTERNATIVES[field]}"
     if field in _REJECTED:
@@ -107,30 +142,8 @@ def refusal(body: Any, field: str, path: str, known: list[str]) -> str | None:
     return f"unknown field {field}; did you mean {nearest[0]}?" if nearest else None
 
 
-def remove_defaults(body: Any, known: Collection[str]) -> None:
-    """Remove the unknown fields of a body whose values match this server's behaviour: a client that
-    sends every parameter of another server sends dozens.
-
-    Args:
-        body: the decoded body.
-        known: the known fields of the body.
-    """
-    if isinstance(body, dict):
-        unknown = [field for field in body if field not in known]
-        for field in unknown:
-            if body[field] in (None, _NO_EFFECT_VALUES.get(field)):
-                del body[field]
-
-
-def remove(value: Any, path: str, field: str) -> None:
-    """Remove a field from a decoded body: from the object at ``path``, and from its siblings in the
-    lists on that path."""
-    for item in _objects_at(value, path):
-        item.pop(field, None)
-
-
-def _objects_at(value: Any, path: str) -> list[dict[str, Any]]:
-    found = [value]
+def _objects_at(body: Any, path: str) -> list[dict[str, Any]]:
+    found = [body]
     for step in re.findall(r"[^.\[\]]+|\[", path):
         if step == "[":
             found = [item for items in found if isinstance(items, list) for item in items]
@@ -139,10 +152,9 @@ def _objects_at(value: Any, path: str) -> list[dict[str, Any]]:
     return [item for item in found if isinstance(item, dict)]
 
 
-def warn_once(field: str, path: str) -> None:
+def _warn_once(field: str) -> None:
     """Log an ignored field, once per field and for a bounded number of fields."""
-    name = re.sub(r"\[\d+\]", "[]", f"{path}.{field}" if path else field)
-    if name in _warned or len(_warned) >= _MAX_WARNED:
+    if field in _warned or len(_warned) >= _MAX_WARNED:
         return
-    _warned.add(name)
-    logger.warning("ignoring the unknown request field %r", name[:100])
+    _warned.add(field)
+    logger.warning("ignoring the unknown request field %r", field[:100])
