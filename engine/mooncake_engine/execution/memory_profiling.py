@@ -203,20 +203,35 @@ def memory_for_kv(config: EngineConfig, runtime: Runtime, index: int, peak_bytes
     info = runtime.memory_info(index)
     num_sharing = config.num_ranks_per_node if len(runtime.devices()) == 1 else 1
     share = memory_utilization(config) * info.total_bytes / num_sharing
-    left = int(min(share - peak_bytes, info.free_bytes / num_sharing))
+    free = (info.free_bytes - _KEPT_FREE * info.total_bytes) / num_sharing
+    left = int(min(share - peak_bytes, free))
     logger.info(
         "device %d: of %.2f GiB for this rank, weights and the largest step take %.2f GiB; "
         "%.2f GiB are left for KV",
         index,
         share / _GIB,
         peak_bytes / _GIB,
-        left / _GIB,
+        max(left, 0) / _GIB,
     )
-    if left <= 0:
+    if share <= peak_bytes:
         raise ConfigError(
             f"memory_utilization {memory_utilization(config):g} allows {share / _GIB:.2f} GiB, "
             f"but weights and the largest step take {peak_bytes / _GIB:.2f} GiB: raise it, lower "
             "max_num_batched_tokens, or use more ranks"
+        )
+    if left <= 0:
+        raise ConfigError(
+            f"device {index} has {info.free_bytes / _GIB:.2f} GiB free beside weights and the "
+            f"largest step, of which {_KEPT_FREE * info.total_bytes / _GIB:.2f} GiB stay free: "
+            "end what else uses it"
+        )
+    if free < share - peak_bytes:
+        logger.warning(
+            "device %d: other processes hold memory that memory_utilization %g counts on; KV gets "
+            "%.2f GiB less",
+            index,
+            memory_utilization(config),
+            (share - peak_bytes - left) / _GIB,
         )
     return left
 
@@ -226,5 +241,8 @@ def memory_utilization(config: EngineConfig) -> float:
     return DEFAULT_UTILIZATION if config.memory_utilization is None else config.memory_utilization
 
 
+_KEPT_FREE = 1 / 64
+"""The share of a device's memory that KV leaves free where other processes hold more than
+``memory_utilization`` leaves them: libraries allocate beyond the measured peak."""
 DEFAULT_UTILIZATION = 0.9
 """The default share of the memory of a device that is not the host."""

@@ -11,10 +11,12 @@ import torch
 from support.checkpoints import random_model, write_checkpoint
 
 from mooncake_engine.config import EngineConfig
+from mooncake_engine.errors import ConfigError
 from mooncake_engine.execution.engine_plan import EnginePlan, make_plan
 from mooncake_engine.execution.memory_profiling import (
     largest_steps,
     measure_peak,
+    memory_for_kv,
     profiling_kv_cache_size,
 )
 from mooncake_engine.scheduling.step_plan import StepPlan
@@ -165,3 +167,36 @@ def test_step_larger_than_the_graphs_is_the_peak() -> None:
     runner: Any = Runner(device, 5000)
     runtime: Any = device
     assert measure_peak(runner, [StepPlan(0)], [], runtime, 0) == 6000
+
+
+@dataclass
+class SharedDevice:
+    """A device of 64,000 bytes, of which other processes leave some free."""
+
+    free: int
+
+    def devices(self) -> list[int]:
+        return [0]
+
+    def memory_info(self, index: int) -> MemoryInfo:
+        return MemoryInfo(self.free, 64_000)
+
+
+def test_kv_leaves_memory_free_where_other_processes_hold_more_than_expected(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Libraries allocate beyond the measured peak: with the last byte taken, the first step of an
+    unusual size ended the instance."""
+    config = EngineConfig(Path("model"), memory_utilization=0.5)
+    runtime: Any = SharedDevice(free=50_000)
+    assert memory_for_kv(config, runtime, 0, peak_bytes=2_000) == 30_000
+    assert not caplog.records
+    runtime = SharedDevice(free=20_000)
+    assert memory_for_kv(config, runtime, 0, peak_bytes=2_000) == 19_000
+    [warning] = caplog.records
+    assert "other processes hold memory that memory_utilization 0.5 counts on" in warning.message
+    runtime = SharedDevice(free=1_000)
+    with pytest.raises(ConfigError, match="end what else uses it"):
+        memory_for_kv(config, runtime, 0, peak_bytes=2_000)
+    with pytest.raises(ConfigError, match=r"memory_utilization 0\.5 allows"):
+        memory_for_kv(config, runtime, 0, peak_bytes=32_000)
