@@ -2,7 +2,9 @@
 
 The order follows virtual token counters (Sheng et al., "Fairness in Serving Large Language Models",
 OSDI'24): the next request is one of the key with the least cost so far, relative to its weight. The
-requests of one key are served first come, first served.
+requests of one key are served first come, first served. Counters are compared with a virtual time
+as in start-time fair queueing (Goyal et al., SIGCOMM'96): a key that was idle has no credit, and
+what a key was served while nobody waited is no debt.
 """
 
 from __future__ import annotations
@@ -59,9 +61,11 @@ class AdmissionQueue:
         # Whether requests may have to wait, so that costs matter.
         self.is_bounded = config.max_running > 0
         self._queues: dict[str, _TenantQueue] = {}
-        # Counter of the tenant served last. A tenant that returns after a pause starts from it: it
-        # has no credit from the time in which it sent nothing.
-        self._last_served = 0.0
+        # The greatest counter that a tenant had when a request of it started, of those that compete
+        # now. A tenant whose requests begin to wait starts from it.
+        self._virtual_time = 0.0
+        # The greatest counter of all tenants.
+        self._most_served = 0.0
         self.num_running = 0
         self.num_waiting = 0
 
@@ -72,7 +76,9 @@ class AdmissionQueue:
             return True
         if self.num_running >= self._config.max_running or self.num_waiting:
             return False
-        self._charge(self._queue_of(tenant), cost)
+        queue = self._queue_of(tenant)
+        self._join(queue)
+        self._charge(queue, cost)
         self.num_running += 1
         return True
 
@@ -112,8 +118,7 @@ class AdmissionQueue:
         loop = asyncio.get_running_loop()
         turn: asyncio.Future[bool] = loop.create_future()
         if not queue.waiting:
-            others = [other.served for other in self._queues.values() if other.waiting]
-            queue.served = max(queue.served, min(others, default=self._last_served))
+            self._join(queue)
         entry = (turn, cost)
         queue.waiting.append(entry)
         self.num_waiting += 1
@@ -138,12 +143,20 @@ class AdmissionQueue:
     def _queue_of(self, tenant: Tenant) -> _TenantQueue:
         queue = self._queues.get(tenant.name)
         if queue is None:
-            queue = self._queues[tenant.name] = _TenantQueue(tenant.weight, self._last_served)
+            queue = self._queues[tenant.name] = _TenantQueue(tenant.weight)
         return queue
 
+    def _join(self, queue: _TenantQueue) -> None:
+        """Let a tenant without waiting requests compete from now on: with those that have waiting
+        requests, or with all others from the same counter if there are none."""
+        if not self.num_waiting:
+            self._virtual_time = self._most_served
+        queue.served = max(queue.served, self._virtual_time)
+
     def _charge(self, queue: _TenantQueue, cost: float) -> None:
+        self._virtual_time = max(self._virtual_time, queue.served)
         queue.served += cost / queue.weight
-        self._last_served = queue.served
+        self._most_served = max(self._most_served, queue.served)
 
     def _make_room_for(self, newcomer: _TenantQueue) -> bool:
         """Drop the latest request of the tenant with the most waiting requests, by weight.

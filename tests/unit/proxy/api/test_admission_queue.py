@@ -146,6 +146,41 @@ def test_idle_key_accumulates_no_credit() -> None:
     asyncio.run(main())
 
 
+def test_key_that_was_idle_gets_no_credit_from_a_request_that_found_room() -> None:
+    async def main() -> None:
+        queue = AdmissionQueue(AdmissionConfig(2))
+        for key in (LIGHT, *[HEAVY] * 20, LIGHT):
+            assert queue.enter(key, 100.0)
+            queue.leave()
+        assert queue.enter(LIGHT, 100.0), "there is room for it"
+        order = await served(queue, [(LIGHT, 100.0)] * 20 + [(HEAVY, 100.0)] * 20, 10)
+        assert Counter(order) == {"heavy": 5, "light": 5}
+
+    asyncio.run(main())
+
+
+def test_key_that_joins_others_in_the_queue_starts_where_they_are() -> None:
+    async def main() -> None:
+        queue, newcomer = AdmissionQueue(AdmissionConfig(1)), ApiKey("c", "newcomer")
+        waiting = [(HEAVY, 100.0)] * 40 + [(LIGHT, 100.0)] * 40
+        assert queue.enter(newcomer)
+        tasks = [asyncio.ensure_future(queue.queue(*each)) for each in waiting]
+        await asyncio.sleep(0)
+        for _ in range(20):
+            queue.leave()
+        late = [asyncio.ensure_future(queue.queue(newcomer, 100.0)) for _ in range(20)]
+        await asyncio.sleep(0)
+        for _ in range(13):
+            queue.leave()
+        await asyncio.sleep(0)
+        assert sum(each.done() for each in late) == 5
+        for task in (*tasks, *late):
+            task.cancel()
+        await asyncio.gather(*tasks, *late, return_exceptions=True)
+
+    asyncio.run(main())
+
+
 def test_cost_that_cannot_be_charged_takes_no_place() -> None:
     queue = AdmissionQueue(AdmissionConfig(1))
     with pytest.raises(OverflowError):
