@@ -46,7 +46,9 @@ def grammar_failures(states: Sequence[CachedRequest]) -> dict[str, str]:
 
 _TOP_P_CANDIDATES = 1024
 """Number of the most probable tokens that top-p sorts first; while they don't suffice, it sorts
-eight times as many."""
+eight times as many of the rows that need more."""
+_MAX_SORTED = 1 << 22
+"""Number of logits beyond those that are sorted at once."""
 
 
 NO_TOKEN = -1
@@ -346,7 +348,9 @@ def _thresholds(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     if not has_top_p:
         return threshold
     top_p = column(logits.device, [p.top_p for p in params]).double()
-    return _nucleus(logits, ordered, (threshold, limits), top_p)
+    total = _mass(logits, threshold).sum(dim=-1, keepdim=True)
+    wanted = (top_p * total).masked_fill_(top_p >= 1.0, -math.inf)
+    return _nucleus(logits, ordered, (threshold, limits), wanted)
 
 
 def _largest(logits: Tensor, count: int) -> Tensor:
@@ -372,25 +376,34 @@ def _kth(ordered: Tensor, limits: Tensor, vocab_size: int) -> Tensor:
     return ordered.gather(1, last).masked_fill_(limits >= vocab_size, -math.inf)
 
 
-def _nucleus(logits: Tensor, ordered: Tensor, kept: tuple[Tensor, Tensor], top_p: Tensor) -> Tensor:
+def _nucleus(
+    logits: Tensor, ordered: Tensor, kept: tuple[Tensor, Tensor], wanted: Tensor
+) -> Tensor:
     """Raise the thresholds to those of top-p, which keeps the fewest of the most probable tokens
-    whose mass reaches ``top_p``.
+    whose mass reaches what is wanted. More is sorted only of the rows that need it, a few of them
+    at a time: sorted at once, 256 flat rows would take gigabytes that no profile has seen.
 
     Args:
         logits: [rows, vocab].
         ordered: [rows, n], the largest logits in descending order.
         kept: thresholds and ranks that min-p and top-k leave; top-p counts within them.
-        top_p: [rows, 1] float64.
+        wanted: [rows, 1] float64, the mass; -inf for rows without top-p.
     """
     threshold, limits = kept
-    total = _mass(logits, threshold).sum(dim=-1, keepdim=True)
+    count, vocab_size = ordered.shape[1], logits.shape[1]
     cumulative = _mass(ordered, threshold).cumsum(dim=-1)
-    while ordered.shape[1] < logits.shape[1] and bool((cumulative[:, -1:] < top_p * total).any()):
-        ordered = _largest(logits, min(ordered.shape[1] * 8, logits.shape[1]))
-        cumulative = _mass(ordered, threshold).cumsum(dim=-1)
-    last = (cumulative < top_p * total).sum(dim=-1, keepdim=True)
-    last = last.clamp_(max=ordered.shape[1] - 1).minimum(limits - 1)
-    return threshold.maximum(ordered.gather(1, last))
+    last = (cumulative < wanted).sum(dim=-1, keepdim=True)
+    last = last.clamp_(max=count - 1).minimum(limits - 1)
+    raised = threshold.maximum(ordered.gather(1, last)).where(wanted >= 0, threshold)
+    if count == vocab_size:
+        return raised
+    short = ((cumulative[:, -1:] < wanted) & (limits > count)).squeeze(1).nonzero().squeeze(1)
+    count = min(count * 8, vocab_size)
+    for rows in short.split(max(1, _MAX_SORTED // count)) if len(short) else ():
+        some = logits[rows]
+        kept = threshold[rows], limits[rows]
+        raised[rows] = _nucleus(some, _largest(some, count), kept, wanted[rows])
+    return raised
 
 
 def _mass(logits: Tensor, threshold: Tensor) -> Tensor:

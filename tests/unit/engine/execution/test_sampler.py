@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
+from mooncake_engine.execution import sampler
 from mooncake_engine.execution.request_table import CachedRequest, RequestTable
 from mooncake_engine.execution.sampler import NO_TOKEN, Sampler, _largest
 from mooncake_engine.sampling_params import SamplingParams
@@ -134,6 +135,24 @@ def test_nucleus_wider_than_the_sorted_candidates_is_exact() -> None:
     drawn = {t.token_id for t in sample(logits.expand(3000, -1), states)}
     # one token at the edge may differ: float32 logits against float64
     assert len(drawn - allowed) <= 1
+
+
+def test_more_is_sorted_only_of_rows_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row's wide nucleus, or one without top-p, must not make all others sort the vocabulary."""
+    sizes: list[tuple[int, int]] = []
+
+    def note(logits: Tensor, count: int) -> Tensor:
+        sizes.append((len(logits), count))
+        return _largest(logits, count)
+
+    monkeypatch.setattr(sampler, "_largest", note)
+    logits = random_logits(4, vocab=5000, seed=2)
+    logits[1:] *= 30
+    logits[0] /= 30
+    filters = ({"top_p": 0.95}, {"top_p": 0.95}, {"top_k": 5, "top_p": 0.999}, {"temperature": 2.0})
+    states = [make_state(SamplingParams(**each), vocab_size=5000) for each in filters]
+    sample(logits, states)
+    assert sizes == [(4, 1024), (1, 5000)]
 
 
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(0, 9))
