@@ -138,7 +138,7 @@ def test_nucleus_wider_than_the_sorted_candidates_is_exact() -> None:
 
 
 def test_more_is_sorted_only_of_rows_that_need_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row's wide nucleus, or one without top-p, must not make all others sort the vocabulary."""
+    """One row's wide nucleus, or one without top-p, must not make the others sort everything."""
     sizes: list[tuple[int, int]] = []
 
     def note(logits: Tensor, count: int) -> Tensor:
