@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -21,6 +23,8 @@ from mooncake_engine.text.completion_output import ChoiceOutput, TextUpdate
 from mooncake_engine.text.grammar_compiler import JSON_STYLE
 from mooncake_engine.text.tool_call_forms import PARSERS, DeepseekParser
 from mooncake_engine.text.tool_call_parsers import Schemas
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,23 +141,28 @@ def complete_calls(call_id: CallIds, output: ChoiceOutput) -> list[dict[str, Any
 
 def template_calls(calls: Sequence[ToolCall]) -> list[dict[str, Any]]:
     """The calls of an earlier response in the form that chat templates expect, with decoded
-    arguments.
-
-    Raises:
-        InvalidRequest: the arguments of a call are not JSON.
-    """
+    arguments. Those that are not a JSON object become an empty one, as in vLLM: models write such
+    arguments, and a refusal would also refuse every later turn of that conversation."""
     shown = []
     for call in calls:
         try:
-            arguments = msgspec.json.decode(call.function.arguments or "{}")
-        except (msgspec.DecodeError, RecursionError) as exc:
-            raise InvalidRequest(
-                f"a tool call's arguments must be JSON: {exc}", param="messages"
-            ) from exc
+            arguments = msgspec.json.decode(call.function.arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, RecursionError):
+            _warn_of_arguments()
+            arguments = {}
         named = {} if call.id is None else {"id": call.id}
         function = {"name": call.function.name, "arguments": arguments}
         shown.append({"type": "function", **named, "function": function})
     return shown
+
+
+@cache
+def _warn_of_arguments() -> None:
+    """Log such arguments, once: each turn of each such conversation has them again."""
+    logger.warning(
+        "a conversation has a tool call whose arguments are not a JSON object; the chat template "
+        "gets an empty one instead"
+    )
 
 
 def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
