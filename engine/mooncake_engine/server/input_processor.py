@@ -484,11 +484,12 @@ def render_chat(
 
 
 def _template_kwargs(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """The client's variables for the chat template. ``reasoning_effort`` is one of them, as in
-    vLLM."""
+    """The client's variables for the chat template. As in vLLM, ``reasoning_effort`` is one of them
+    and says whether the model thinks at all: most templates know only ``enable_thinking``."""
     given = dict(request.chat_template_kwargs or {})
     if isinstance(request, ChatRequest) and request.reasoning_effort is not None:
         given.setdefault("reasoning_effort", request.reasoning_effort)
+        given.setdefault("enable_thinking", request.reasoning_effort != "none")
     return given
 
 

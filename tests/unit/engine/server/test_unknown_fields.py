@@ -233,8 +233,21 @@ def test_other_errors_are_found_beside_unknown_fields() -> None:
         decode_request(b'{"abc": 1, "messages": [{"role": "x", "abc": 1}]}', ChatRequest)
 
 
-def test_reasoning_effort_reaches_the_template() -> None:
-    tokenizer = Tokenizer.load(Path("examples/tiny-llama"), "{{ reasoning_effort }}")
-    body = {"messages": [{"role": "user", "content": "x"}], "reasoning_effort": "high"}
+@pytest.mark.parametrize(
+    ("fields", "shown"),
+    [
+        ({}, ""),
+        ({"reasoning_effort": "high"}, "high True"),
+        ({"reasoning_effort": "none"}, "none False"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            "low False",
+        ),
+    ],
+)
+def test_reasoning_effort_reaches_the_template(fields: dict[str, Any], shown: str) -> None:
+    template = "{{ reasoning_effort }} {{ enable_thinking }}"
+    tokenizer = Tokenizer.load(Path("examples/tiny-llama"), template)
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
     request = decode_request(json.dumps(body).encode(), ChatRequest)
-    assert render_chat(request, tokenizer) == "high"
+    assert render_chat(request, tokenizer).strip() == shown
