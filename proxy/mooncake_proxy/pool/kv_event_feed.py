@@ -80,8 +80,9 @@ class _Request(Enum):
 class _Subscription:
     name: str
     live: zmq.Socket[bytes]
-    replay: zmq.Socket[bytes] | None
-    replay_endpoint: str
+    replay_endpoint: str | None
+    # For requests. Opened by the first one, and by the next one after some were given up.
+    replay: zmq.Socket[bytes] | None = None
     # Requests in flight. A publisher answers them in order.
     in_flight: deque[_Request] = field(default_factory=deque)
     # Batches received so far of the snapshot that is being answered.
@@ -114,6 +115,8 @@ class KVEventFeed:
         self._stop = threading.Event()
         self._failure: Exception | None = None
         self._context = zmq.Context()
+        # Two for each publisher; 1023 by default, too few for the ranks of a large fleet.
+        self._context.set(zmq.MAX_SOCKETS, self._context.get(zmq.SOCKET_LIMIT))
         self._thread = threading.Thread(target=self._run, name="kv-events", daemon=True)
         self._thread.start()
 
@@ -190,25 +193,28 @@ class KVEventFeed:
 
     def _subscribe(self, name: str, endpoints: KVEventEndpoints) -> None:
         self._unsubscribe(name)
-        try:
-            live = self._context.socket(zmq.SUB)
-            live.set_hwm(RECEIVE_HWM)
-            live.setsockopt(zmq.SUBSCRIBE, b"")
-            live.connect(endpoints.endpoint)
-            where = endpoints.replay_endpoint or ""
-            replay = self._open_replay(where) if where else None
-        except (zmq.ZMQError, ValueError, TypeError) as exc:
-            logger.warning("can't subscribe to the KV events of %s at %s: %s", name, endpoints, exc)
+        live = self._open(zmq.SUB, name, endpoints.endpoint)
+        if live is None:
             return
-        self._subscriptions[name] = _Subscription(name, live, replay, where)
-        if replay is not None:
+        live.setsockopt(zmq.SUBSCRIBE, b"")
+        self._subscriptions[name] = _Subscription(name, live, endpoints.replay_endpoint)
+        if endpoints.replay_endpoint is not None:
             self._ask(name, _Request.SNAPSHOT, SNAPSHOT_REQUEST)
 
-    def _open_replay(self, endpoint: str) -> zmq.Socket[bytes]:
-        replay: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        replay.set_hwm(RECEIVE_HWM)
-        replay.connect(endpoint)
-        return replay
+    def _open(self, kind: int, name: str, endpoint: str) -> zmq.Socket[bytes] | None:
+        """A socket that is connected to a publisher; None, and a warning, if there can't be one: no
+        such address, or too many open files."""
+        socket: zmq.Socket[bytes] | None = None
+        try:
+            socket = self._context.socket(kind)
+            socket.set_hwm(RECEIVE_HWM)
+            socket.connect(endpoint)
+        except (zmq.ZMQError, ValueError, TypeError) as exc:
+            if socket is not None:
+                socket.close(linger=0)
+            logger.warning("can't connect to the KV events of %s at %s: %s", name, endpoint, exc)
+            return None
+        return socket
 
     def _unsubscribe(self, name: str) -> None:
         subscription = self._subscriptions.pop(name, None)
@@ -222,6 +228,9 @@ class KVEventFeed:
         if subscription is None:
             return
         subscription.in_flight.append(request)
+        if subscription.replay is None and subscription.replay_endpoint is not None:
+            subscription.replay = self._open(zmq.DEALER, name, subscription.replay_endpoint)
+            self._has_new_sockets = True
         if subscription.replay is None:
             self._give_up(subscription)
             return
@@ -277,11 +286,11 @@ class KVEventFeed:
     def _give_up(self, subscription: _Subscription) -> None:
         """Give up all requests in flight.
 
-        The socket is replaced, so that a late answer can't be mistaken for that of a later request.
+        The next one gets a new socket, so that a late answer can't be mistaken for its answer.
         """
         if subscription.replay is not None:
             subscription.replay.close(linger=0)
-            subscription.replay = self._open_replay(subscription.replay_endpoint)
+            subscription.replay = None
             self._has_new_sockets = True
         num_snapshots = subscription.in_flight.count(_Request.SNAPSHOT)
         num_replays = len(subscription.in_flight) - num_snapshots

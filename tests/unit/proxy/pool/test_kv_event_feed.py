@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -139,3 +140,46 @@ def test_events_wait_in_their_socket_while_the_loop_is_behind(
 
     feed: KVEventFeed
     asyncio.run(main())
+
+
+@pytest.mark.timeout(20)
+def test_publishers_without_a_socket_for_requests_end_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(kv_event_feed, "REPLAY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(kv_event_feed, "POLL_MS", 1)
+    unanswered: dict[str, int] = {}
+    applied: list[int] = []
+
+    def take(delivery: KVEventDelivery) -> Iterator[None]:
+        num_ended = len(delivery.snapshots) + delivery.num_replays_ended
+        unanswered[delivery.name] = unanswered.get(delivery.name, 0) + num_ended
+        applied.extend(sequence for sequence, _ in delivery.batches)
+        yield
+
+    async def main() -> None:
+        feed = KVEventFeed(take)
+        assert feed._context.get(zmq.MAX_SOCKETS) > 2 * 1024, "two for each instance of a fleet"
+        feed._context.set(zmq.MAX_SOCKETS, 3)
+        with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
+            publisher.linger = 0
+            publisher.bind(f"ipc://{tmp_path}/b")
+            all_are_queued = threading.Event()
+            feed._commands.put(all_are_queued.wait)
+            for name in "abc":
+                endpoint = f"ipc://{tmp_path}/{name}"
+                feed.subscribe(name, KVEventEndpoints(endpoint, f"{endpoint}-replay"))
+            all_are_queued.set()
+            await until(lambda: unanswered == {"a": 1, "b": 1})
+            feed.unsubscribe("a")
+            feed.replay("b", 0)
+            await until(lambda: unanswered == {"a": 1, "b": 2})
+            assert publisher.poll(5000)
+            publisher.send_multipart((b"", bytes(8), msgspec.msgpack.encode([1.0, [], None])))
+            await until(lambda: applied)
+            feed.poll()
+        feed.close()
+
+    asyncio.run(main())
+    assert f"can't connect to the KV events of b at ipc://{tmp_path}/b-replay" in caplog.text
+    assert f"can't connect to the KV events of c at ipc://{tmp_path}/c: Too many" in caplog.text
