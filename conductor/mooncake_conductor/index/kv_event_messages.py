@@ -33,7 +33,7 @@ _TIERS = {
     "CPU_TIER1": Tier.HOST,
     "CPU_TIER2": Tier.HOST,
 }
-"""Tiers by medium; any other medium counts as a slower tier (DISK)."""
+"""Tiers by medium, in capitals; any other medium counts as a slower tier (DISK)."""
 
 _STORED = (
     *("block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium"),
@@ -97,7 +97,7 @@ class EventBatch:
         published_at: time by the publisher's clock, in seconds.
         events: the events, in order.
         data_parallel_rank: the rank that published it; None if there is only one.
-        num_skipped: number of events of unknown types.
+        num_skipped: number of events of unknown types, and of stored blocks that can't be used.
     """
 
     published_at: float
@@ -108,6 +108,10 @@ class EventBatch:
 
 def decode_batch(payload: bytes) -> EventBatch:
     """Decode the third frame of a message.
+
+    Stored blocks that can't be used are left out alone: the index then misses them. vLLM's
+    offloading publishes such ones by default, for every block. A removal that can't be read fails
+    the batch, as its blocks would seem to be held for ever.
 
     Raises:
         MalformedEvent: the payload is not a batch of events.
@@ -161,12 +165,15 @@ def _keys(values: Any) -> tuple[int, ...]:
 
 
 def _event(raw: Any) -> KVEvent | None:
-    """Decode one event; None if its type is unknown."""
+    """Decode one event; None if its type is unknown, or if it stores blocks that can't be used."""
     tag, fields = _fields(raw)
     if tag == "BlockStored":
-        return _stored(fields)
+        try:
+            return _stored(fields)
+        except (MalformedEvent, KeyError, TypeError, ValueError):
+            return None
     if tag == "BlockRemoved":
-        return BlocksRemoved(_keys(fields["block_hashes"]), _tier(fields), fields.get("group_idx"))
+        return BlocksRemoved(_keys(fields["block_hashes"]), _tier(fields), _group(fields))
     return AllCleared() if tag == "AllBlocksCleared" else None
 
 
@@ -189,6 +196,8 @@ def _stored(fields: Mapping[str, Any]) -> BlocksStored:
     block_size = fields["block_size"]
     if not isinstance(block_size, int) or block_size < 1:
         raise MalformedEvent(f"block_size is a positive number, found {_shown(block_size)}")
+    if not isinstance(lora_name, str | None):
+        raise MalformedEvent(f"lora_name is a string, found {_shown(lora_name)}")
     return BlocksStored(
         _keys(fields["block_hashes"]),
         None if parent is None else normalise_key(parent),
@@ -197,9 +206,9 @@ def _stored(fields: Mapping[str, Any]) -> BlocksStored:
         # Without token ids the blocks get no keys. That applies to blocks that depend on more than
         # tokens, adapter and salt, and to adapters with only a number (older publishers), because
         # requests name their adapter.
-        () if salt is None or is_nameless else tuple(fields.get("token_ids") or ()),
+        () if salt is None or is_nameless else _token_ids(fields),
         lora_name,
-        fields.get("group_idx"),
+        _group(fields),
         kind is None or kind in ("full_attention", "mla_attention"),
         salt or "",
         fields.get("namespace") or "",
@@ -224,8 +233,23 @@ def _salt_in(extra_keys: Any, lora_name: str | None) -> str | None:
     return salt
 
 
+def _token_ids(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    token_ids = tuple(fields.get("token_ids") or ())
+    if token_ids and (set(map(type, token_ids)) != {int} or min(token_ids) < 0):
+        raise MalformedEvent(f"token ids are numbers from 0 on, found {_shown(token_ids)}")
+    return token_ids
+
+
+def _group(fields: Mapping[str, Any]) -> int | None:
+    group = fields.get("group_idx")
+    if not isinstance(group, int | None):
+        raise MalformedEvent(f"group_idx is a number, found {_shown(group)}")
+    return group
+
+
 def _tier(fields: Mapping[str, Any]) -> Tier:
-    return _TIERS.get(fields.get("medium"), Tier.DISK)
+    medium = fields.get("medium")
+    return _TIERS.get(medium.upper() if isinstance(medium, str) else medium, Tier.DISK)
 
 
 def _shown(value: Any) -> str:

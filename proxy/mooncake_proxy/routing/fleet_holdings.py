@@ -174,6 +174,7 @@ class FleetHoldings:
             return  # the publisher has left in the meantime
         if delivery.batches or any(each.batches for each in delivery.snapshots):
             self._discard_estimate_of(delivery.name)
+        self._warn_of_skipped(delivery)
         for sequence, batch in delivery.batches:
             self._send_request(delivery.name, stream.receive(sequence, batch, delivery.is_replayed))
         for _ in range(delivery.num_replays_ended):
@@ -228,6 +229,16 @@ class FleetHoldings:
         if slot is not None and (held := self._slots[slot]).estimated is not None:
             held.estimated = None
             held.on_devices.cleared(slot)
+
+    def _warn_of_skipped(self, delivery: KVEventDelivery) -> None:
+        """Warn once of an instance whose blocks can't all be used: they count as not held."""
+        slot = self._rank_slots.get(delivery.name)
+        if slot is not None and any(batch.num_skipped for _, batch in delivery.batches):
+            self._slots[slot].instance.warn_once(
+                "kv_events_skipped",
+                "publishes some KV events without tokens or in a form that is not known; the "
+                "conductor does not know that the instance holds these blocks",
+            )
 
     def _join_store(
         self, slot: int, endpoints: KVEventEndpoints, holdings: ChunkHoldings, now: float

@@ -64,6 +64,40 @@ def test_storage_and_unknown_media_are_the_disk_tier(medium: str) -> None:
     assert decode_batch(PACK([1, [event]])).events == (BlocksRemoved((1,), Tier.DISK),)
 
 
+def test_names_of_media_are_read_in_any_case() -> None:
+    """vLLM's worker of Mooncake's store names the same memory in small letters."""
+    event = {"type": "BlockRemoved", "block_hashes": [1], "medium": "cpu"}
+    assert decode_batch(PACK([1, [event]])).events == (BlocksRemoved((1,), Tier.HOST),)
+
+
+@pytest.mark.parametrize(
+    "unusable",
+    [
+        # vLLM's OffloadingConnector, by default, for every block that it saves.
+        {
+            "type": "BlockStored",
+            "block_hashes": [b"\1" * 32],
+            "parent_block_hash": None,
+            "token_ids": [],
+            "block_size": 0,
+            "medium": "CPU",
+            "group_idx": 0,
+        },
+        ["BlockStored", [1], None, [[1, 2], [2, 3]], 2],  # bigrams in place of tokens
+        ["BlockStored", [1], None, [1, -2], 2],
+        ["BlockStored", [True], None, [], 2],
+        ["BlockStored", [1], None, [], 2, None, "GPU", ["adapter"]],
+        ["BlockStored", [1], None, [], 2, None, "GPU", None, None, "group"],
+        ["BlockStored", [1], None, [], 2, None, ["GPU"]],
+        ["BlockStored"],
+    ],
+)
+def test_stored_blocks_that_cannot_be_used_are_left_out_alone(unusable) -> None:
+    found = decode_batch(PACK([1, [*AS_MAPS, unusable, *AS_ARRAYS]]))
+    assert found.events == (*WANTED, *WANTED)
+    assert found.num_skipped == 1
+
+
 @pytest.mark.parametrize(
     "raw",
     [
@@ -76,9 +110,9 @@ def test_storage_and_unknown_media_are_the_disk_tier(medium: str) -> None:
         PACK(["now", []]),
         PACK([1, [], "rank"]),
         PACK([1, ["BlockStored"]]),
-        PACK([1, [["BlockStored", [True], None, [], 2]]]),
-        PACK([1, [["BlockStored", [1], None, [], 0]]]),
-        PACK([1, [["BlockStored"]]]),
+        PACK([1, [["BlockRemoved"]]]),
+        PACK([1, [["BlockRemoved", [True], "GPU"]]]),
+        PACK([1, [["BlockRemoved", [1], "GPU", [0]]]]),
         PACK([1, [{"block_hashes": []}]]),
         PACK([1, [[]]]),
         PACK([1, 5]),

@@ -259,3 +259,18 @@ def test_instance_that_joins_another_fleet_before_it_leaves_its_own_stays_subscr
     assert first != second
     assert names == [second]
     assert coupled.has_publishers
+
+
+def test_instance_with_events_that_cannot_be_used_is_warned_of() -> None:
+    holdings, index, feed = fleet(1, stores=())
+    warnings: list[str] = []
+    instance: Any = holdings._slots[0].instance
+    instance.warn_once = lambda key, message: warnings.append(key)
+    instance.kv_events = KVEventEndpoints("tcp://s0")
+    holdings.update_subscriptions(0, now=0.0)
+    take(holdings, feed.delivery(0, 0))
+    assert not warnings
+    partly = EventBatch(1.0, batch(0, 1).events, num_skipped=1)
+    take(holdings, KVEventDelivery(feed.names[0], [(1, partly)]))
+    assert index.num_held(0, Tier.HOST) == 2
+    assert warnings == ["kv_events_skipped"]
