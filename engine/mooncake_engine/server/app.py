@@ -142,7 +142,7 @@ def _middleware(options: ServerOptions, metrics: ServerMetrics) -> list[Middlewa
             allow_origins=options.allowed_origins,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),
-            expose_headers=("X-Request-Id", "Retry-After"),
+            expose_headers=("X-Request-Id", "Retry-After", "X-Should-Retry"),
         )
         middleware.append(cross_origin)
     if options.access_log != "off":

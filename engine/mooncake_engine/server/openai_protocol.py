@@ -325,6 +325,9 @@ def _without_unknown(body: dict[str, Any], request_type: type[RequestType]) -> R
 
 
 _RETRY_AFTER_S = 1
+_FINAL_CODES = frozenset({"aborted", "deadline_exceeded"})
+"""Errors that end a request for good. Clients of OpenAI and Anthropic repeat requests that got a
+409 or 504: those that an operator has aborted, and those that were late because of the load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -353,7 +356,11 @@ class ApiError:
 
     def response(self) -> Response:
         """The error as an HTTP response, for use before anything has been sent."""
-        headers = {"Retry-After": str(_RETRY_AFTER_S)} if self.status in (429, 503) else None
+        headers = {}
+        if self.status in (429, 503):
+            headers["Retry-After"] = str(_RETRY_AFTER_S)
+        if self.code in _FINAL_CODES:
+            headers["X-Should-Retry"] = "false"
         return Response(self.body, self.status, headers, media_type="application/json")
 
 

@@ -61,7 +61,8 @@ def translated_error(api_format: ApiFormat, exc: EngineError) -> Response:
     """The response for an error, as ``to_api_error`` maps it, in another API format."""
     response = to_api_error(exc).response()
     body = api_format.error(response.status_code, bytes(response.body))
-    headers = {name: value for name, value in response.headers.items() if name == "retry-after"}
+    kept = ("retry-after", "x-should-retry")
+    headers = {name: response.headers[name] for name in kept if name in response.headers}
     return Response(body, response.status_code, headers, media_type="application/json")
 
 

@@ -12,7 +12,7 @@ from collections.abc import Collection
 from mooncake_proxy.http1.http_request import HttpRequest
 
 METHODS = b"GET, POST"
-EXPOSED_HEADERS = b"X-Request-Id, Retry-After"
+EXPOSED_HEADERS = b"X-Request-Id, Retry-After, X-Should-Retry"
 PREFLIGHT_MAX_AGE_S = 600
 
 

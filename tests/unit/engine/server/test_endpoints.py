@@ -565,5 +565,6 @@ def test_abort_by_client_request_id(
 
     waiting = asyncio.run(abort())
     assert waiting.sent[0]["status"] == 409
+    assert (b"x-should-retry", b"false") in waiting.sent[0]["headers"]
     assert b'"code":"aborted"' in waiting.sent[1]["body"]
     assert engine.left_early == ["mine"]

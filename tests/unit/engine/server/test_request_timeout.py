@@ -42,6 +42,7 @@ def test_a_timeout_is_a_typed_error(client: AsgiClient, engine: FakeEngine) -> N
     assert response.status_code == 504
     error = {"message": "late", "type": "timeout", "param": None, "code": "deadline_exceeded"}
     assert response.json()["error"] == error
+    assert response.headers["x-should-retry"] == "false"
     *events, last = client.post(PATH, prompt="tea", stream=True).text.strip().split("\n\n")
     assert len(events) == 1
     assert json.loads(last.removeprefix("data: "))["error"] == error
