@@ -56,7 +56,6 @@ class ConductorSettings:
             once at arrival (push).
         is_coupled: the prefill instance also decodes the request; no KV is transferred.
         replication: when copies of hot chunks are proposed; None: never.
-        reservation_s: seconds after its expected first token at which a reservation expires.
         decode_share: a request is expected to decode for this quantile of past decode durations.
         lateness_share: admission adds this quantile of past delays, relative to their forecasts,
             to a TTFT forecast; 0: adds nothing. Under overload, requests are admitted up to the
@@ -71,7 +70,6 @@ class ConductorSettings:
     binds_late: bool = False
     is_coupled: bool = False
     replication: ReplicationRule | None = None
-    reservation_s: float = 600.0
     decode_share: float = 0.5
     lateness_share: float = 0.0
 
@@ -284,9 +282,8 @@ class Conductor:
 
     def _reserve(self, request: RoutingRequest, decision: Decision, now: float) -> None:
         choice = decision.prefill
-        deadline = now + choice.ttft + self.settings.reservation_s
         reservation = Reservation(
-            request, choice, decision.decode.slot, deadline, now + choice.ttft
+            request, choice, decision.decode.slot, request.deadline, now + choice.ttft
         )
         self.book.reserve(reservation, now)
 

@@ -36,7 +36,7 @@ def make_conductor(
 
 def ask(name: str, num_chunks: int, first: int = 0, **fields) -> RoutingRequest:
     keys = tuple(range(first, first + num_chunks))
-    return RoutingRequest(name, num_chunks * CHUNK + 1, keys, **fields)
+    return RoutingRequest(name, num_chunks * CHUNK + 1, keys, **{"deadline": 600.0} | fields)
 
 
 def situation(conductor: Conductor, request: RoutingRequest, now: float) -> Situation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class RoutingRequest:
         avoid: slots on which it has failed; avoided while there are others.
         receivers: maps a prefill slot to the slots that can receive its KV; None: all can.
         decode_slot: decode instance that has reserved blocks for it already; None: none has.
+        deadline: time at which it is given up, so that its reservation expires.
     """
 
     request_id: str
@@ -43,6 +45,7 @@ class RoutingRequest:
     avoid: frozenset[int] = frozenset()
     receivers: Callable[[int], frozenset[int]] | None = None
     decode_slot: int | None = None
+    deadline: float = math.inf
 
 
 class Plan(Enum):

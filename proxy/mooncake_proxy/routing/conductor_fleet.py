@@ -192,6 +192,7 @@ class ConductorFleet:
         keys: Keys,
         token_limit: int | None,
         request_class: str,
+        deadline: float,
         now: float,
     ) -> RoutedRequest | None:
         """Choose both instances of a request. None if there is no pair to choose from."""
@@ -210,6 +211,7 @@ class ConductorFleet:
             request_class,
             OWNER,
             receivers=self._receivers(),
+            deadline=deadline,
         )
         return self._route(request, now)
 

@@ -88,6 +88,7 @@ class ConductorRouting:
             keys=keys_of(context, self._adapter_of(context.parsed.model)),
             token_limit=context.parsed.token_limit,
             request_class=self._class_of(context),
+            deadline=context.deadline,
             now=self._now(),
         )
         if routed is None:

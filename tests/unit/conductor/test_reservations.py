@@ -139,7 +139,7 @@ def test_costs_follow_the_reports_of_an_instance() -> None:
 
 
 def test_deadlines_of_ended_reservations_are_dropped_before_they_pass() -> None:
-    """They are ten minutes away: a busy proxy places many requests in that time."""
+    """They are an hour away: a busy proxy places many requests in that time."""
     conductor = make_conductor(1, 1)
     for number in range(3 * MAX_ENDED_DEADLINES):
         conductor.route(ask(f"r{number}", 1), 0.0)

@@ -36,7 +36,12 @@ class Bench:
 
     def try_to_place(self) -> RoutedRequest | None:
         return self.fleet.place(
-            num_tokens=1000, keys=(1, 2, 3), token_limit=100, request_class="default", now=0.0
+            num_tokens=1000,
+            keys=(1, 2, 3),
+            token_limit=100,
+            request_class="default",
+            deadline=3600.0,
+            now=0.0,
         )
 
     def can_place(self) -> bool:
@@ -217,5 +222,15 @@ def test_measured_prefill_begins_after_the_one_before_whoever_reported_it(how: s
             fleet.apply("another", [Moved("r", ReservationEvent.PREFILLED)], 1.0)
         fleet.measure_prefill(p0, 1000, 0, began=0.0, now=1.1)
         assert measured == pytest.approx([0.1])
+
+    on_bench(1, 1, test)
+
+
+def test_long_stream_counts_as_load_until_its_request_is_given_up() -> None:
+    def test(bench: Bench) -> None:
+        bench.decode(bench.place())
+        for now, num_sequences in ((3599.0, 1), (3600.0, 0)):
+            bench.fleet.sweep(now)
+            assert bench.fleet.conductor.ledger.now().num_sequences.sum() == num_sequences
 
     on_bench(1, 1, test)

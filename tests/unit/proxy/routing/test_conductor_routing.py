@@ -71,7 +71,12 @@ def placed_request(pool: InstancePool, now: Mock) -> tuple[ConductorRouting, Any
     pool.add(InstanceSpec(Origin("http", "d", 80), Role.DECODE))
     routing = ConductorRouting(pool, ConductorConfig(), random.Random(1), now)
     routed = routing.pairs.place(
-        num_tokens=64, keys=(1,), token_limit=None, request_class="default", now=now()
+        num_tokens=64,
+        keys=(1,),
+        token_limit=None,
+        request_class="default",
+        deadline=3600.0,
+        now=now(),
     )
     context: Any = SimpleNamespace(routed=routed, arrival=now(), timing=StreamTiming())
     context.request = SimpleNamespace(ended=True, status=200)
@@ -151,6 +156,11 @@ def _spec(host: str, role: Role) -> InstanceSpec:
 def _placed(routing: ConductorRouting) -> Any:
     """A request, as a context, that is placed on a pair."""
     routed = routing.pairs.place(
-        num_tokens=640, keys=(1, 2), token_limit=None, request_class="default", now=1.0
+        num_tokens=640,
+        keys=(1, 2),
+        token_limit=None,
+        request_class="default",
+        deadline=3600.0,
+        now=1.0,
     )
     return SimpleNamespace(routed=routed, request_id="r")
