@@ -40,11 +40,7 @@ def check_text_size(num_characters: int, info: EngineInfo, *, param: str) -> Non
     """Raises PromptTooLong for a text that can't fit the context, however it is tokenised."""
     limit = longest_text(info)
     if num_characters > limit:
-        raise PromptTooLong(
-            f"{param} has {num_characters} characters; the context of {info.max_model_len} tokens "
-            f"leaves room for at most {limit}: shorten it",
-            param=param,
-        )
+        raise _too_long(f"{num_characters} characters", limit, info, param)
 
 
 def check_prompt(token_ids: Sequence[int], info: EngineInfo, *, param: str) -> None:
@@ -52,17 +48,23 @@ def check_prompt(token_ids: Sequence[int], info: EngineInfo, *, param: str) -> N
     if not token_ids:
         raise InvalidRequest(f"{param} is empty: at least one token is needed", param=param)
     if len(token_ids) >= info.max_model_len:
-        raise PromptTooLong(
-            f"{param} has {len(token_ids)} tokens; the context of {info.max_model_len} leaves "
-            f"room for prompts of at most {info.max_model_len - 1}: shorten it",
-            param=param,
-        )
+        raise _too_long(f"{len(token_ids)} tokens", info.max_model_len - 1, info, param)
     low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= info.vocab_size:
         wrong = low if low < 0 else high
         raise InvalidRequest(
             f"{param} must be token ids in [0, {info.vocab_size}), got {wrong}", param=param
         )
+
+
+def _too_long(found: str, limit: int, info: EngineInfo, param: str) -> PromptTooLong:
+    """Begins like OpenAI's and vLLM's message and goes on like Anthropic's: gateways and agents
+    look for either text to choose another model, or to shorten the conversation."""
+    return PromptTooLong(
+        f"This model's maximum context length is {info.max_model_len} tokens. However, your "
+        f"prompt is too long: {found} > {limit} maximum; shorten {param}",
+        param=param,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,7 +52,11 @@ COMPLETION_REFUSALS: list[tuple[dict[str, Any], str | None, str]] = [
     (CONTINUED | {"prompt": ["x", "y"]}, "generated_token_ids", "continue one answer, not 2"),
     (CONTINUED | {"echo": True}, "generated_token_ids", "can't be combined with echo"),
     (CONTINUED | {"generated_token_ids": [258]}, "generated_token_ids", "in [0, 258), got 258"),
-    (CONTINUED | {"generated_token_ids": [1] * 255}, "generated_token_ids", "has 256 tokens"),
+    (
+        CONTINUED | {"generated_token_ids": [1] * 255},
+        "generated_token_ids",
+        "256 tokens > 255 maximum",
+    ),
     (CONTINUED | {"generated_token_ids": ["x"]}, "generated_token_ids[0]", "expected `int`"),
     ({"prompt": "x", "timeout": 0}, "timeout", "a positive number of seconds up to 86400, got 0"),
     ({"prompt": "x", "timeout": 1e9}, "timeout", "up to 86400, got 1000000000.0"),
@@ -281,13 +285,22 @@ def test_the_largest_body_goes_by_the_context(
     assert longest_body(replace(engine.info, max_model_len=max_model_len)) == expected
 
 
-def test_a_prompt_too_long_names_both_numbers(client: AsgiClient) -> None:
-    response = client.post(COMPLETIONS, prompt="x" * 256)
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "x" * 256}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "x" * 236}], "max_tokens": 1}),
+    ],
+)
+def test_a_prompt_too_long_is_told_in_words_that_clients_look_for(
+    client: AsgiClient, path: str, body: dict[str, Any]
+) -> None:
+    response = client.post(path, **body)
     error = response.json()["error"]
     assert response.status_code == 400
-    assert error["code"] == "context_length_exceeded"
-    assert "256 tokens" in error["message"]
-    assert "at most 255" in error["message"]
+    assert error.get("code", "context_length_exceeded") == "context_length_exceeded"
+    assert error["message"].startswith("This model's maximum context length is 256 tokens. ")
+    assert re.search(r"prompt is too long: 25[68] tokens > 255 maximum", error["message"])
 
 
 def test_another_model_is_404(client: AsgiClient) -> None:
