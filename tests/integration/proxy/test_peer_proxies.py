@@ -139,17 +139,24 @@ def test_late_peer_receives_full_snapshot(secret: Path) -> None:
             httpx.AsyncClient(timeout=TIMEOUT_S) as client,
         ):
             s.prefill.behaviour.hangs = True
-            own = asyncio.ensure_future(post(s, STREAM))
+            # Without a timeout, so that its reservation lives until the other proxy has started.
+            own = asyncio.ensure_future(
+                client.post(f"{s.url}/v1/completions", json=STREAM, timeout=None)
+            )
             [peer] = peers_of(s)._peers
             await until(lambda: not peer.is_reached)
             async with other_proxy(s, port, secret):
                 await until(lambda: peer.is_reached)
                 headers = {"x-request-id": "probe"}
-                probe = client.post(f"{url}/v1/completions", json=STREAM, headers=headers)
-                with pytest.raises(asyncio.TimeoutError):
-                    await asyncio.wait_for(probe, 0.5)
-                answer = await client.get(f"{url}/conductor/explain?request=probe")
+                probe = asyncio.ensure_future(
+                    client.post(f"{url}/v1/completions", json=STREAM, headers=headers)
+                )
+                explain = f"{url}/conductor/explain?request=probe"
+                while (answer := await client.get(explain)).status_code == 404:
+                    assert not probe.done()
                 assert answer.json()["prefill"]["plan"] == "join"
+                assert not own.done()
+                probe.cancel()
             own.cancel()
 
     uvloop.run(main())
