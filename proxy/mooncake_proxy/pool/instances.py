@@ -6,12 +6,13 @@ Health checks, watchers and the admin API change the pool; the router reads it f
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 from ipaddress import ip_address
-from itertools import product
+from itertools import chain
 
 from mooncake_proxy.errors import ConfigError, Conflict, NoInstance, NotFound
 from mooncake_proxy.http1.connection_pool import ConnectionPool
@@ -20,13 +21,14 @@ from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.bootstrap_server import BootstrapServer
 from mooncake_proxy.pool.device_classes import relative_speed
 from mooncake_proxy.pool.dp_ranks import DPRanks, RequestLoad
+from mooncake_proxy.pool.incompatible_pairs import compare_topologies, unfit_pairs
 from mooncake_proxy.pool.instance_reports import (
     Compatibility,
     KVEventEndpoints,
     PoolReport,
     PoolUse,
 )
-from mooncake_proxy.pool.pair_topology import PairTopology, incompatibility_reason
+from mooncake_proxy.pool.pair_topology import PairTopology
 
 logger = logging.getLogger(__name__)
 
@@ -255,6 +257,11 @@ class Instance(RequestLoad):
             and other.engine_id not in self.incompatible_peers
             and own.engine_id not in peer.incompatible_peers
         )
+
+    def ruled_out(self, peers: Mapping[str, Sequence[Instance]]) -> Iterator[Instance]:
+        """Those of `peers`, by engine id, with which this side can't exchange KV."""
+        for engine_id in self.compatibility.refused_peers | self.incompatible_peers:
+            yield from peers.get(engine_id, ())
 
     @property
     def has_other_ranks(self) -> bool:
@@ -520,49 +527,33 @@ class InstancePool:
         self._find_pairs()
 
     def _find_pairs(self) -> None:
-        """Find out which instances can exchange KV.
-
-        Pairs are compared only if an instance has refused a peer or topologies differ, which is
-        rare.
-        """
+        """Find out which instances can exchange KV."""
         prefills, decodes = self.live(Role.PREFILL), self.live(Role.DECODE)
         self.has_incompatible_pairs = False
         self.can_disaggregate = bool(prefills and decodes)
-        self._compare_topologies(prefills, decodes)
+        compare_topologies(prefills, decodes)
         instances = (*prefills, *decodes)
         self.splits_choices = all(
             i.topology is not None and i.topology.splits_choices for i in decodes
         )
         self.pulls_early = all(i.topology is not None and i.topology.pulls_early for i in instances)
-        if not any(i.compatibility.refused_peers or i.incompatible_peers for i in instances):
+        unfit = unfit_pairs(prefills, decodes)
+        if not unfit:
             return
-        paired: set[Instance] = set()
-        for prefill, decode in product(prefills, decodes):
-            if prefill.is_compatible(decode):
-                paired |= {prefill, decode}
-            else:
-                self.has_incompatible_pairs = True
-                prefill.warn_once(
-                    f"incompatible {decode.compatibility.engine_id}",
-                    f"cannot exchange KV with {decode.name}: no request uses both",
-                )
-        self._paired = frozenset(paired)
-        self.can_disaggregate = bool(paired)
-
-    def _compare_topologies(
-        self, prefills: Sequence[Instance], decodes: Sequence[Instance]
-    ) -> None:
-        for prefill in prefills:
-            unfit = set()
-            for decode in decodes:
-                mine, theirs = prefill.topology, decode.topology
-                if mine is None or theirs is None:
-                    continue
-                if (reason := incompatibility_reason(mine, theirs)) is not None:
-                    unfit.add(theirs.engine_id)
-                    key = f"unfit {mine.engine_id} {theirs.engine_id}"
-                    prefill.warn_once(key, f"is incompatible with {decode.name}: {reason}")
-            prefill.incompatible_peers = frozenset(unfit)
+        self.has_incompatible_pairs = True
+        for prefill, decode in unfit:
+            prefill.warn_once(
+                f"incompatible {decode.compatibility.engine_id}",
+                f"cannot exchange KV with {decode.name}: no request uses both",
+            )
+        num_unfit = Counter(chain.from_iterable(unfit))
+        self._paired = frozenset(
+            (
+                *(prefill for prefill in prefills if num_unfit[prefill] < len(decodes)),
+                *(decode for decode in decodes if num_unfit[decode] < len(prefills)),
+            )
+        )
+        self.can_disaggregate = bool(self._paired)
 
     def _explain(self, role: Role) -> str:
         wanted = [i for i in self._instances.values() if i.spec.role is role]

@@ -7,7 +7,9 @@ the handshake makes the final decision.
 
 from __future__ import annotations
 
+import msgspec
 from msgspec import Struct
+from msgspec.structs import replace
 
 
 class TransportRules(Struct, frozen=True):
@@ -40,6 +42,11 @@ class PairTopology(Struct, frozen=True):
     def num_devices(self) -> int:
         """Number of devices of all ranks."""
         return max(self.dp_size * self.tp_size * self.pp_size, 1)
+
+    def facts(self) -> bytes:
+        """Everything but the epoch. If it is equal, instances are compatible with the same peers;
+        a field's keys in another order make it differ."""
+        return msgspec.json.encode(replace(self, engine_id=""))
 
 
 def incompatibility_reason(prefill: PairTopology, decode: PairTopology) -> str | None:
