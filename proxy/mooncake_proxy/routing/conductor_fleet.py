@@ -135,6 +135,8 @@ class ConductorFleet:
         num_chunks = config.kv_tokens // CHUNK_TOKENS
         self.holdings = FleetHoldings(self.conductor.index, feed, num_chunks)
         self._names: dict[int, str] = {}
+        # Prefill instances whose KV no live decode instance can receive.
+        self._unpaired: frozenset[int] = frozenset()
         self._version = -1
         self.exchange = ReservationExchange(
             self.conductor.book, OWNER, fleet.names, self._slots.get
@@ -174,6 +176,13 @@ class ConductorFleet:
                 self._join(instance, role)
             self._expect_costs(instance)
         self._names = {slot: entry.instance.name for slot, entry in self._entries.items()}
+        self._unpaired = frozenset(
+            slot
+            for slot, entry in self._entries.items()
+            if self._pool.has_incompatible_pairs
+            and entry.role is Role.PREFILL
+            and not self._pool.is_paired(entry.instance)
+        )
         for slot, entry in self._entries.items():
             stores = entry.instance.stores
             is_reached = any(use.store is not None for use in stores)
@@ -210,6 +219,7 @@ class ConductorFleet:
             expected,
             request_class,
             OWNER,
+            avoid=self._unpaired,
             receivers=self._receivers(),
             deadline=deadline,
         )
@@ -225,7 +235,8 @@ class ConductorFleet:
         fleet = self.conductor.fleet
         if not len(fleet.prefill_slots) or not len(fleet.decode_slots):
             return None
-        avoid, receivers, decode_slot = self._slots_of(tried), self._receivers(), None
+        avoid, receivers = self._slots_of(tried) | self._unpaired, self._receivers()
+        decode_slot = None
         if routed.is_decode_bound:
             decode_slot = routed.decode_slot
             if receivers is not None:

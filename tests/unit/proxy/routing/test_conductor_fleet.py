@@ -104,6 +104,26 @@ def test_kv_of_removed_instance_goes_to_compatible_decode() -> None:
     on_bench(2, 3, test)
 
 
+def test_prefill_instance_that_fits_no_decode_instance_is_avoided() -> None:
+    """A rolling update that has begun with the prefill instances."""
+
+    def test(bench: Bench) -> None:
+        old, new = bench.prefills
+        for instance in bench.pool:
+            bench.pool.note_compatibility(instance, Compatibility(engine_id=instance.name))
+        refused = frozenset(decode.name for decode in bench.decodes)
+        unfit = Compatibility(engine_id=new.name, refused_peers=refused)
+        bench.pool.note_compatibility(new, unfit)
+        assert {bench.prefiller(bench.place()) for _ in range(20)} == {old}
+        again = bench.fleet.place_again(bench.place(), [], 0.0)
+        assert again is not None
+        assert bench.prefiller(again) is old
+        bench.pool.note_compatibility(new, Compatibility(engine_id=new.name))
+        assert bench.prefiller(bench.place()) is new, "it is idle, and fits now"
+
+    on_bench(2, 2, test)
+
+
 @pytest.mark.parametrize("how", ["down", "drained"])
 def test_running_requests_count_again_when_instance_returns(
     how: str,
