@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from mooncake_conductor.index.prompt_keys import Keys, chain_root, text_keys, token_keys
 from mooncake_conductor.shared_reservations import ReservationChange
 from mooncake_conductor.slo_admission import Verdict
-from mooncake_proxy.api.openai_bodies import KVTransferParams, OpenAIEndpoint
+from mooncake_proxy.api.openai_bodies import KVTransferParams
 from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.errors import BadRequest, NotFound, SloRefused
 from mooncake_proxy.pool.instances import Instance, InstancePool, Role
 from mooncake_proxy.routing.conductor_fleet import ConductorFleet, RoutedRequest
-from mooncake_proxy.routing.prefix_index import token_ids_of
+from mooncake_proxy.routing.prefix_index import prompt_bytes, token_ids_of
 from mooncake_proxy.routing.role_watch import RoleWatch
 
 if TYPE_CHECKING:
@@ -331,5 +331,4 @@ def keys_of(context: RequestContext, adapter: str) -> Keys:
     ids = context.token_ids if context.token_ids is not None else token_ids_of(parsed)
     if ids is not None:
         return token_keys(ids, root)
-    is_chat = context.endpoint is OpenAIEndpoint.CHAT
-    return text_keys(bytes(parsed.messages if is_chat else parsed.prompt), root)
+    return text_keys(prompt_bytes(context.endpoint, parsed), root)

@@ -15,7 +15,6 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from mooncake_proxy.api.openai_bodies import OpenAIEndpoint
 from mooncake_proxy.api.proxied_request import FORWARDED, RequestContext, forwarded_headers
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import (
@@ -46,6 +45,7 @@ from mooncake_proxy.routing.prefix_index import (
     MAX_CHARACTERS,
     PrefixIndex,
     load_tokenizer,
+    prompt_bytes,
     prompt_root,
     prompt_text,
     text_hashes,
@@ -198,9 +198,8 @@ class RequestRouter:
             if ids is not None:
                 self._set_expected_hits(context, token_hashes(ids, root))
             elif self.prompt_tokens is None:
-                is_chat = context.endpoint is OpenAIEndpoint.CHAT
-                prompt = context.parsed.messages if is_chat else context.parsed.prompt
-                self._set_expected_hits(context, text_hashes(bytes(prompt), root))
+                prompt = prompt_bytes(context.endpoint, context.parsed)
+                self._set_expected_hits(context, text_hashes(prompt, root))
 
     async def tokenize_prompt(self, context: RequestContext, tokens: PromptTokens) -> None:
         """Complete `prepare` if there is a tokenizer: tokenize the prompt.

@@ -24,6 +24,7 @@ from mooncake_proxy.routing.prefix_index import (
     TOKENS_PER_BLOCK,
     PrefixIndex,
     load_tokenizer,
+    prompt_bytes,
     prompt_root,
     prompt_text,
     text_hashes,
@@ -52,6 +53,28 @@ def test_messages_beyond_the_characters_that_count_are_not_decoded(
     assert text is not None
     assert (text[:7], len(text)) == ("user\nxx", MAX_CHARACTERS)
     assert decode.call_count == 4  # role and content of two messages
+
+
+def test_inline_media_count_by_a_hash_in_prompts() -> None:
+    def chat(image: str) -> dict[str, Any]:
+        parts = [
+            {"type": "text", "text": "What is it?"},
+            {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{image}"}},
+        ]
+        return {"messages": [{"role": "user", "content": parts}]}
+
+    found = []
+    for image in ("A" * 1_000_000, "A" * 999_999 + "B", "A" * 1_000_000):
+        parsed, _ = parse_request(json.dumps(chat(image)).encode())
+        prompt, text = prompt_bytes(OpenAIEndpoint.CHAT, parsed), text_in(chat(image))
+        assert text is not None
+        assert len(prompt) < 200
+        assert len(text) < 200
+        assert "What is it?" in text
+        found.append((prompt, text))
+    assert found[0] == found[2]
+    assert found[0][0] != found[1][0]
+    assert found[0][1] != found[1][1]
 
 
 @given(TOKENS, TOKENS, TOKENS)
