@@ -7,7 +7,14 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from mooncake_api.errors import RequestRejected
-from mooncake_api.translation import UNTRANSLATED_FIELDS, Json, encode, read_request
+from mooncake_api.translation import (
+    UNTRANSLATED_FIELDS,
+    Json,
+    content_of,
+    encode,
+    read_request,
+    without_billing_line,
+)
 
 _INSTEAD = {
     **UNTRANSLATED_FIELDS,
@@ -25,9 +32,6 @@ _INSTEAD = {
     "stream_options": "streams always report usage",
     "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
 }
-_BILLING = "x-anthropic-billing-header"
-"""The start of a billing line that a coding agent puts before its instructions. It is dropped: it
-differs between requests, so that the prefix cache would never hit."""
 
 
 class OutputFormat(Struct):
@@ -218,16 +222,19 @@ def _tool(tool: Json, path: str) -> Json:
 
 
 def _conversation(system: str | list[Json] | None, messages: list[Json]) -> list[Json]:
-    found: list[Json] = []
-    if system:
-        blocks = [{"type": "text", "text": system}] if isinstance(system, str) else system
-        texts = [_text(block, f"system[{i}]") for i, block in enumerate(blocks)]
-        kept = [text for text in texts if not text.startswith(_BILLING)]
-        if kept:
-            found.append({"role": "system", "content": "\n\n".join(kept)})
+    found = _instructions(system or "", "system")
     for index, message in enumerate(messages):
         found += _turn(message, f"messages[{index}]")
     return found
+
+
+def _instructions(content: str | list[Any], path: str) -> list[Json]:
+    """A system message with the texts of all blocks, without a billing line; none if no text is
+    left."""
+    blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    texts = [without_billing_line(_text(block, f"{path}[{i}]")) for i, block in enumerate(blocks)]
+    joined = "\n\n".join(filter(None, texts))
+    return [{"role": "system", "content": joined}] if joined else []
 
 
 def _continued(messages: list[Json]) -> Json:
@@ -256,22 +263,25 @@ def _turn(message: Json, path: str) -> list[Json]:
         raise RequestRejected(
             f"{path}.role: wanted user, assistant or system, found {role!r}", param=f"{path}.role"
         )
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    if not isinstance(content, list):
+    if not isinstance(content, str | list):
         raise RequestRejected(
             f"{path}.content: wanted a text or a list of blocks", param=f"{path}.content"
         )
+    if role == "system":
+        return _instructions(content, f"{path}.content")
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
     blocks = [(block, f"{path}.content[{i}]") for i, block in enumerate(content)]
-    return [_model_turn(blocks)] if role == "assistant" else _other_turn(role, blocks)
+    return [_model_turn(blocks)] if role == "assistant" else _user_turn(blocks)
 
 
 def _model_turn(blocks: list[tuple[Any, str]]) -> Json:
     turn: Json = {"role": "assistant", "content": None}
+    texts = []
     for block, path in blocks:
         kind = _kind(block)
         if kind == "text":
-            turn["content"] = (turn["content"] or "") + _text(block, path)
+            texts.append(_text(block, path))
         elif kind == "thinking":
             turn["reasoning"] = turn.get("reasoning", "") + str(block.get("thinking", ""))
         elif kind == "tool_use":
@@ -280,22 +290,27 @@ def _model_turn(blocks: list[tuple[Any, str]]) -> Json:
             turn.setdefault("tool_calls", []).append(call)
         elif kind != "redacted_thinking":  # encrypted by another server: skipped
             raise _refused_block(kind, path)
+    if texts:
+        turn["content"] = content_of(texts)
     return turn
 
 
-def _other_turn(role: str, blocks: list[tuple[Any, str]]) -> list[Json]:
+def _user_turn(blocks: list[tuple[Any, str]]) -> list[Json]:
     turns: list[Json] = []
     for block, path in blocks:
         kind = _kind(block)
-        if kind == "tool_result" and role == "user":
+        if kind == "tool_result":
             result = {"tool_call_id": block.get("tool_use_id"), "content": _result(block, path)}
             turns.append({"role": "tool", **result})
         elif kind != "text":
             raise _refused_block(kind, path)
-        elif turns and turns[-1]["role"] == role:
-            turns[-1]["content"].append({"type": "text", "text": _text(block, path)})
+        elif turns and turns[-1]["role"] == "user":
+            turns[-1]["content"].append(_text(block, path))
         else:
-            turns.append({"role": role, "content": [{"type": "text", "text": _text(block, path)}]})
+            turns.append({"role": "user", "content": [_text(block, path)]})
+    for turn in turns:
+        if turn["role"] == "user":
+            turn["content"] = content_of(turn["content"])
     return turns
 
 
@@ -306,7 +321,7 @@ def _result(block: Json, path: str) -> str:
         return content or ""
     if not isinstance(content, list):
         raise RequestRejected(f"{path}.content: wanted a text or blocks", param=f"{path}.content")
-    return "".join(_text(part, f"{path}.content[{i}]") for i, part in enumerate(content))
+    return "\n".join(_text(part, f"{path}.content[{i}]") for i, part in enumerate(content))
 
 
 def _text(block: Any, path: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from msgspec import Struct
 
 from mooncake_api.errors import RequestRejected
-from mooncake_api.translation import UNTRANSLATED_FIELDS, Json, encode, read_request
+from mooncake_api.translation import UNTRANSLATED_FIELDS, Json, content_of, encode, read_request
 
 _STATELESS = "responses are not stored: send the conversation in input"
 _INSTEAD = {
@@ -247,7 +247,7 @@ def _messages(request: ResponsesRequest) -> list[Json]:
         items = [{"role": "user", "content": items}]
     turns = _Turns()
     if request.instructions:
-        turns.add_message("system", request.instructions)
+        turns.add_instructions(request.instructions)
     for index, item in enumerate(items):
         turns.add(item, f"input[{index}]")
     return turns.messages
@@ -267,7 +267,7 @@ class _Turns:
         elif kind == "function_call":
             self._add_call(item, path)
         elif kind == "function_call_output":
-            text = _text(item.get("output"), f"{path}.output")
+            text = "\n".join(_texts(item.get("output"), f"{path}.output"))
             call_id = _word(item, "call_id", path)
             self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
         elif kind == "reasoning":
@@ -279,25 +279,26 @@ class _Turns:
                 f"{path}: items of type {kind!r} are not supported; leave it out", param=path
             )
 
-    def add_message(self, role: str, text: str) -> None:
-        """Add a message that is not the model's."""
-        role = "system" if role == "developer" else role
-        if role == "system" and [each["role"] for each in self.messages] == ["system"]:
+    def add_instructions(self, text: str) -> None:
+        """Add a system message."""
+        if [each["role"] for each in self.messages] == ["system"]:
             self.messages[0]["content"] += f"\n\n{text}"
         else:
-            self.messages.append({"role": role, "content": text})
+            self.messages.append({"role": "system", "content": text})
 
     def _add_turn(self, item: Json, path: str) -> None:
-        role, text = item.get("role"), _text(item.get("content"), f"{path}.content")
+        role, texts = item.get("role"), _texts(item.get("content"), f"{path}.content")
         if role not in ("user", "system", "developer", "assistant"):
             raise RequestRejected(
                 f"{path}.role: wanted user, assistant, system or developer, found {role!r}",
                 param=f"{path}.role",
             )
         if role == "assistant":
-            self._model_turn("content", "tool_calls")["content"] = text
+            self._model_turn("content", "tool_calls")["content"] = content_of(texts)
+        elif role == "user":
+            self.messages.append({"role": "user", "content": content_of(texts)})
         else:
-            self.add_message(role, text)
+            self.add_instructions("\n".join(texts))
 
     def _add_call(self, item: Json, path: str) -> None:
         function = {name: _word(item, name, path) for name in ("name", "arguments")}
@@ -309,7 +310,7 @@ class _Turns:
     def _add_reasoning(self, item: Json, path: str) -> None:
         """Add an item's reasoning text. Encrypted reasoning comes from another server and is
         skipped."""
-        text = _text(item.get("content") or item.get("summary") or "", path)
+        text = "\n".join(_texts(item.get("content") or item.get("summary") or "", path))
         if text:
             self._model_turn("content", "tool_calls", "reasoning")["reasoning"] = text
 
@@ -323,13 +324,13 @@ class _Turns:
         return last
 
 
-def _text(content: Any, path: str) -> str:
-    """The text of a string or of a list of text parts."""
+def _texts(content: Any, path: str) -> list[str]:
+    """The texts of a string or of a list of text parts."""
     if isinstance(content, str):
-        return content
+        return [content]
     if not isinstance(content, list):
         raise RequestRejected(f"{path}: wanted a string or a list of parts", param=path)
-    return "".join(_part(part, f"{path}[{i}]") for i, part in enumerate(content))
+    return [_part(part, f"{path}[{i}]") for i, part in enumerate(content)]
 
 
 def _part(part: Any, path: str) -> str:

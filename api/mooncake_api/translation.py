@@ -99,6 +99,21 @@ def read_request(
     return request, others
 
 
+def content_of(texts: list[str]) -> str | list[Json]:
+    """The content of a chat message with these texts. Several stay parts, which a chat template may
+    lay out by itself; a server joins them otherwise."""
+    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+
+
+_BILLING = "x-anthropic-billing-header"
+
+
+def without_billing_line(text: str) -> str:
+    """A system text without the billing line that a coding agent puts before its instructions: it
+    differs between requests, so that the prefix cache would never hit."""
+    return text.partition("\n")[2] if text.startswith(_BILLING) else text
+
+
 def event(kind: str, payload: Json) -> bytes:
     """A named server-sent event with a JSON payload."""
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode(payload))

@@ -14,6 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from mooncake_api.instance_protocol import DP_RANK_HEADER, TIMEOUT_HEADER
+from mooncake_api.translation import without_billing_line
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.kv_connector import read_kv_transfer_params
 from mooncake_engine.messages import EngineInfo, EngineRequest
@@ -441,8 +442,7 @@ def check_chat_size(request: ChatRequest | TokenizeRequest, info: EngineInfo) ->
 
 
 def _num_characters(message: ChatMessage) -> int:
-    content, calls = message.content or "", message.tool_calls or ()
-    parts = [content] if isinstance(content, str) else [part.text for part in content]
+    parts, calls = message.texts, message.tool_calls or ()
     parts += (message.name or "", message.tool_call_id or "", _reasoning_of(message) or "")
     for call in calls:
         parts += (call.id or "", call.function.name, call.function.arguments)
@@ -552,11 +552,10 @@ def _separate(prompt: str | list[str | int | list[int]]) -> list[str] | list[lis
 def _template_message(message: ChatMessage) -> dict[str, Any]:
     """A message in the form that chat templates expect: plain text, and the role ``developer``
     under its older name ``system``."""
-    content = message.content
-    if isinstance(content, list):
-        content = "".join(part.text for part in content)
-    role = "system" if message.role == "developer" else message.role
-    laid_out: dict[str, Any] = {"role": role, "content": content or ""}
+    texts, role = message.texts, message.role
+    if role in ("system", "developer"):
+        texts, role = [rest for text in texts if (rest := without_billing_line(text))], "system"
+    laid_out: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
     if message.name is not None:
         laid_out["name"] = message.name
     if (reasoning := _reasoning_of(message)) is not None:

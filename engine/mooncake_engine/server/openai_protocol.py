@@ -232,6 +232,12 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     audio: None = None
     annotations: None = None
 
+    @property
+    def texts(self) -> list[str]:
+        """The parts of the content."""
+        content = self.content or ""
+        return [content] if isinstance(content, str) else [part.text for part in content]
+
 
 class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/chat/completions``."""

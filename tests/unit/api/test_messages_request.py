@@ -71,13 +71,19 @@ def test_a_conversation_with_calls_is_that_of_chat() -> None:
                 {"type": "thinking", "thinking": "Hm", "signature": "s"},
                 {"type": "redacted_thinking", "data": "another server's"},
                 {"type": "text", "text": "At once."},
+                TEXT,
                 {"type": "tool_use", "id": "c1", "name": "brew", "input": {"cups": 2}},
             ],
         },
         {
             "role": "user",
             "content": [
-                {"type": "tool_result", "tool_use_id": "c1", "content": [TEXT], "is_error": True},
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "c1",
+                    "content": [TEXT, {"type": "text", "text": "a"}],
+                    "is_error": True,
+                },
                 {"type": "tool_result", "tool_use_id": "c2"},
                 {"type": "text", "text": "Well?"},
             ],
@@ -97,14 +103,37 @@ def test_a_conversation_with_calls_is_that_of_chat() -> None:
         },
         {
             "role": "assistant",
-            "content": "At once.",
+            "content": [{"type": "text", "text": "At once."}, {"type": "text", "text": "te"}],
             "reasoning": "Hm",
             "tool_calls": [{"id": "c1", "type": "function", "function": call}],
         },
-        {"role": "tool", "tool_call_id": "c1", "content": "te"},
+        {"role": "tool", "tool_call_id": "c1", "content": "te\na"},
         {"role": "tool", "tool_call_id": "c2", "content": ""},
-        {"role": "user", "content": [{"type": "text", "text": "Well?"}]},
+        {"role": "user", "content": "Well?"},
     ]
+
+
+BILLING = "x-anthropic-billing-header: cch=1;"
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (f"{BILLING}\nYou make tea.\nBe brief.", "You make tea.\nBe brief."),
+        ([{"type": "text", "text": BILLING}, TEXT, TEXT], "te\n\nte"),
+        ([{"type": "text", "text": f"{BILLING}\nYou make tea."}, TEXT], "You make tea.\n\nte"),
+        (BILLING, None),
+        ([{"type": "text", "text": BILLING}], None),
+    ],
+)
+def test_only_the_billing_line_of_instructions_is_dropped(
+    content: Any, expected: str | None
+) -> None:
+    """They are the field ``system``, or a message between others."""
+    found = [] if expected is None else [{"role": "system", "content": expected}]
+    assert chat_of(system=content)["messages"] == [*found, ASK]
+    messages = [ASK, {"role": "system", "content": content}]
+    assert chat_of(messages=messages)["messages"] == [ASK, *found]
 
 
 @pytest.mark.parametrize(

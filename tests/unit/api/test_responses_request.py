@@ -62,6 +62,10 @@ def test_a_conversation_with_calls_is_that_of_chat() -> None:
     items = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "input_text", "text": "te"}]},
+        {
+            "role": "user",
+            "content": [{"type": "input_text", "text": "a"}, {"type": "input_text", "text": "?"}],
+        },
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "Hm"}]},
         {
             "type": "message",
@@ -74,7 +78,10 @@ def test_a_conversation_with_calls_is_that_of_chat() -> None:
         {
             "type": "function_call_output",
             "call_id": "c2",
-            "output": [{"type": "input_text", "text": "spilt"}],
+            "output": [
+                {"type": "input_text", "text": "spilt"},
+                {"type": "input_text", "text": "cold"},
+            ],
         },
         {"type": "reasoning", "summary": [], "encrypted_content": "another server's"},
         {"role": "assistant", "content": "Sorry."},
@@ -87,9 +94,13 @@ def test_a_conversation_with_calls_is_that_of_chat() -> None:
     assert chat_of(instructions="You make tea.", input=items)["messages"] == [
         {"role": "system", "content": "You make tea.\n\nBe brief."},
         {"role": "user", "content": "te"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "?"}],
+        },
         {"role": "assistant", "content": "At once.", "reasoning": "Hm", "tool_calls": calls},
         {"role": "tool", "tool_call_id": "c1", "content": "done"},
-        {"role": "tool", "tool_call_id": "c2", "content": "spilt"},
+        {"role": "tool", "tool_call_id": "c2", "content": "spilt\ncold"},
         {"role": "assistant", "content": "Sorry."},
         {"role": "assistant", "content": "Really."},
     ]

@@ -86,7 +86,21 @@ def test_logprobs(client: AsgiClient) -> None:
 def test_content_in_parts(client: AsgiClient, engine: FakeEngine) -> None:
     parts = [{"type": "text", "text": "h"}, {"type": "text", "text": "i"}]
     client.post(PATH, messages=[{"role": "user", "content": parts}])
-    assert bytes(engine.seen[0].prompt_token_ids) == b"<|user|>hi\n<|assistant|>"
+    assert bytes(engine.seen[0].prompt_token_ids) == b"<|user|>h\ni\n<|assistant|>"
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_the_billing_line_of_instructions_is_dropped(
+    client: AsgiClient, engine: FakeEngine, role: str
+) -> None:
+    billing, rest = "x-anthropic-billing-header: cch=1;", "You make tea.\nBe brief."
+    parts = [{"type": "text", "text": text} for text in (billing, rest)]
+    for content in (f"{billing}\n{rest}", parts):
+        client.post(PATH, messages=[{"role": role, "content": content}, USER])
+    client.post(PATH, messages=[{"role": "user", "content": billing}])
+    *prompts, last = (bytes(seen.prompt_token_ids).decode() for seen in engine.seen)
+    assert prompts == [f"<|system|>{rest}\n<|user|>hi\n<|assistant|>"] * 2
+    assert last == f"<|user|>{billing}\n<|assistant|>"
 
 
 def test_developer_is_system(client: AsgiClient, engine: FakeEngine) -> None:
