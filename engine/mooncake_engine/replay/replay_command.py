@@ -18,6 +18,7 @@ from mooncake_engine.replay.replay_client import ReplayClient, TargetServer
 from mooncake_engine.replay.replay_page import page
 from mooncake_engine.replay.replay_report import Report
 from mooncake_engine.replay.trace import Pacing, PromptWriter, TraceRequest, read_trace
+from mooncake_kv.io_loop import raise_descriptor_limit
 
 _LEAD_S = 1.0
 """Seconds before a request's time at which its prompt is written: early enough to be ready, late
@@ -251,6 +252,7 @@ def bench(args: argparse.Namespace) -> Report:
     replay, objective = _replay(args), _objective(args)
     as_json, as_page = (_writable(f"{args.out}.{ending}") for ending in ("json", "html"))
     earlier = None if args.compare is None else Report.read(args.compare)
+    raise_descriptor_limit()  # each request in flight has a connection
     report = asyncio.run(_run(args, replay, objective))
     files = ((as_json, report.json()), (as_page, page(report, earlier).encode()))
     for path, content in files:

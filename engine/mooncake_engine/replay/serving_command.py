@@ -36,6 +36,7 @@ from mooncake_engine.replay.serving_options import (
 )
 from mooncake_engine.replay.serving_result import DETAILS, serving_result, serving_table
 from mooncake_engine.replay.trace import TraceRequest
+from mooncake_kv.io_loop import raise_descriptor_limit
 
 _READY_POLL_S = 1.0
 
@@ -193,6 +194,7 @@ def bench_serve(args: argparse.Namespace) -> str:
         ExchangeFailed, AllRequestsFailed: the endpoint does not answer.
         ResultsNotWritten: the disk is full.
     """
+    raise_descriptor_limit()  # each request in flight has a connection
     return asyncio.run(_bench_serve(args))
 
 

@@ -47,6 +47,7 @@ from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_hal.session.listener import tune
 from mooncake_kv.allowed_hosts import is_loopback_host
 from mooncake_kv.config import KVTransferConfig
+from mooncake_kv.io_loop import raise_descriptor_limit
 
 logger = logging.getLogger(__name__)
 
@@ -318,6 +319,7 @@ def run_server(
         background: the periodic work and the decision when to stop.
         on_ready: called once the server accepts requests.
     """
+    raise_descriptor_limit()  # a shell's 1,024 would be too few for the connections
     GuardedConnection.limits = ConnectionLimits.for_process()
     config = uvicorn.Config(
         app,

@@ -55,6 +55,17 @@ def test_vllm_example_runs_against_engine(
     assert "Mean TTFT (ms):" in capsys.readouterr().out
 
 
+def test_requests_beyond_the_descriptor_limit_of_the_shell(served: Any) -> None:
+    words = [sys.executable, "-m", "mooncake_engine", "bench", "serve", "--base-url", served.url]
+    words += ["--tokenizer", str(TINY_LLAMA), "--num-prompts", "150"]
+    words += ["--input-len", "8", "--output-len", "3"]
+    ended = subprocess.run(
+        ["prlimit", "--nofile=64:1024", *words], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ["Successful", "requests:", "150"] in map(str.split, ended.stdout.splitlines())
+
+
 def test_model_defaults_to_first_of_endpoint(served: Any, tmp_path: Path) -> None:
     found = run(
         *(served.url, tmp_path, "--tokenizer", str(TINY_LLAMA), "--num-prompts", "2"),

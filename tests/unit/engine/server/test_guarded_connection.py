@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -314,3 +316,24 @@ def test_connections_use_half_of_the_descriptors(monkeypatch: pytest.MonkeyPatch
     assert ConnectionLimits.for_process().connections == 512
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY,) * 2)
     assert ConnectionLimits.for_process().connections == PATIENT.connections
+
+
+SERVER_SCRIPT = """
+import resource
+from unittest.mock import Mock
+from mooncake_engine.server.api_server import bind, run_server
+from mooncake_engine.server.guarded_connection import GuardedConnection
+
+resource.setrlimit(resource.RLIMIT_NOFILE, (128, 512))
+run_server(None, bind("127.0.0.1", 0), Mock(tick=lambda now: True), lambda: None)
+print(GuardedConnection.limits.connections)
+"""
+
+
+def test_server_raises_the_descriptor_limit_of_its_shell() -> None:
+    """Otherwise it refuses clients beyond half of a shell's 1,024 descriptors."""
+    ended = subprocess.run(
+        [sys.executable, "-c", SERVER_SCRIPT], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout == "256\n"
