@@ -100,7 +100,7 @@ class LLM:
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         shows_progress: bool = False,
     ) -> list[RequestOutput]:
@@ -108,7 +108,7 @@ class LLM:
 
         Args:
             prompts: a text, several texts, or lists of token ids.
-            sampling_params: for all prompts, or one per prompt; default: the model's own.
+            sampling_params: for all prompts, or one per prompt; None: the model's own.
             shows_progress: whether to draw a progress bar on standard error.
 
         Raises:
@@ -121,7 +121,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | Sequence[SamplingParams | None] | None = None,
         *,
         shows_progress: bool = False,
     ) -> list[RequestOutput]:
@@ -169,13 +169,13 @@ class LLM:
     def _generate(
         self,
         prompts: list[str | Sequence[int]],
-        sampling: SamplingParams | Sequence[SamplingParams] | None,
+        sampling: SamplingParams | Sequence[SamplingParams | None] | None,
         bar: ProgressBar | None,
     ) -> list[RequestOutput]:
         running: dict[str, _PromptOutputs] = {}
         try:
-            sampling = self._engine.default_sampling if sampling is None else sampling
-            for prompt, wanted in zip(prompts, _per_prompt(sampling, len(prompts)), strict=True):
+            for prompt, given in zip(prompts, _per_prompt(sampling, len(prompts)), strict=True):
+                wanted = self._engine.default_sampling if given is None else given
                 self._num_prompts += 1
                 request_id = f"llm-{self._num_prompts}"
                 ids = self._engine.add_request(request_id, prompt, wanted)
@@ -264,9 +264,9 @@ def _is_list(found: Any) -> bool:
 
 
 def _per_prompt(
-    sampling: SamplingParams | Sequence[SamplingParams], num_prompts: int
-) -> Sequence[SamplingParams]:
-    if isinstance(sampling, SamplingParams):
+    sampling: SamplingParams | Sequence[SamplingParams | None] | None, num_prompts: int
+) -> Sequence[SamplingParams | None]:
+    if not isinstance(sampling, Sequence):
         return [sampling] * num_prompts
     if len(sampling) != num_prompts:
         raise InvalidRequest(

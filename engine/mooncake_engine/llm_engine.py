@@ -22,7 +22,7 @@ from mooncake_engine.sampling_defaults import (
     SamplingDefaults,
     read_sampling_defaults,
 )
-from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.sampling_params import SamplingParams, real_number, whole_number
 from mooncake_engine.text.bad_words import with_bad_words
 from mooncake_engine.text.completion_output import TextOutputProcessor, TextUpdate
 from mooncake_engine.text.grammars import vocabulary_of
@@ -158,9 +158,15 @@ class LLMEngine:
         self._check_open()
         if request_id in self._live:
             raise InvalidRequest(f"a request {request_id!r} is already running", param="request_id")
-        ids = self._tokenizer.encode(prompt) if isinstance(prompt, str) else tuple(prompt)
+        ids = self._token_ids(prompt)
         check_prompt(ids, self._info, param="prompt")
-        sampling = with_bad_words(sampling_params or SamplingParams(), self._tokenizer)
+        sampling = SamplingParams() if sampling_params is None else sampling_params
+        if not isinstance(sampling, SamplingParams):
+            raise InvalidRequest(
+                f"sampling_params must be SamplingParams, got {type(sampling).__name__}",
+                param="sampling_params",
+            )
+        sampling = with_bad_words(sampling, self._tokenizer)
         self._check_grammar(sampling)
         is_group = sampling.num_candidates > 1
         name = f"{request_id}-{next(self._serials)}"
@@ -168,8 +174,8 @@ class LLMEngine:
             name,
             ids,
             sampling,
-            priority=priority,
-            timeout_s=timeout_s,
+            priority=whole_number("priority", priority),
+            timeout_s=timeout_s if timeout_s is None else real_number("timeout_s", timeout_s),
             group=name if is_group else None,
         )
         self._begin(request_id, [self._command(common, i) for i in range(sampling.num_candidates)])
@@ -226,6 +232,11 @@ class LLMEngine:
                 raise
         updates, self._unreported = self._unreported, []
         return updates
+
+    def _token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            return self._tokenizer.encode(prompt)
+        return tuple(whole_number("prompt", token_id) for token_id in prompt)
 
     def _check_open(self) -> None:
         if self._is_closed:  # its memory has been freed: a step would end the process

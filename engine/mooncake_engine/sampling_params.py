@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Any
 
 from mooncake_engine.errors import InvalidRequest
 
@@ -30,9 +33,87 @@ class Grammar:
     source: str
 
 
+class _Checked(tuple[Any, ...]):
+    """A tuple whose elements have the right types. The parameters of a request's choices share it,
+    so that what is long is checked once."""
+
+    __slots__ = ()
+
+
+def whole_number(name: str, given: Any) -> int:
+    """A parameter as an ``int``; also of NumPy's integers, and 1 for True.
+
+    Raises:
+        InvalidRequest: it is something else, such as 1.0.
+    """
+    try:
+        return operator.index(given)
+    except TypeError:
+        raise _wrong_type(name, "a whole number", given) from None
+
+
+def real_number(name: str, given: Any) -> float:
+    """A parameter as a ``float``; raises InvalidRequest for other types."""
+    try:
+        if not isinstance(given, str | bytes):
+            return float(given)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise _wrong_type(name, "a number", given)
+
+
+def _wrong_type(name: str, wanted: str, given: Any) -> InvalidRequest:
+    return InvalidRequest(
+        f"{name}: wanted {wanted}, got {given!r:.100} of type {type(given).__name__}", param=name
+    )
+
+
+def _text(name: str, given: Any) -> str:
+    if not isinstance(given, str):
+        raise _wrong_type(name, "text", given)
+    return given
+
+
+def _bias(name: str, given: Any) -> tuple[int, float]:
+    pair = tuple(_elements(name, given))
+    if len(pair) != 2:
+        raise _wrong_type(name, "pairs of a token id and a value", given)
+    return whole_number(name, pair[0]), real_number(name, pair[1])
+
+
+def _token_ids(name: str, given: Any) -> tuple[int, ...]:
+    return _Checked(whole_number(name, one) for one in _elements(name, given))
+
+
+def _elements(name: str, given: Any) -> Iterable[Any]:
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise _wrong_type(name, "a list", given)
+    return given.items() if isinstance(given, Mapping) else given
+
+
+_Read = Callable[[str, Any], Any]
+_NUMBERS: tuple[tuple[str, type, _Read], ...] = (
+    *((name, int, whole_number) for name in ("n", "best_of", "top_k", "seed", "max_tokens")),
+    *((name, int, whole_number) for name in ("min_tokens", "logprobs", "prompt_logprobs")),
+    *((name, float, real_number) for name in ("temperature", "top_p", "min_p")),
+    *((name, float, real_number) for name in ("repetition_penalty", "presence_penalty")),
+    ("frequency_penalty", float, real_number),
+)
+_MAY_BE_NONE = frozenset({"best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs"})
+_LISTS: tuple[tuple[str, _Read], ...] = (
+    ("stop", _text),
+    ("stop_token_ids", whole_number),
+    ("logit_bias", _bias),
+    ("bad_words", _text),
+    ("bad_words_token_ids", _token_ids),
+)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Sampling and stopping, with the names and meanings of vLLM's and OpenAI's APIs.
+    """Sampling and stopping, with the names and meanings of vLLM's and OpenAI's APIs. Values of
+    other types are converted as vLLM does: one stop string, None for an empty list, a dict of
+    biases.
 
     Args:
         n: number of choices per prompt.
@@ -43,7 +124,7 @@ class SamplingParams:
         top_k: number of most probable tokens to sample from; 0 is off.
         min_p: minimum probability of a token, relative to that of the most probable one; 0 is off.
         seed: makes the output reproducible, whatever else runs and on whichever instance the
-            request continues.
+            request continues. None, or -1, is random.
         repetition_penalty: > 1 makes tokens of prompt and output less likely (Keskar et al. 2019).
         presence_penalty, frequency_penalty: OpenAI's penalties, over the output's tokens.
         stop: strings that end the output and are left out of it.
@@ -93,6 +174,7 @@ class SamplingParams:
     grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
+        self._convert()
         _check_range("n", self.n, 1, 128)
         if self.best_of is not None:
             _check_range("best_of", self.best_of, self.n, 128)
@@ -118,6 +200,32 @@ class SamplingParams:
         if self.seed is not None:
             _check_range("seed", self.seed, -(2**63), 2**64 - 1)
         self._check_constraints()
+
+    def _convert(self) -> None:
+        """Convert values to the types that the fields declare: a step would fail with others, and
+        all requests of the engine with it."""
+        for name, kind, read in _NUMBERS:
+            value = getattr(self, name)
+            if type(value) is not kind and not (value is None and name in _MAY_BE_NONE):
+                object.__setattr__(self, name, read(name, value))
+        if self.seed == -1:
+            object.__setattr__(self, "seed", None)
+        for name, read in _LISTS:
+            self._convert_list(name, getattr(self, name), read)
+        if self.allowed_token_ids is not None:
+            self._convert_list("allowed_token_ids", self.allowed_token_ids, whole_number)
+        if not isinstance(self.grammar, Grammar | None):
+            raise _wrong_type("grammar", "a Grammar", self.grammar)
+
+    def _convert_list(self, name: str, given: Any, read: _Read) -> None:
+        if type(given) is _Checked or (type(given) is tuple and not given):
+            return
+        if given is None:
+            given = ()
+        elif isinstance(given, str) and read is _text:
+            given = (given,)
+        checked = _Checked(read(name, one) for one in _elements(name, given))
+        object.__setattr__(self, name, checked)
 
     def _check_constraints(self) -> None:
         for name in ("stop", "bad_words"):

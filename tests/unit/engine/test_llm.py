@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from support.fake_engine import EOS, text_script
 from support.scripted_core import ScriptedExecutor, scripted_engine
@@ -85,6 +87,10 @@ def test_each_prompt_may_have_its_own_parameters(llm: LLM) -> None:
     )
     assert [output.outputs[0].text for output in outputs] == ["T", "MI"]
     assert outputs[1].outputs[0].stop_reason == "LK"
+    outputs = llm.generate(["tea", "milk"], [None, SamplingParams(max_tokens=1)])
+    assert [output.outputs[0].text for output in outputs] == ["TEA", "M"]
+    with pytest.raises(InvalidRequest, match="must be SamplingParams, got dict"):
+        llm.generate("tea", {"n": 2})  # type: ignore[arg-type]
 
 
 def test_several_choices_share_the_prompt(llm: LLM, executor: ScriptedExecutor) -> None:
@@ -346,6 +352,74 @@ def test_prompts_of_other_types_are_rejected(
 def test_messages_of_other_types_are_rejected(llm: LLM, messages: Any) -> None:
     with pytest.raises(InvalidRequest, match="each a dict with role and content"):
         llm.chat(messages)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        *({"top_k": 5.0}, {"logprobs": 2.0}, {"seed": 1.5}, {"max_tokens": 5.5}),
+        *({"temperature": "1"}, {"stop": 5}, {"stop": [5]}, {"stop_token_ids": [1.5]}),
+        *({"logit_bias": [1]}, {"logit_bias": [(1, 2, 3)]}, {"grammar": "[0-9]"}),
+    ],
+)
+def test_values_of_other_types_are_rejected(values: dict[str, Any]) -> None:
+    """In a step they would end the engine."""
+    [name] = values
+    with pytest.raises(InvalidRequest, match=f"{name}: wanted") as raised:
+        SamplingParams(**values)
+    assert raised.value.param == name
+
+
+def test_values_are_converted_as_in_vllm() -> None:
+    given: dict[str, Any] = {
+        **{"stop": "###e", "bad_words": "the", "stop_token_ids": None, "logit_bias": {5: 1}},
+        **{"logprobs": True, "prompt_logprobs": True, "allowed_token_ids": {70}},
+        **{"n": np.int64(2), "top_p": np.float32(0.5), "seed": -1},
+    }
+    found = SamplingParams(**given)
+    assert found == SamplingParams(
+        **{
+            "stop": ("###e",),
+            "bad_words": ("the",),
+            "stop_token_ids": (),
+            "logit_bias": ((5, 1.0),),
+        },
+        **{"logprobs": 1, "prompt_logprobs": 1, "allowed_token_ids": (70,)},
+        **{"n": 2, "top_p": 0.5, "seed": None},
+    )
+    numbers = (found.n, found.top_p, found.logprobs, found.logit_bias[0][1])
+    assert [type(one) for one in numbers] == [int, float, int, float]
+
+
+def test_choices_share_long_lists() -> None:
+    params = SamplingParams(allowed_token_ids=tuple(range(9)), logit_bias=((5, 1.0),))
+    choice = replace(params, seed=3)
+    assert choice.allowed_token_ids is params.allowed_token_ids
+    assert choice.logit_bias is params.logit_bias
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "words"),
+    [
+        ([116.0, 101.0], {}, "prompt: wanted a whole number"),
+        ("tea", {"sampling_params": {"n": 2}}, "must be SamplingParams, got dict"),
+        ("tea", {"priority": "high"}, "priority: wanted a whole number"),
+        ("tea", {"timeout_s": "1"}, "timeout_s: wanted a number"),
+    ],
+)
+def test_arguments_of_other_types_are_rejected(
+    engine: LLMEngine, prompt: Any, changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=words):
+        engine.add_request("r", prompt, **changes)
+    assert not engine.has_unfinished_requests
+
+
+def test_prompt_of_numpy_integers_runs_as_ints(llm: LLM, executor: ScriptedExecutor) -> None:
+    """Ranks receive it in messages, which can't hold NumPy's integers."""
+    [output] = llm.generate(np.frombuffer(b"tea", np.uint8)[None])  # type: ignore[arg-type]
+    assert output.outputs[0].text == "TEA"
+    assert {type(token_id) for token_id in executor.seen[0].token_ids} == {int}
 
 
 def test_closed_engine_runs_nothing(llm: LLM, engine: LLMEngine) -> None:
