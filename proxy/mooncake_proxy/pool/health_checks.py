@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -212,16 +211,16 @@ class HealthChecker:
         reports = _decoded(_reports_decoder, body, _Reports())
         instance.kv_pool = _decoded(_pool_decoder, reports.kv_pool, None)
         instance.bytes_received = _decoded(_bytes_decoder, reports.bytes_received, {})
-        if compatibility.engine_id and (
-            instance.topology is None or instance.topology.engine_id != compatibility.engine_id
-        ):
-            instance.base_models, instance.lists_models = None, True  # it has restarted
-            await self._fetch_topology(instance, compatibility.engine_id, deadline)
+        epoch = compatibility.engine_id
+        if epoch and (instance.topology is None or instance.topology.engine_id != epoch):
+            await self._fetch_topology(instance, epoch, deadline)
         if instance not in self._pools:  # it was removed meanwhile
             return None
-        epoch, former = compatibility.engine_id, instance.compatibility.engine_id
-        if epoch and former and epoch != former:
-            self._on_restart(instance)
+        former = instance.compatibility.engine_id
+        if epoch and epoch != former:
+            instance.base_models, instance.lists_models = None, True
+            if former:
+                self._on_restart(instance)
         self._pools.note_compatibility(instance, compatibility)
         is_unknown = instance.base_models is None and instance.lists_models
         if is_unknown and (instance.kv_events is not None or instance.store_kv_events):
@@ -233,13 +232,20 @@ class HealthChecker:
 
     async def _fetch_topology(self, instance: Instance, engine_id: str, deadline: float) -> None:
         """Fetch an instance's topology, once per epoch, so that incompatible pairs are known before
-        any request uses them."""
-        topology = PairTopology(engine_id)  # for an instance that publishes none
-        with suppress(UpstreamError, *DECODE_ERRORS):
+        any request uses them. Without an answer, the next check asks again."""
+        topology: PairTopology | None = PairTopology(engine_id)  # if it publishes none
+        try:
             body = await instance.connections.fetch(instance.build_get(TOPOLOGY_PATH), deadline)
             published = _topology_decoder.decode(body)
             if published.engine_id == engine_id:
                 topology = published
+        except UpstreamError as exc:
+            if not (isinstance(exc, Rejected) and exc.is_client_fault):
+                topology = None
+                message = f"its topology is not known yet, {TOPOLOGY_PATH}: {exc}"
+                instance.warn_once(f"topology {engine_id}", message)
+        except DECODE_ERRORS as exc:
+            logger.warning("%s: %s can't be read: %s", instance.name, TOPOLOGY_PATH, exc)
         self._pools.note_topology(instance, topology)
 
     async def _fetch_models(self, instance: Instance, deadline: float) -> None:

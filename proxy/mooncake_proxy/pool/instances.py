@@ -492,8 +492,9 @@ class InstancePool:
                 instance.dp_ranks = DPRanks(instance.name, num_ranks) if several else None
             self._refresh()
 
-    def note_topology(self, instance: Instance, topology: PairTopology) -> None:
-        """Update an instance's topology, and compare it with the others before any request."""
+    def note_topology(self, instance: Instance, topology: PairTopology | None) -> None:
+        """Update an instance's topology, and compare it with the others before any request. None:
+        that of its current epoch is not known."""
         if instance.topology != topology:
             instance.topology = topology
             instance.relative_speed = relative_speed(topology)

@@ -120,8 +120,8 @@ class ModelPools:
         if (pool := self._pools.get(instance.spec.model)) is not None:
             pool.note_compatibility(instance, compatibility)
 
-    def note_topology(self, instance: Instance, topology: PairTopology) -> None:
-        """Update an instance's topology."""
+    def note_topology(self, instance: Instance, topology: PairTopology | None) -> None:
+        """Update an instance's topology; None: it is not known."""
         if (pool := self._pools.get(instance.spec.model)) is not None:
             pool.note_topology(instance, topology)
 

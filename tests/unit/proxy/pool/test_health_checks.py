@@ -60,10 +60,12 @@ def checked(
     *,
     models_status: bytes = b"200 OK",
     asked: list[bytes] | None = None,
+    topologies: list[tuple[bytes, bytes]] | None = None,
     rounds: int = 1,
 ) -> Instance:
     """An instance after rounds of checks: at that origin, or with that health body, list of models
-    (with that status), and port of KV events. ``asked`` gets the paths of its requests."""
+    (with that status), and port of KV events. ``asked`` gets the paths of its requests;
+    ``topologies`` are its first answers about its topology."""
 
     async def main() -> Instance:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -72,8 +74,11 @@ def checked(
             path = request.split(b" ")[1]
             if asked is not None:
                 asked.append(path)
-            is_list = path == b"/v1/models"
-            status, answer = (models_status, models) if is_list else (b"200 OK", body)
+            status, answer = b"200 OK", body
+            if path == b"/v1/models":
+                status, answer = models_status, models
+            elif path == b"/kv/topology" and topologies:
+                status, answer = topologies.pop(0)
             writer.write(head % (status, len(answer)) + answer)
             writer.close()
             await writer.wait_closed()
@@ -119,6 +124,41 @@ def test_internal_error_of_check_counts_against_its_instance_only(
     assert not instance.is_up
     assert "/health: ZeroDivisionError('of what it says')" in instance.error
     assert "Traceback" in caplog.text
+
+
+TOPOLOGY = b'{"engine_id":"a","pulls_early":true}'
+
+
+@pytest.mark.parametrize(
+    ("answers", "requests", "pulls_early"),
+    [
+        ([(b"503 Unavailable", b""), (b"503 Unavailable", b""), (b"200 OK", TOPOLOGY)], 3, True),
+        ([(b"404 Not Found", b"{}"), (b"200 OK", TOPOLOGY)], 1, False),
+        ([(b"200 OK", b"no topology"), (b"200 OK", TOPOLOGY)], 1, False),
+    ],
+    ids=["busy", "publishes none", "malformed"],
+)
+def test_topology_is_asked_for_until_there_is_an_answer(
+    answers: list[tuple[bytes, bytes]],
+    requests: int,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    pulls_early: bool,
+) -> None:
+    asked: list[bytes] = []
+    instance = checked(
+        body=b'{"engine_id":"a"}',
+        port=5557,
+        models=b"no list",
+        asked=asked,
+        topologies=answers,
+        rounds=5,
+    )
+    assert instance.topology is not None
+    assert instance.topology.pulls_early is pulls_early
+    assert asked.count(b"/kv/topology") == requests
+    assert asked.count(b"/v1/models") == 1, "the lists of models are of the start"
+    assert caplog.text.count("its topology is not known yet") == (requests > 1)
 
 
 CARDS = b'{"data":[{"id":"m","parent":null},{"id":"also-m"},{"id":"sql","parent":"m"}]}'
