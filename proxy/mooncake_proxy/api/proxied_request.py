@@ -359,6 +359,11 @@ HOLD_KV_PARAMS = Raw(
 _ONE = Raw(b"1")
 FALSE = Raw(b"false")
 TRUE = Raw(b"true")
+_ENDS_OR_SHAPES_OUTPUT = (
+    *("stop", "stop_token_ids", "min_tokens", "response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+)
+_UNFORCED = (b"null", b'"auto"', b'"none"')
 
 
 def prefill_body(
@@ -379,7 +384,9 @@ def prefill_body(
         wants_token_ids: ask for the token ids of the prompt and of P's token.
         is_single: ask for the first choice only; D starts the others itself.
         wants_kv_only: P's token is discarded, because D samples the first token of every choice;
-            stop conditions are removed, so that P's token can't end the request.
+            what shapes the output is removed, and stop conditions, so that P's token can't end the
+            request. A forced tool call stays, since templates may show it; its grammar begins with
+            more than an end, and our P refuses ``ignore_eos`` beside a grammar.
     """
     fields = context.fields.copy()
     if is_single or wants_kv_only:
@@ -392,9 +399,10 @@ def prefill_body(
     if context.parsed.min_tokens is not None and context.parsed.min_tokens > 1:
         fields["min_tokens"] = _ONE
     if wants_kv_only:
-        for name in ("stop", "stop_token_ids", "min_tokens"):
+        for name in _ENDS_OR_SHAPES_OUTPUT:
             fields.pop(name, None)
-        fields["ignore_eos"] = TRUE
+        if bytes(fields.get("tool_choice", _UNFORCED[0])).strip() in _UNFORCED:
+            fields["ignore_eos"] = TRUE
     fields.pop("stream_options", None)
     fields["kv_transfer_params"] = params
     if context.record is not None or wants_token_ids:

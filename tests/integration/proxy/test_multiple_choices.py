@@ -64,6 +64,37 @@ def test_vllm_prefill_computes_one_choice(
     uvloop.run(main())
 
 
+STRUCTURED: dict[str, Json] = {
+    "response_format": {"response_format": {"type": "json_object"}},
+    "structured outputs": {"structured_outputs": {"regex": "a+"}},
+    "tools": {"tools": [{"type": "function", "function": {"name": "f"}}]},
+}
+FORCED: dict[str, Json] = {
+    choice: STRUCTURED["tools"] | {"tool_choice": tool_choice}
+    for choice, tool_choice in {
+        "required": "required",
+        "named": {"type": "function", "function": {"name": "f"}},
+    }.items()
+}
+
+
+@pytest.mark.parametrize("fields", [*STRUCTURED.values(), *FORCED.values()])
+def test_discarded_token_never_ends_a_grammar(fields: Json) -> None:
+    """Our P refuses ``ignore_eos`` beside a grammar, as an error of the client."""
+
+    async def main() -> None:
+        async with fake_deployment() as s:
+            await post(s, CHAT | SEVERAL | fields, "/v1/chat/completions")
+            [asked], [decoded] = s.prefill.generated, s.decode.generated
+            assert fields.items() <= decoded.body.items()
+            has_grammar = "tool_choice" in asked.body
+            assert asked.body.get("ignore_eos", False) is not has_grammar
+            assert not {"response_format", "structured_outputs"} & asked.body.keys()
+            assert asked.body.get("tools") == fields.get("tools"), "they are part of the prompt"
+
+    uvloop.run(main())
+
+
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_prefill_that_leases_every_choice_gets_full_n(*, is_streamed: bool) -> None:
     async def main() -> None:
