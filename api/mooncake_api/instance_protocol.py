@@ -38,7 +38,7 @@ class RegistrationMessage(Struct, frozen=True):
     Args:
         url: the URL at which proxies reach the instance.
         started_at: Unix time of the instance's start; of two instances at one URL the later one
-            counts.
+            counts, until its lease has ended.
         number: increases with every message. Proxies reject a number that they have seen, as a
             replay.
         role: prefill, decode or both.

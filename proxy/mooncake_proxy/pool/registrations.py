@@ -3,11 +3,15 @@
 An instance renews its registration after every third of its lease, and unregisters when it drains.
 One that is silent for a whole lease gets no more requests and is removed. Messages are signed with
 a secret that instances and proxies share, and numbered to detect replays.
+
+Of two starts at one URL the later one counts, while its lease lasts. Afterwards any start counts
+that is new here: clocks are set back, and differ between hosts that take over a URL.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -34,11 +38,28 @@ logger = logging.getLogger(__name__)
 SOURCE = "register"
 HEADER = REGISTER_HEADER.lower().encode()
 MAX_LEASE_S = 600.0
-# Bound of the instances whose last message number is kept.
+# Bound of the instances whose starts and last message number are kept, and of the former starts.
 MAX_KNOWN_INSTANCES = 4096
+MAX_FORMER_STARTS = 16
 
 
 _decode = msgspec.json.Decoder(RegistrationMessage).decode
+
+
+@dataclass(slots=True)
+class _KnownStarts:
+    """The start of the instance at a URL with the number of its latest message, and the starts
+    before it, whose messages must not be replayed."""
+
+    started_at: float
+    number: int
+    former: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_FORMER_STARTS))
+
+    def note(self, started_at: float, number: int) -> None:
+        """Note a message that was accepted."""
+        if started_at != self.started_at:
+            self.former.append(self.started_at)
+        self.started_at, self.number = started_at, number
 
 
 @dataclass(slots=True)
@@ -57,7 +78,7 @@ class Registrations:
     secret: bytes = b""
     forward: Callable[[MembershipChange], None] = lambda change: None
     _leases: dict[str, tuple[float, float]] = field(default_factory=dict)
-    _seen: dict[str, tuple[float, int]] = field(default_factory=dict)
+    _seen: dict[str, _KnownStarts] = field(default_factory=dict)
 
     def is_known(self, headers: dict[bytes, bytes]) -> bool:
         """Whether the request's head is signed by an instance. Only then is its body read."""
@@ -109,15 +130,23 @@ class Registrations:
         return None if self._is_old(change) else self._apply_new(change)
 
     def _is_old(self, change: MembershipChange) -> bool:
-        known, number = self._seen.get(str(Origin.parse(change.url))), change.registered
-        return known is not None and number is not None and number <= known
+        name = str(Origin.parse(change.url))
+        known = self._seen.get(name)
+        if known is None or change.registered is None:
+            return False
+        started_at, number = change.registered
+        if started_at == known.started_at:
+            return number <= known.number
+        is_earlier = started_at < known.started_at and name in self._leases
+        return is_earlier or started_at in known.former
 
     def _apply_new(self, change: MembershipChange) -> Instance | None:
         name = str(Origin.parse(change.url))
         instance = self._change_pool(name, change)
         if change.registered is not None:
-            self._seen.pop(name, None)
-            self._seen[name] = change.registered
+            known = self._seen.pop(name, None) or _KnownStarts(*change.registered)
+            known.note(*change.registered)
+            self._seen[name] = known
         if len(self._seen) > MAX_KNOWN_INSTANCES:
             del self._seen[next(iter(self._seen))]
         return instance

@@ -104,6 +104,36 @@ def test_replayed_messages_are_rejected(registrations: Registrations) -> None:
     announce(registrations, 0, started_at=6.0)  # restarted
 
 
+def test_restart_by_a_clock_that_was_set_back_is_accepted_once_the_lease_is_over(
+    registrations: Registrations, pools: ModelPools, clock: Clock
+) -> None:
+    announce(registrations, 7, started_at=30_000.0)
+    with pytest.raises(Conflict, match="older than what is known"):
+        announce(registrations, 0, started_at=1000.0)
+    clock.now += 15
+    registrations.expire()
+    announce(registrations, 1, started_at=1000.0)
+    announce(registrations, 2, started_at=1000.0)
+    assert names(pools) == [URL]
+    for number, started_at in ((8, 30_000.0), (2, 1000.0)):
+        with pytest.raises(Conflict, match="older than what is known"):
+            announce(registrations, number, started_at=started_at)
+
+
+def test_former_starts_are_not_replayed_when_the_instance_has_left(
+    registrations: Registrations, pools: ModelPools
+) -> None:
+    for started_at in (5.0, 6.0, 7.0):
+        announce(registrations, 0, started_at=started_at)
+    announce(registrations, 1, started_at=7.0, is_draining=True)
+    for started_at in (5.0, 6.0):
+        with pytest.raises(Conflict, match="older than what is known"):
+            announce(registrations, 9, started_at=started_at)
+    assert names(pools) == []
+    announce(registrations, 0, started_at=6.5)  # another host's, with a slower clock
+    assert names(pools) == [URL]
+
+
 def test_new_role_is_applied(registrations: Registrations) -> None:
     announce(registrations, 0)
     assert announce(registrations, 1, role="prefill").spec.role is Role.PREFILL
