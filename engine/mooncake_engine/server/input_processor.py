@@ -442,7 +442,7 @@ def check_chat_size(request: ChatRequest | TokenizeRequest, info: EngineInfo) ->
 
 
 def _num_characters(message: ChatMessage) -> int:
-    parts, calls = message.texts, message.tool_calls or ()
+    parts, calls = message.texts, message.calls
     parts += (message.name or "", message.tool_call_id or "", _reasoning_of(message) or "")
     for call in calls:
         parts += (call.id or "", call.function.name, call.function.arguments)
@@ -549,19 +549,22 @@ def _separate(prompt: str | list[str | int | list[int]]) -> list[str] | list[lis
     return cast("list[str] | list[list[int]]", prompt)
 
 
+_TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
+
+
 def _template_message(message: ChatMessage) -> dict[str, Any]:
-    """A message in the form that chat templates expect: plain text, and the role ``developer``
-    under its older name ``system``."""
-    texts, role = message.texts, message.role
-    if role in ("system", "developer"):
-        texts, role = [rest for text in texts if (rest := without_billing_line(text))], "system"
+    """A message in the form that chat templates expect: plain text, the role ``developer`` under
+    its older name ``system``, and ``function`` under its newer one ``tool``."""
+    texts, role = message.texts, _TEMPLATE_ROLES.get(message.role, message.role)
+    if role == "system":
+        texts = [rest for text in texts if (rest := without_billing_line(text))]
     laid_out: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
     if message.name is not None:
         laid_out["name"] = message.name
     if (reasoning := _reasoning_of(message)) is not None:
         laid_out["reasoning_content"] = reasoning
-    if message.tool_calls:
-        laid_out["tool_calls"] = template_calls(message.tool_calls)
+    if message.calls:
+        laid_out["tool_calls"] = template_calls(message.calls)
     if message.tool_call_id is not None:
         laid_out["tool_call_id"] = message.tool_call_id
     return laid_out

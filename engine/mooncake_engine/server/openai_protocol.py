@@ -171,6 +171,12 @@ class TextPart(msgspec.Struct, kw_only=True, tag_field="type", tag="text"):
     text: str
 
 
+class RefusalPart(msgspec.Struct, kw_only=True, tag_field="type", tag="refusal"):
+    """What a model of another server said instead of an answer."""
+
+    text: str = msgspec.field(name="refusal")
+
+
 class FunctionCall(msgspec.Struct, kw_only=True):
     """The function that an earlier response called; its arguments are JSON text."""
 
@@ -217,26 +223,33 @@ class NamedToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatMessage(msgspec.Struct, kw_only=True):
-    """One message of a conversation. The fields of type null are part of earlier responses, and
-    clients send them back."""
+    """One message of a conversation, which may have begun on another server. ``function_call`` and
+    the role ``function`` are OpenAI's older form of tool calls."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[str | TextPart | RefusalPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
-    function_call: None = None
-    refusal: None = None
-    audio: None = None
-    annotations: None = None
+    function_call: FunctionCall | None = None
+    refusal: str | None = None
 
     @property
     def texts(self) -> list[str]:
-        """The parts of the content."""
-        content = self.content or ""
-        return [content] if isinstance(content, str) else [part.text for part in content]
+        """The parts of the content, or else the model's refusal."""
+        content = self.refusal if self.content is None else self.content
+        if isinstance(content, list):
+            return [part if isinstance(part, str) else part.text for part in content]
+        return [content or ""]
+
+    @property
+    def calls(self) -> list[ToolCall]:
+        """The tools that the message calls."""
+        if self.function_call is None:
+            return self.tool_calls or []
+        return [ToolCall(function=self.function_call)]
 
 
 class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
@@ -252,8 +265,6 @@ class ChatRequest(GenerationFields, kw_only=True, forbid_unknown_fields=True):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    functions: None = None
-    function_call: None = None
     modalities: list[Literal["text"]] | None = None
     audio: None = None
     prediction: Any = None

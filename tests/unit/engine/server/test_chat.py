@@ -121,6 +121,23 @@ def test_an_earlier_answer_can_be_sent_back_unchanged(client: AsgiClient) -> Non
     assert client.post(PATH, messages=[USER, earlier, USER]).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("earlier", "shown"),
+    [
+        ({"content": "tea?", "annotations": [], "audio": {"id": "a"}}, "tea?"),
+        ({"content": None, "refusal": "No."}, "No."),
+        ({"content": [{"type": "refusal", "refusal": "No."}, "tea?"]}, "No.\ntea?"),
+    ],
+)
+def test_an_answer_of_another_server_can_be_sent_back(
+    client: AsgiClient, engine: FakeEngine, earlier: dict[str, Any], shown: str
+) -> None:
+    answer = client.post(PATH, messages=[{"role": "assistant", **earlier}, USER])
+    assert answer.status_code == 200, answer.text
+    prompt = bytes(engine.seen[0].prompt_token_ids).decode()
+    assert prompt == f"<|assistant|>{shown}\n<|user|>hi\n<|assistant|>"
+
+
 def test_continues_the_final_message(client: AsgiClient, engine: FakeEngine) -> None:
     started = {"role": "assistant", "content": "I would like "}
     client.post(PATH, messages=[USER, started], continue_final_message=True)

@@ -152,6 +152,17 @@ def test_earlier_calls_and_results_go_back_to_the_model(
     assert '<|assistant|><tool_call>brew{"a": 1}</tool_call><|tool|>done(c1)' in prompt
 
 
+def test_calls_in_openais_older_form_are_tool_calls(client: AsgiClient, engine: FakeEngine) -> None:
+    call = {"name": "brew", "arguments": '{"a":1}'}
+    called = {"role": "assistant", "content": None, "function_call": call}
+    result = {"role": "function", "name": "brew", "content": "done"}
+    unused = {"functions": [], "function_call": "none"}
+    response = client.post(PATH, messages=[ASK, called, result], **unused)
+    assert response.status_code == 200, response.text
+    prompt = bytes(engine.seen[0].prompt_token_ids).decode()
+    assert '<|assistant|><tool_call>brew{"a": 1}</tool_call><|tool|>done<|assistant|>' in prompt
+
+
 @pytest.mark.parametrize(
     "arguments", ['{"a": True}', '{"a": "cut o', "[]", "null", "42", "", "[" * 2000]
 )
