@@ -300,6 +300,11 @@ class ProxyConfig:
                     f"--role-changes {self.conductor.role_changes}: wanted --slo-ttft in "
                     "milliseconds, which the load of prefill instances is measured by"
                 )
+            if self.conductor.role_changes == "allow" and self.flow == "sglang":
+                raise ConfigError(
+                    "--role-changes allow: an instance of --flow sglang has the role that its "
+                    "--disaggregation-mode gives it; wanted propose"
+                )
             if bool(self.conductor.peers) is not bool(self.conductor.peer_secret):
                 raise ConfigError(
                     "--peer-proxy and --peer-secret-file go together: the proxies to share "

@@ -32,7 +32,10 @@ _rooms = random.SystemRandom()
 
 async def sglang(router: RequestRouter, context: RequestContext) -> None:
     """Serve one request with an SGLang pair, or with an instance that does both."""
-    if _is_served_whole(router, context):
+    is_whole = _is_served_whole(router, context)
+    if router.conductor is not None:
+        router.conductor.place(context, Role.BOTH if is_whole else None)
+    if is_whole:
         await plain(router, context, Role.BOTH)
         return
     await router.attempt(Role.PREFILL, context, _choose_decode, router.pool.is_paired)

@@ -8,12 +8,14 @@ from pathlib import Path
 import httpx
 import pytest
 import uvloop
+from support.proxy_conductor import check_nothing_is_reserved, conductor_of, settings
 from support.proxy_fakes import text_of
 from support.proxy_fakes_client import BODY, CHAT, STREAM, events_of, post, streamed_text
 from support.sglang_pair import BOOTSTRAP_PORT, sglang_deployment
 
-from mooncake_proxy.config import ProxyConfig
+from mooncake_proxy.config import ConductorConfig, ProxyConfig, RequestClass
 from mooncake_proxy.errors import ConfigError
+from mooncake_proxy.pool.instances import Role
 
 CONTRACT = json.loads(
     (Path(__file__).parents[2] / "contract/proxy/sglang_request_fields.json").read_text()
@@ -131,3 +133,65 @@ def test_client_disconnect_aborts_both_halves() -> None:
 def test_short_prompts_need_decoders_that_prefill() -> None:
     with pytest.raises(ConfigError, match="of --flow sglang compute no prompts"):
         ProxyConfig(flow="sglang", short_prompt_tokens=10)
+
+
+def test_conductor_chooses_both_halves_and_knows_their_load() -> None:
+    async def main() -> None:
+        async with sglang_deployment(2, 2, **settings("cost", "sglang")) as s:
+            s.decodes[0].behaviour.hang_after = s.decodes[1].behaviour.hang_after = 2
+            async with (
+                httpx.AsyncClient(base_url=s.url) as client,
+                client.stream("POST", "/v1/completions", json=STREAM) as answer,
+            ):
+                await anext(answer.aiter_text())
+                pairs = conductor_of(s).pairs
+                assert len(pairs.conductor.ledger) == 1
+                [routed] = conductor_of(s)._records.values()
+                chosen = [pairs.instance(routed.slot(role)) for role in (Role.PREFILL, Role.DECODE)]
+                [prefill], [decode] = (
+                    [each for each in fakes if each.generated] for fakes in (s.prefills, s.decodes)
+                )
+                assert [each and each.name for each in chosen] == [prefill.url, decode.url]
+            await decode.wait_for(lambda: bool(decode.cut_off))
+            check_nothing_is_reserved(s)
+
+    uvloop.run(main())
+
+
+def test_half_that_is_lost_is_replaced_by_the_conductor() -> None:
+    async def main() -> None:
+        for lost in ("prefills", "decodes"):
+            async with sglang_deployment(2, 2, **settings("cost", "sglang")) as s:
+                await getattr(s, lost)[0].kill()
+                for _ in range(4):
+                    assert (await post(s, BODY)).status_code == 200
+                assert len(getattr(s, lost)[1].generated) == 4
+                check_nothing_is_reserved(s)
+
+    uvloop.run(main())
+
+
+def test_admission_refuses_before_a_room_is_opened() -> None:
+    async def main() -> None:
+        limits = RequestClass("default", "0.001", "inf")
+        conductor = settings("cost", "sglang", admission="early", default_class=limits)
+        async with sglang_deployment(**conductor) as s:
+            answer = await post(s, BODY)
+            assert answer.status_code == 429
+            assert answer.json()["error"]["code"] == "slo_ttft"
+            assert not s.prefill.generated
+            assert not s.decode.generated
+
+    uvloop.run(main())
+
+
+def test_roles_that_servers_have_from_their_start_are_not_changed() -> None:
+    wanted = {
+        "flow": "sglang",
+        "prefill_policy": "cost",
+        "decode_policy": "cost",
+        "slo_ttft_s": 1.0,
+    }
+    ProxyConfig(**wanted, conductor=ConductorConfig(role_changes="propose"))
+    with pytest.raises(ConfigError, match="--role-changes allow: an instance of --flow sglang"):
+        ProxyConfig(**wanted, conductor=ConductorConfig(role_changes="allow"))
