@@ -8,6 +8,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import msgspec
+
 from mooncake_engine.checkpoints.model_source import find_model
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import InvalidRequest
@@ -15,6 +17,8 @@ from mooncake_engine.llm_engine import LLMEngine, OutputUpdate
 from mooncake_engine.messages import FinishReason, TokenLogprobs
 from mooncake_engine.process.progress_bar import ProgressBar
 from mooncake_engine.sampling_params import SamplingParams
+from mooncake_engine.server.input_processor import tokenize_chat
+from mooncake_engine.server.openai_protocol import ChatRequest
 from mooncake_engine.text.completion_output import ChoiceOutput, best_choices
 from mooncake_engine.text.tokenizer import Tokenizer
 
@@ -126,10 +130,10 @@ class LLM:
         shows_progress: bool = False,
     ) -> list[RequestOutput]:
         """Generate outputs for one conversation or several, rendered by the model's chat template.
-        Arguments and errors are those of ``generate``.
+        Arguments and errors are those of ``generate``; messages have the form of the server's.
 
         Raises:
-            InvalidRequest: also if the template rejects the messages.
+            InvalidRequest: also if a message has another form, or the template rejects it.
         """
         conversations: Sequence[Any] = messages
         if isinstance(messages, Mapping) or (messages and isinstance(messages[0], Mapping)):
@@ -141,8 +145,7 @@ class LLM:
                     f"several such lists; found {type(conversation).__name__}",
                     param="messages",
                 )
-        texts = [self.tokenizer.render_chat(conversation) for conversation in conversations]
-        prompts = [self.tokenizer.encode(text, add_special_tokens=False) for text in texts]
+        prompts = [self._chat_prompt(conversation) for conversation in conversations]
         return self._generate(
             list(prompts), sampling_params, ProgressBar() if shows_progress else None
         )
@@ -165,6 +168,13 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.close()
+
+    def _chat_prompt(self, conversation: Sequence[Message]) -> tuple[int, ...]:
+        try:
+            request = msgspec.convert({"messages": conversation}, ChatRequest)
+        except msgspec.ValidationError as exc:
+            raise InvalidRequest(str(exc), param="messages") from exc
+        return tokenize_chat(request, self.tokenizer, self._engine.info).token_ids
 
     def _generate(
         self,

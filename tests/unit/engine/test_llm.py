@@ -148,6 +148,23 @@ def test_chat_with_one_conversation_or_several(llm: LLM, executor: ScriptedExecu
     assert len(executor.seen) == 3
 
 
+def test_messages_reach_the_template_as_those_of_the_server_do(
+    llm: LLM, executor: ScriptedExecutor
+) -> None:
+    """Templates take the text of content parts for none, or show them as Python writes them."""
+    call = {"function": {"name": "f", "arguments": "{}"}}
+    llm.chat(
+        [
+            {"role": "developer", "content": "brief"},
+            {"role": "user", "content": [{"type": "text", "text": "hi"}]},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ]
+    )
+    [request] = executor.seen
+    expected = b"<|system|>brief\n<|user|>hi\n<|assistant|>\n<|assistant|>"
+    assert bytes(request.token_ids) == expected
+
+
 @pytest.mark.parametrize(
     ("prompts", "error"), [([""], InvalidRequest), (["tea", "x" * 300], PromptTooLong)]
 )
@@ -346,6 +363,12 @@ def test_prompts_of_other_types_are_rejected(
     with pytest.raises(InvalidRequest, match=words):
         llm.generate(prompts)
     assert not executor.seen
+
+
+def test_invalid_message_is_named(llm: LLM) -> None:
+    with pytest.raises(InvalidRequest, match=r"at `\$.messages\[0\].role`") as raised:
+        llm.chat([{"role": "narrator", "content": "hi"}])
+    assert raised.value.param == "messages"
 
 
 @pytest.mark.parametrize("messages", ["hi", ["hi"], {"role": "user", "content": "hi"}])
