@@ -54,11 +54,15 @@ class _Line(msgspec.Struct):
     method: str = "POST"
 
 
+_RESULT_START = b'{"id":"batch_req_'
+"""The first bytes of a result: by them a file that was torn within its first one is recognised."""
+
+
 class _Result(msgspec.Struct):
     """The fields of a result that are read back to resume a run."""
 
     custom_id: str
-    response: dict[str, Any] | None = None
+    response: dict[str, Any] | None
 
     @property
     def is_answered(self) -> bool:
@@ -188,10 +192,14 @@ def _read_answered(path: Path) -> set[str]:
     """
     try:
         content = path.read_bytes() if path.exists() else b""
-        whole = content[: content.rfind(b"\n") + 1]
-        with path.open("ab") as results:
-            results.truncate(len(whole))
+        whole, newline, torn = content.rpartition(b"\n")
         found = [msgspec.json.decode(line, type=_Result) for line in whole.splitlines()]
+        if not found and not torn.startswith(_RESULT_START[: len(torn)]):
+            raise ConfigError(
+                f"--output-file {path} has a line that is no result; use another file"
+            )
+        with path.open("ab") as results:
+            results.truncate(len(whole) + len(newline))
     except OSError as exc:
         raise ConfigError(f"can't write --output-file {path}: {exc.strerror}") from exc
     except DECODE_ERRORS as exc:

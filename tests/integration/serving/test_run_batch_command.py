@@ -72,6 +72,34 @@ def test_interrupted_run_resumes(run: Run, served: Any, tmp_path: Path) -> None:
     assert set(results(tmp_path / "out.jsonl")) == {"tea", "milk"}
 
 
+def test_first_result_that_is_torn_is_replaced(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "out.jsonl").write_text('{"id":"batch_req_tea","custom_')
+    run(line("tea"))
+    assert set(results(tmp_path / "out.jsonl")) == {"tea"}
+
+
+@pytest.mark.parametrize(
+    "content", ['{"note": "buy milk"}', '{"note": "buy milk"}\n', json.dumps(line("tea")), "x\ny"]
+)
+def test_file_of_another_kind_is_left_as_it_is(
+    run: Run, served: Any, tmp_path: Path, content: str
+) -> None:
+    """Such as the input file, given as the output file by mistake."""
+    (tmp_path / "out.jsonl").write_text(content)
+    with pytest.raises(ConfigError, match="has a line that is no result"):
+        run(line("tea"))
+    assert (tmp_path / "out.jsonl").read_text() == content
+    assert not served.engine.seen
+
+
+def test_input_file_is_no_output_file(served: Any, tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", line("tea"))
+    before = source.read_text()
+    with pytest.raises(ConfigError, match="has a line that is no result"):
+        run_batch(BatchRun(served.url, source, source), lambda stage, share: None)
+    assert source.read_text() == before
+
+
 def test_rejected_request_is_retried_until_accepted(run: Run, served: Any) -> None:
     engine: FakeEngine = served.engine
     engine.refusal = Overloaded("too many")
