@@ -43,6 +43,9 @@ KINDS = {
 """Kinds of KV cache that can be transferred, by the name of vLLM's class."""
 REPEATING_IDS = "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION"
 """vLLM's setting with which a client that names its requests can name two alike."""
+ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Settings of torch's allocator. vLLM itself refuses expandable segments, from 0.32 on, but only in
+the second one, which is the older name."""
 _LOADER_FIELDS = ("_name_or_path", "transformers_version")
 """Fields of a configuration that record where and by which version it was loaded."""
 
@@ -197,6 +200,7 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             "sleep mode, or its allocator (--enable-cumem-allocator): they move memory whose "
             "addresses peers have"
         )
+    problems += _allocator_problems()
     if int(os.environ.get(REPEATING_IDS, "0")):  # a lease of an earlier request could be confirmed
         problems.append(f"{REPEATING_IDS}: leases are named by request ids, which must not repeat")
     if problems:
@@ -247,6 +251,15 @@ def check_siblings(outer: Any, connector: str) -> None:
             f"MultiConnector has {count} children that are {connector}: configure one of them "
             "(a pool can have several stores: connect=HOST:PORT,connect=HOST:PORT)"
         )
+
+
+def _allocator_problems() -> Iterator[str]:
+    for name in ALLOCATOR_SETTINGS:
+        if "expandable_segments:true" in os.environ.get(name, "").replace(" ", "").lower():
+            yield (
+                f"expandable_segments in {name}: a KV cache of many small allocations, which peers "
+                "can't map as one and torch may move"
+            )
 
 
 def _parallel_problems(parallel: Any) -> Iterator[str]:

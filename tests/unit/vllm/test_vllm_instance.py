@@ -230,6 +230,19 @@ def test_memory_that_vllm_can_move_is_rejected(option: str) -> None:
         check_supported(sleepy, caches(spec()))
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("value", ["True", "true", "False"])
+def test_a_kv_cache_of_many_allocations_is_rejected(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, f"max_split_size_mb:512, expandable_segments: {value}")
+    if value == "False":
+        check_supported(config(), caches(spec()))
+        return
+    with pytest.raises(UnsupportedByVllmConnector, match=f"with expandable_segments in {name}: "):
+        check_supported(config(), caches(spec()))
+
+
 def test_every_start_is_a_new_epoch() -> None:
     first, second = (describe_instance(config(tensor_parallel_size=2)) for _ in range(2))
     assert first.engine_id != second.engine_id
