@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -17,6 +18,8 @@ contain may raise these only when they are decoded themselves."""
 
 _PATH = re.compile(r" - at (?:`key` in )?`\$\.?(?P<path>.*?)`$")
 _MISSING = re.compile(r"Object missing required field `(?P<field>.*?)`")
+_FLOAT_FOR_INTEGER = re.compile(r"Expected `[^`]*\bint\b[^`]*`, got `float`")
+_MAX_INTEGER = 2**63
 _NOT_SUPPORTED = "Expected `null`"
 _NOT_LISTED = ("Invalid enum value", "Invalid value")
 
@@ -66,6 +69,39 @@ def decode_field(name: str, value: msgspec.Raw) -> Any:
         return msgspec.json.decode(value)
     except DECODE_ERRORS as exc:
         raise RequestRejected(f"{name}: {_lower(_problem(exc))}", param=name) from exc
+
+
+def is_float_for_integer(exc: Exception) -> bool:
+    """Whether a float stands where an integer is wanted."""
+    return _FLOAT_FOR_INTEGER.match(str(exc)) is not None
+
+
+def with_integers(body: bytes, request_type: type[msgspec.Struct]) -> bytes | None:
+    """A body whose integer fields have integers where they had floats without a fraction, such as
+    ``2.0`` of languages with one type of numbers; None if it has no such floats, or is malformed.
+    """
+    try:
+        found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        names = _integer_fields(request_type) & found.keys()
+        values = {name: msgspec.json.decode(found[name]) for name in names}
+    except DECODE_ERRORS:
+        return None
+    changed = {}
+    for name, value in values.items():
+        if isinstance(value, float) and value.is_integer() and abs(value) < _MAX_INTEGER:
+            changed[name] = msgspec.Raw(b"%d" % int(value))
+    return msgspec.json.encode(found | changed) if changed else None
+
+
+@cache
+def _integer_fields(request_type: type[msgspec.Struct]) -> frozenset[str]:
+    struct = msgspec.inspect.type_info(request_type)
+    assert isinstance(struct, msgspec.inspect.StructType)
+    return frozenset(
+        field.encode_name
+        for field in struct.fields
+        if any(isinstance(kind, msgspec.inspect.IntType) for kind in _alternatives([field.type]))
+    )
 
 
 def path_in(exc: Exception) -> str:

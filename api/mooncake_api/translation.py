@@ -10,7 +10,13 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from mooncake_api.errors import RequestRejected
-from mooncake_api.request_body import DECODE_ERRORS, decode_field, explain
+from mooncake_api.request_body import (
+    DECODE_ERRORS,
+    decode_field,
+    explain,
+    is_float_for_integer,
+    with_integers,
+)
 
 Json = dict[str, Any]
 encode = msgspec.json.Encoder().encode
@@ -87,7 +93,10 @@ def read_request(
         found = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         request = msgspec.json.decode(body, type=request_type)
     except DECODE_ERRORS as exc:
-        raise explain(exc, request_type) from exc
+        corrected = with_integers(body, request_type) if is_float_for_integer(exc) else None
+        if corrected is None:
+            raise explain(exc, request_type) from exc
+        return read_request(corrected, request_type, instead)
     others = {}
     for name in found.keys() - set(request_type.__struct_encode_fields__):
         value = decode_field(name, found[name])

@@ -200,6 +200,7 @@ class InputProcessor:
         prompts: Sequence[Prompt],
     ) -> RequestContext:
         is_streamed, streaming = bool(request.stream), _stream_options(request)
+        includes_usage = bool(streaming.include_usage)
         num_choices = _num_choices(sampling, len(prompts))
         kv_transfer = read_kv_transfer_request(
             request.kv_transfer_params, num_choices, stream=is_streamed
@@ -229,8 +230,8 @@ class InputProcessor:
             kv_transfer=kv_transfer,
             generated=generated,
             is_streamed=is_streamed,
-            includes_usage=streaming.include_usage,
-            has_usage_in_chunks=streaming.include_usage and streaming.continuous_usage_stats,
+            includes_usage=includes_usage,
+            has_usage_in_chunks=includes_usage and bool(streaming.continuous_usage_stats),
             returns_token_ids=bool(request.return_token_ids),
             names_tokens_by_id=bool(request.return_tokens_as_token_ids),
             shows_prompt_logprobs=request.prompt_logprobs is not None,

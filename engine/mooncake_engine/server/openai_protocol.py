@@ -18,7 +18,14 @@ import msgspec
 from starlette.responses import Response
 
 from mooncake_api import RequestRejected
-from mooncake_api.request_body import DECODE_ERRORS, decode_fields, explain, path_in
+from mooncake_api.request_body import (
+    DECODE_ERRORS,
+    decode_fields,
+    explain,
+    is_float_for_integer,
+    path_in,
+    with_integers,
+)
 from mooncake_engine.errors import (
     DeadlineExceeded,
     EngineDead,
@@ -36,8 +43,8 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``include_usage``: one last chunk with the token counts; ``continuous_usage_stats``: the
     counts so far of each chunk's choice, too. Chunks are never obfuscated."""
 
-    include_usage: bool = False
-    continuous_usage_stats: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
@@ -150,7 +157,7 @@ class GenerationFields(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     structured_outputs: StructuredOutputs | None = None
     kv_transfer_params: dict[str, Any] | None = None
     generated_token_ids: list[int] | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, Any] | None = None
     store: bool | None = None
 
 
@@ -320,9 +327,10 @@ def decode_request(body: bytes, request_type: type[RequestType]) -> RequestType:
         try:
             return msgspec.json.decode(body, type=request_type)
         except DECODE_ERRORS as exc:
-            if not _UNKNOWN.match(str(exc)):
+            if not (_UNKNOWN.match(str(exc)) or is_float_for_integer(exc)):
                 raise explain(exc, request_type) from exc
-        return _without_unknown(decode_fields(body, request_type), request_type)
+        fields = decode_fields(with_integers(body, request_type) or body, request_type)
+        return _without_unknown(fields, request_type)
     except RequestRejected as exc:
         raise InvalidRequest(str(exc), param=exc.param) from exc
 

@@ -113,7 +113,15 @@ def parse_request(body: bytes) -> tuple[ParsedRequest, Fields]:
             body.decode()  # raw fields are not parsed, but JSON must be UTF-8
         return _request_decoder.decode(body), _fields_decoder.decode(body)
     except DECODE_ERRORS as exc:
-        raise explained(exc, ParsedRequest) from exc
+        from mooncake_api.request_body import (  # imported late to start faster
+            is_float_for_integer,
+            with_integers,
+        )
+
+        corrected = with_integers(body, ParsedRequest) if is_float_for_integer(exc) else None
+        if corrected is None:
+            raise explained(exc, ParsedRequest) from exc
+        return parse_request(corrected)
 
 
 def explained(exc: Exception, request_type: type[Struct]) -> BadRequest:

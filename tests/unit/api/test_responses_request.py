@@ -187,6 +187,13 @@ def test_a_body_that_is_not_an_object_is_rejected(body: bytes) -> None:
         read_responses_request(body)
 
 
+def test_integers_may_be_written_as_floats() -> None:
+    chat = chat_of(max_output_tokens=5.0, temperature=1.0, top_k=3.0)
+    assert (chat["max_tokens"], chat["temperature"], chat["top_k"]) == (5, 1.0, 3.0)
+    with pytest.raises(RequestRejected, match="max_output_tokens: expected `int"):
+        chat_of(max_output_tokens=5.5)
+
+
 def test_null_is_the_default() -> None:
     assert chat_of(previous_response_id=None, n=None, tools=None, store=None) == chat_of()
 

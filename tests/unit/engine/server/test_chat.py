@@ -163,8 +163,30 @@ def test_a_stop_string_is_the_stop_reason(client: AsgiClient) -> None:
 
 def test_fields_for_accounts_have_no_effect(client: AsgiClient) -> None:
     hints = {"user": "u", "safety_identifier": "s", "prompt_cache_key": "k"}
-    defaults = {"metadata": {"a": "b"}, "service_tier": "auto", "modalities": ["text"]}
+    defaults = {"metadata": {"a": "b", "run": 7}, "service_tier": "auto", "modalities": ["text"]}
     assert client.post(PATH, messages=[USER], store=False, **hints, **defaults).status_code == 200
+
+
+def test_null_is_the_default_within_objects_too(client: AsgiClient) -> None:
+    unset = {"include_usage": None, "continuous_usage_stats": None}
+    chunks = client.stream(PATH, messages=[USER], stream_options=unset)
+    assert not any("usage" in chunk for chunk in chunks)
+    counted = client.stream(PATH, messages=[USER], stream_options=unset | {"include_usage": True})
+    assert counted[-1]["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize("more", [{}, {"client_tag": 1.0}])
+def test_integers_may_be_written_as_floats(
+    client: AsgiClient, engine: FakeEngine, more: dict[str, Any]
+) -> None:
+    body = {"max_tokens": 2.0, "top_k": 40.0, "temperature": 1.0, "logit_bias": {"5": 1.0}, **more}
+    answer = client.post(PATH, messages=[USER], **body)
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["choices"][0]["message"]["content"] == "te"
+    assert engine.seen[0].sampling.top_k == 40
+    for value in (2.5, 1e300):
+        refused = client.post(PATH, messages=[USER], max_tokens=value, **more)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "max_tokens")
 
 
 def test_unsupported_behaviour_is_rejected(client: AsgiClient) -> None:

@@ -13,6 +13,7 @@ from mooncake_proxy.api.openai_bodies import (
     first_token_events,
     parse_request,
 )
+from mooncake_proxy.errors import BadRequest
 
 
 @pytest.mark.parametrize("content", ["a", ""], ids=["text", "no text yet"])
@@ -29,3 +30,19 @@ def test_first_token_keeps_its_log_probabilities(content: str) -> None:
     role, first = [choice for chunk in chunks for choice in chunk["choices"]]
     assert (role["delta"]["role"], role["logprobs"]) == ("assistant", None)
     assert (first["delta"].get("content", ""), first["logprobs"]) == (content, logprobs)
+
+
+def test_integers_may_be_written_as_floats() -> None:
+    parsed, fields = parse_request(b'{"prompt": "a", "max_tokens": 2.0, "n": 1.0, "top_p": 1.0}')
+    assert (parsed.max_tokens, parsed.n) == (2, 1)
+    assert {name: bytes(fields[name]) for name in ("max_tokens", "prompt", "top_p")} == {
+        "max_tokens": b"2",
+        "prompt": b'"a"',
+        "top_p": b"1.0",
+    }
+    for value in (b"2.5", b"1e300", b'"2"'):
+        with pytest.raises(BadRequest, match="max_tokens: expected `int") as refused:
+            parse_request(b'{"prompt": "a", "max_tokens": %b}' % value)
+        assert refused.value.param == "max_tokens"
+    with pytest.raises(BadRequest):
+        parse_request(b'{"max_tokens": 2.0, "prompt": }')
