@@ -54,6 +54,13 @@ def cpu_native() -> bool:
     return value == "1"
 
 
+def gloo_interfaces() -> tuple[str, ...]:
+    """The network interfaces in torch's GLOO_SOCKET_IFNAME; empty if it is unset.
+    torch reads it only for groups without devices of their own."""
+    names = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")
+    return tuple(name.strip() for name in names if name.strip())
+
+
 def paced_settings() -> tuple[float, float]:
     """The times in MOONCAKE_HAL_PACED, in seconds: of a layer's decodes, and of a prompt token.
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import cast
+from urllib.parse import urlparse
 
 import torch.distributed as dist
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch._C._distributed_c10d import Store
 
 from mooncake_hal.backend import Capabilities, Communicator, Exchange, GroupSpec
 from mooncake_hal.collectives import GroupCommunicator, GroupFactory, ProcessGroup, is_of_one_host
+from mooncake_hal.hal_env import gloo_interfaces
 from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal_cpu.cpu_device import CpuMemory, CpuRuntime
 from mooncake_hal_cpu.cpu_ops import NativeOps, cpu_ops
@@ -38,12 +41,25 @@ def _join(store: Store, group: GroupSpec) -> ProcessGroup:
     gloo = dist.ProcessGroupGloo
     options = gloo._Options()  # type: ignore[attr-defined]  # absent from torch's stubs
     options._timeout = timedelta(seconds=group.timeout_s)
-    # without a device, gloo uses the interface to which the host name resolves
-    is_local = is_of_one_host(group)
-    options._devices = [
-        gloo.create_device(hostname="127.0.0.1") if is_local else gloo.create_default_device()
+    interfaces = [] if is_of_one_host(group) else gloo_interfaces()
+    options._devices = [gloo.create_device(interface=name) for name in interfaces] or [
+        gloo.create_device(hostname=own_address(group))
     ]
     return cast(ProcessGroup, gloo(store, group.rank, group.world_size, options))
+
+
+def own_address(group: GroupSpec) -> str:
+    """The address of this host in the network of the group's rendezvous. By default gloo advertises
+    the one to which the host's name resolves, which on many hosts is a loopback address."""
+    if is_of_one_host(group):
+        return "127.0.0.1"
+    meeting = urlparse(group.init_method)
+    family, kind, *_, address = socket.getaddrinfo(
+        meeting.hostname, meeting.port, type=socket.SOCK_DGRAM
+    )[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # sends nothing, but chooses the route
+        return str(probe.getsockname()[0])
 
 
 # no float16: current CPUs don't multiply it natively, which makes it slower than both other types
