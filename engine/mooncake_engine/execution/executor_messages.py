@@ -14,7 +14,7 @@ from mooncake_hal.command_line import LogSettings
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """The first message to a rank: load the model.
+    """The first message to a rank: load the weights; answered by Progress and then OrderDone.
 
     Args:
         plan: the instance's EnginePlan, pickled. Unpickling is safe: the executor started the
@@ -35,6 +35,11 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     extension: str | None
     threads: int
     log: LogSettings = LogSettings()
+
+
+class MakeKVCache(msgspec.Struct, frozen=True, tag=True):
+    """All ranks have loaded their weights: measure the memory that they leave, which takes steps of
+    all ranks together, and allocate the KV cache; answered by Ready."""
 
 
 class WarmUp(msgspec.Struct, frozen=True, tag=True):
@@ -70,7 +75,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     """Close everything and exit; answered by the exit of the process."""
 
 
-Order = Start | WarmUp | ExecuteModel | PrepareGrammar | Stop
+Order = Start | MakeKVCache | WarmUp | ExecuteModel | PrepareGrammar | Stop
 
 
 class Progress(msgspec.Struct, frozen=True, tag=True):
@@ -81,7 +86,7 @@ class Progress(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The rank has loaded the model."""
+    """The rank has loaded the model and can run steps."""
 
     info: RankKVInfo
 

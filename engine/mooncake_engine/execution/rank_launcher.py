@@ -11,7 +11,7 @@ import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from ipaddress import ip_address
 from multiprocessing.connection import Connection, Pipe
@@ -49,16 +49,14 @@ class Rank(ABC):
 
     def send_order(self, encoded: bytes) -> None:
         """Send an order. If the rank is gone, that is noticed when its report is read."""
-        try:
+        with suppress(OSError):
             self.orders.send_bytes(encoded)
-        except ConnectionError:
-            return
 
     def receive_report(self) -> wire.Report | None:
         """Read one report; None if the rank is gone."""
         try:
             report: wire.Report = wire.decode_report(self.orders.recv_bytes())
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # a host that has vanished: ETIMEDOUT or EHOSTUNREACH
             return None
         if isinstance(report, wire.RankFailed):
             self.failed = report

@@ -53,6 +53,10 @@ PARENT_GONE = 3
 """Exit status of a rank whose parent is gone."""
 
 
+class ParentGone(Exception):
+    """The executor's end of the connection for orders is closed, or its host has vanished."""
+
+
 class RankProcess:
     """One rank's side of both connections: carries out orders, and passes extension messages.
 
@@ -77,7 +81,7 @@ class RankProcess:
 
     def run(self) -> None:
         """Carry out orders until Stop."""
-        start = wire.decode_order(self._orders.recv_bytes())
+        start = self._receive_order()
         assert isinstance(start, wire.Start), f"the first order must be Start, got {start}"
         start.log.apply()
         name_process(f"mooncake-rank{start.info.rank}")
@@ -107,7 +111,8 @@ class RankProcess:
         """Report to the executor why this rank exits, after all earlier reports."""
         if self._reporter is not None:
             self._reporter.shutdown()
-        self._report(_failure(exc))
+        with suppress(ParentGone):
+            self._report(_failure(exc))
 
     def _load(self, start: wire.Start) -> Worker:
         torch.set_num_threads(start.threads)
@@ -118,6 +123,7 @@ class RankProcess:
             self._report_progress if start.info.number == 0 else None,
             lambda message: self._notify(wire.Emitted(message)),
             lambda cause: self._notify(wire.ExtensionFailed(str(cause))),
+            self._await_other_ranks,
         )
         stage, pipeline, experts = (  # in this order on every rank
             None if spec is None else backend.communicator(spec)
@@ -133,9 +139,16 @@ class RankProcess:
             handlers=handlers,
         )
 
+    def _await_other_ranks(self) -> None:
+        """Wait until all ranks have loaded their weights."""
+        self._report(wire.OrderDone())
+        if isinstance(order := self._receive_order(), wire.Stop):
+            sys.exit(0)
+        assert isinstance(order, wire.MakeKVCache), f"a rank that has loaded received {order}"
+
     def _handle_order(self, worker: Worker, info: RankInfo) -> bool:
         """Carry out one order; returns whether to wait for another."""
-        order = wire.decode_order(self._orders.recv_bytes())
+        order = self._receive_order()
         if isinstance(order, wire.ExecuteModel):
             launched = worker.launch(order.plan, order.sampled)
             if self._reporter is None:
@@ -162,7 +175,7 @@ class RankProcess:
         """Report a step, in the reporting thread. ``_receive`` notices if the parent is gone."""
         try:
             self._report_result(worker, launched, info)
-        except (EOFError, ConnectionError):
+        except ParentGone:
             return
         except Exception as exc:
             logger.exception("rank failed")
@@ -177,7 +190,7 @@ class RankProcess:
             logger.info("rejected a grammar: %s", exc)
         except Exception:
             logger.exception("failed to compile a grammar")
-        with suppress(ConnectionError):  # _receive notices if the parent is gone
+        with suppress(OSError):  # _receive notices if the parent is gone
             self._notify(wire.GrammarReady(order.number))
 
     def _watch_parent(self, loaded: threading.Event) -> None:
@@ -193,18 +206,30 @@ class RankProcess:
         """Pass messages to the extension; exits the process when the parent is gone."""
         try:
             while True:
-                message = self._messages.recv_bytes()
+                try:
+                    message = self._messages.recv_bytes()
+                except (EOFError, OSError):
+                    os._exit(PARENT_GONE)
                 if worker.extension is not None:
                     worker.extension.receive(message)
-        except (EOFError, ConnectionError):
-            os._exit(PARENT_GONE)
         except Exception as exc:
             logger.exception("worker extension failed")
             self._notify(wire.ExtensionFailed(f"{type(exc).__name__}: {exc}"))
 
+    def _receive_order(self) -> wire.Order:
+        try:
+            encoded = self._orders.recv_bytes()
+        except (EOFError, OSError) as exc:
+            raise ParentGone from exc
+        order: wire.Order = wire.decode_order(encoded)
+        return order
+
     def _report(self, report: wire.Report) -> None:
-        with self._report_lock:
-            self._orders.send_bytes(wire.encode(report))
+        try:
+            with self._report_lock:
+                self._orders.send_bytes(wire.encode(report))
+        except OSError as exc:
+            raise ParentGone from exc
 
     def _report_progress(self, progress: LoadProgress) -> None:
         self._report(wire.Progress(progress.loaded_bytes, progress.total_bytes))
@@ -297,7 +322,7 @@ def serve(
     rank = RankProcess(orders, messages, on_loaded)
     try:
         rank.run()
-    except (EOFError, ConnectionError):
+    except ParentGone:
         return PARENT_GONE
     except EngineError as exc:  # its message says what to do; the parent logs it
         rank.fail(exc)

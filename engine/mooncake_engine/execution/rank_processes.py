@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection, Pipe, wait
 
 from mooncake_engine.core_messages import LoadProgress
 from mooncake_engine.errors import CheckpointError, ConfigError, EngineDead, EngineError
@@ -69,6 +69,7 @@ class RankProcesses:
         self._abandoned: EngineDead | None = None
         self._grammar_numbers = count()
         self._preparing: dict[int, _GrammarOrder] = {}
+        self._ended, self._ended_to = Pipe(duplex=False)  # numbers of ranks that have ended
         self._listener = threading.Thread(target=self._listen, name="rank-messages", daemon=True)
         try:
             self._start(plan)
@@ -111,12 +112,15 @@ class RankProcesses:
         """Yield reports as they arrive, until each of these ranks has sent Ready or OrderDone.
 
         Raises:
-            EngineError: a rank failed or died; all others were ended.
+            EngineError: a rank failed or died, one of these or another, without which these may
+                hang in a collective; all others were ended.
         """
         pending = {rank.orders: rank for rank in ranks}
         while pending:
-            for connection in wait(list(pending)):
+            for connection in wait([*pending, self._ended]):
                 assert isinstance(connection, Connection)
+                if connection is self._ended:
+                    raise self._kill_all(self.ranks[int(self._ended.recv_bytes())])
                 rank = pending[connection]
                 report = rank.receive_report()
                 if report is None or isinstance(report, wire.RankFailed):
@@ -159,6 +163,8 @@ class RankProcesses:
             self._listener.join(_STOP_TIMEOUT_S)
         for rank in self.ranks:
             rank.close()
+        self._ended.close()
+        self._ended_to.close()
         self._launcher.close()
 
     def _start(self, plan: EnginePlan) -> None:
@@ -191,12 +197,14 @@ class RankProcesses:
         return GroupSpec(rank, world_size, self._launcher.rendezvous(name), timeout_s)
 
     def _await_ready(self, options: ExecutorOptions) -> tuple[RankKVInfo, ...]:
+        for _, report in self.reports(self.ranks):
+            if isinstance(report, wire.Progress) and options.progress is not None:
+                options.progress(LoadProgress(report.loaded_bytes, report.total_bytes))
+        self.send_order(self.ranks, wire.MakeKVCache())
         infos: dict[int, RankKVInfo] = {}
         for rank, report in self.reports(self.ranks):
-            if isinstance(report, wire.Ready):
-                infos[rank.rank] = report.info
-            elif isinstance(report, wire.Progress) and options.progress is not None:
-                options.progress(LoadProgress(report.loaded_bytes, report.total_bytes))
+            assert isinstance(report, wire.Ready), f"a rank answered MakeKVCache with {report}"
+            infos[rank.rank] = report.info
         return tuple(infos[rank.rank] for rank in self.ranks)
 
     def _kill_all(self, noticed: Rank) -> EngineError:
@@ -219,7 +227,7 @@ class RankProcesses:
         vanished rank is the cause."""
         deadline = time.monotonic() + _CAUSE_TIMEOUT_S
         while time.monotonic() < deadline:
-            for rank in self.ranks:
+            for rank in (noticed, *self.ranks):
                 if rank.has_vanished():
                     return rank
             if noticed.failed is not None and noticed.failed.kind in _USER_ERRORS:
@@ -247,7 +255,7 @@ class RankProcesses:
         """Handle one notice of a rank; returns whether more may come."""
         try:
             notice = wire.decode_notice(rank.messages.recv_bytes())
-        except (EOFError, ConnectionError):
+        except (EOFError, OSError):  # a host that has vanished: ETIMEDOUT or EHOSTUNREACH
             self._record_end(rank)
             return False
         if isinstance(notice, wire.ExtensionFailed):
@@ -273,6 +281,7 @@ class RankProcesses:
             rank.kill()
         cause = EngineDead(rank.describe_end())
         self.failure.record(f"rank {rank.rank} of {len(self.ranks)} died", cause)
+        self._ended_to.send_bytes(str(rank.rank).encode())
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,11 +62,15 @@ class RankHandlers:
         progress: called while weights are read, with the bytes so far.
         emit: called with each message of the extension.
         fail: called with the exception that ended one of the extension's threads.
+        await_other_ranks: called when the weights are loaded; returns when all ranks have loaded
+            theirs, which may take some of them minutes longer than others, and a collective is not
+            given that time.
     """
 
     progress: ProgressHandler | None
     emit: Callable[[bytes], None]
     fail: Callable[[BaseException], None]
+    await_other_ranks: Callable[[], None] = lambda: None
 
 
 class Worker:
@@ -105,6 +109,7 @@ class Worker:
         self._model = build_model(plan.model, self._parallel, plan.max_model_len)
         load_weights(self._model, plan.config.model, handlers.progress)
         self._draft_model = self._load_draft_model(plan, handlers.progress)
+        handlers.await_other_ranks()
         self._stage = PipelineStage(
             self._model, self._parallel, plan.model.hidden_size, groups.pipeline
         )
