@@ -32,6 +32,8 @@ _INSTEAD = {
     "system": "use instructions",
 }
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+_WEB_SEARCH = "web_search"
+"""What the types of web search tools begin with."""
 
 
 class Reasoning(Struct):
@@ -120,7 +122,8 @@ def _check_stateless(request: ResponsesRequest) -> None:
             param="background",
         )
     for name in request.include or ():
-        if name not in _INCLUDED:
+        is_of_call = "_call" in name.partition(".")[0]  # of a tool that never runs here
+        if name not in _INCLUDED and not is_of_call:
             raise RequestRejected(f"include {name!r} is not supported", param="include")
 
 
@@ -183,7 +186,7 @@ def _offered(tool: Json, path: str) -> list[Json]:
     """The functions of a tool. Web search, which agents offer by default, is dropped: the model
     answers without it, which the API allows."""
     kind, inner = tool.get("type"), tool.get("tools")
-    if isinstance(kind, str) and kind.startswith("web_search"):
+    if isinstance(kind, str) and kind.startswith(_WEB_SEARCH):
         return []
     if kind != "namespace":
         return [_tool(tool, path)]
@@ -230,6 +233,8 @@ def _chosen(tools: list[Json], choice: Json) -> tuple[list[Json], str | Json]:
     kind = choice.get("type")
     if kind == "function":
         return tools, {"type": "function", "function": {"name": choice.get("name")}}
+    if isinstance(kind, str) and kind.startswith(_WEB_SEARCH):
+        return tools, "auto"
     if kind != "allowed_tools":
         raise RequestRejected(f"tool_choice of type {kind!r} is not supported", param="tool_choice")
     listed = choice.get("tools")

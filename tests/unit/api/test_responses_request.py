@@ -131,6 +131,13 @@ def test_tool_choice_auto_is_dropped_without_tools(tools: Any, choice: Any) -> N
     assert not {"tools", "tool_choice"} & set(chat)
 
 
+def test_what_belongs_to_a_dropped_web_search_is_dropped_too() -> None:
+    search = {"type": "web_search_preview"}
+    dropped = {"include": ["web_search_call.action.sources"], "tool_choice": search}
+    assert chat_of(tools=[search], **dropped) == chat_of()
+    assert chat_of(tools=[search, BREW], **dropped) == chat_of(tools=[BREW], tool_choice="auto")
+
+
 def test_truncation() -> None:
     assert chat_of(truncation="auto")["truncate_prompt_tokens"] == -1
     assert chat_of(truncation="auto", truncate_prompt_tokens=9)["truncate_prompt_tokens"] == 9
@@ -153,11 +160,10 @@ def test_a_forced_call_without_tools_is_left_to_the_chat_endpoint() -> None:
         ({"background": True}, "background", "background responses"),
         ({"prompt": {"id": "p"}}, "prompt", "instructions and input"),
         ({"truncation": "never"}, "truncation", "invalid"),
-        ({"include": ["web_search_call.results"]}, "include", "web_search_call"),
+        ({"include": ["message.input_image.image_url"]}, "include", "input_image"),
         ({"max_tokens": 5}, "max_tokens", "max_output_tokens"),
         ({"n": 2}, "n", "several times"),
         ({"tools": [{"type": "mcp"}]}, "tools[0]", "mcp"),
-        ({"tool_choice": {"type": "web_search"}}, "tool_choice", "web_search"),
         ({"tools": [{"type": "namespace", "name": "a"}]}, "tools[0]", "list of tools"),
         ({"tool_choice": {"type": "mcp"}}, "tool_choice", "mcp"),
         ({"input": [{"type": "item_reference", "id": "i"}]}, "input[0]", "item_reference"),
