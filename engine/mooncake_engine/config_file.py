@@ -15,6 +15,7 @@ import json
 import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import msgspec
 
 from mooncake_engine.errors import ConfigError
+from mooncake_engine.vllm_flags import vllm_words
 from mooncake_hal.options import Option
 
 CONFIG_FILE = Option(
@@ -62,17 +64,40 @@ def with_config(
     except argparse.ArgumentError:  # --config without a file: the command's parser reports it
         return list(argv)
     by_name = _by_name(option for option in options if option is not CONFIG_FILE)
-    written: list[str] = []
+    written: dict[str, list[str]] = {}  # by flag
     for path in found.config:
         values = _read(path)
         for name, value in list(values.items()):
             key = name.replace("-", "_")
             if key in by_name and key in sections and isinstance(value, dict):
                 held = _by_name(sections[key])
-                words = shlex.join(_words_of(path, values.pop(name), held))
-                written.append(f"{by_name[key].flag}={words}")
-        written += _words_of(path, values, by_name)
-    return [argv[0], *written, *argv[1:]]
+                words = shlex.join(_joined(_words_by_flag(path, values.pop(name), held)))
+                written[by_name[key].flag] = [f"{by_name[key].flag}={words}"]
+        for name in list(values):
+            if (of_vllm := _words_of_vllm(name, values[name], by_name)) is not None:
+                del values[name]
+                written[name] = of_vllm
+        written |= _words_by_flag(path, values, by_name)
+    typed = {word.partition("=")[0] for word in argv}
+    for option in options:  # the parser would join a repeated option's values
+        if option.is_repeated and not typed.isdisjoint((option.flag, *option.aliases)):
+            written.pop(option.flag, None)
+    return [argv[0], *_joined(written), *argv[1:]]
+
+
+def _joined(written: Mapping[str, list[str]]) -> Iterator[str]:
+    return chain.from_iterable(written.values())
+
+
+def _words_of_vllm(name: str, value: Any, options: Mapping[str, Option]) -> list[str] | None:
+    """The words for a name that only vLLM knows as an option; None for others. ``enable-x: false``
+    is ``--no-enable-x`` there."""
+    key = name.replace("-", "_")
+    if key in options:
+        return None
+    if value is False and (negative := options.get(f"no_{key}")) is not None:
+        return list(negative.words(True))
+    return vllm_words(name, value)
 
 
 def _by_name(options: Iterable[Option]) -> dict[str, Option]:
@@ -118,9 +143,10 @@ def _repeated(names: Sequence[str]) -> list[str]:
     return [name for name, count in Counter(names).items() if count > 1]
 
 
-def _words_of(
+def _words_by_flag(
     path: Path, values: Mapping[str, Any], options: Mapping[str, Option]
-) -> Iterator[str]:
+) -> dict[str, list[str]]:
+    written: dict[str, list[str]] = {}
     given: dict[str, str] = {}
     for name, value in values.items():
         option = options.get(name.replace("-", "_"))
@@ -128,7 +154,8 @@ def _words_of(
             raise ConfigError(f"--config {path}: {name!r} is not an option of this command")
         if (other := given.setdefault(option.flag, name)) != name:
             raise ConfigError(f"--config {path}: {other!r} and {name!r} are the same option")
-        yield from _words(option, value, path)
+        written[option.flag] = list(_words(option, value, path))
+    return written
 
 
 def _words(option: Option, value: Any, path: Path) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from mooncake_engine.errors import ConfigError
 
@@ -131,6 +132,17 @@ def with_model_flag(argv: Sequence[str], commands: Sequence[str]) -> list[str]:
     """
     has_model = len(argv) > 1 and argv[0] in commands and not argv[1].startswith("-")
     return [argv[0], "--model", *argv[1:]] if has_model else list(argv)
+
+
+def vllm_words(name: str, value: Any) -> list[str] | None:
+    """Returns the words of a setting of vLLM's config file that ``without_vllm_flags`` accepts or
+    rejects; None for a name that is not vLLM's."""
+    flag = f"--{name.replace('_', '-')}"
+    if flag in _INSTEAD and value is False:
+        return []
+    if flag in _INSTEAD or flag in _WITHOUT_EFFECT or flag in _WITHOUT_EFFECT_OF_VALUE:
+        return [] if value is None else [f"{flag}={value}"]
+    return None
 
 
 def without_vllm_flags(unknown: Sequence[str]) -> list[str]:

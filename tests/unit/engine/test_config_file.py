@@ -105,6 +105,18 @@ def test_command_line_overrides_the_file(file: Path) -> None:
     assert (args.max_model_len, args.model) == (7, Path("x"))
 
 
+@pytest.mark.parametrize("typed", [["--transport", "tcp"], ["--transport=tcp"]])
+def test_command_line_overrides_a_list_of_the_file(file: Path, typed: list[str]) -> None:
+    assert parse("serve", "--config", str(file), *typed).transport == ["tcp"]
+
+
+def test_later_file_overrides_a_list_of_an_earlier_one(file: Path, tmp_path: Path) -> None:
+    later = tmp_path / "later.yaml"
+    later.write_text("transport: [rdma]")
+    args = parse("serve", "--config", str(file), "--config", str(later))
+    assert (args.transport, args.max_model_len) == (["rdma"], 4096)
+
+
 def test_json_file_is_read(tmp_path: Path) -> None:
     path = tmp_path / "engine.json"
     path.write_bytes(msgspec.json.encode({"model": "m", "port": 1}))

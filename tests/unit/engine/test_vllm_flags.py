@@ -47,6 +47,25 @@ def test_config_file_accepts_vllm_names(tmp_path: Path) -> None:
     assert found[1:5] == ["--tp-size", "2", "--memory-utilization", "0.8"]
 
 
+def test_config_file_of_vllm_is_treated_as_its_flags(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from mooncake_engine.cli import OPTIONS
+
+    file = tmp_path / "vllm.yaml"
+    file.write_text(
+        "enable-prefix-caching: true\ndisable_log_requests: true\nmax-logprobs: 5\n"
+        "enable-lora: false\nrevision: null\n"
+    )
+    _, *words = with_config(["serve", "--config", str(file)], OPTIONS)
+    assert without_vllm_flags(words) == ["--config", str(file)]
+    file.write_text("enable-prefix-caching: false")
+    assert with_config(["serve", "--config", str(file)], OPTIONS)[1] == "--no-prefix-caching"
+    file.write_text("enable-lora: true")
+    assert main(["serve", TINY, "--config", str(file)]) == 2
+    assert "use instead: a checkpoint with the adapter merged" in capsys.readouterr().err
+
+
 def test_only_the_first_positional_argument_is_the_model() -> None:
     assert with_model_flag(["serve", "a/b"], ("serve",)) == ["serve", "--model", "a/b"]
     for argv in (["serve"], ["serve", "--model", "a"], ["generate", "hi"]):
