@@ -1,5 +1,7 @@
 """The chunk index: maps chunk keys to the instances that hold them, and looks up prompt prefixes.
 
+Slots are those of instances, and after them those of holders that instances share, such as stores.
+
 Events and predictions fill it. Its answers are hints: instances validate on use, so a stale entry
 costs a miss, never wrong KV.
 """
@@ -18,6 +20,8 @@ from mooncake_conductor.index.holder_sets import (
     NUM_TIERS,
     HolderSet,
     HolderSets,
+    Instances,
+    SharedHolders,
     Tier,
 )
 from mooncake_conductor.index.key_table import KeyArray, KeyTable, as_keys
@@ -72,9 +76,10 @@ class ChunkIndex:
         # Chunk key -> number of its holder set.
         self._table = KeyTable()
         self._sets = HolderSets()
-        self._num_chunks = [[0] * NUM_TIERS for _ in range(num_slots)]
+        self._shared = SharedHolders(num_slots)
+        self._num_chunks = {slot: [0] * NUM_TIERS for slot in range(num_slots)}
         # Bit mask of the slots that hold chunks, or have held any since they were cleared.
-        self.holders = 0
+        self._holders = 0
         self._unhealthy = 0
         self._predictions = Predictions(num_slots)
         self._never = np.zeros(num_slots)
@@ -84,12 +89,38 @@ class ChunkIndex:
         """Number of entries, including those without holders that are not collected yet."""
         return len(self._table)
 
+    @property
+    def holders(self) -> int:
+        """Bit mask of the instances that hold chunks, or have held any since they were cleared."""
+        return self._shared.expand(self._holders)
+
+    def add_shared(self) -> int:
+        """Add a holder whose users hold all that it holds. Returns its slot."""
+        slot = self._shared.add()
+        self._num_chunks[slot] = [0] * NUM_TIERS
+        return slot
+
+    def remove_shared(self, shared: int) -> None:
+        """Remove a shared holder and all its chunks."""
+        self.cleared(shared)
+        self.set_healthy(shared, True)
+        self._shared.remove(shared)
+        del self._num_chunks[shared]
+
+    def join_shared(self, shared: int, slot: int) -> None:
+        """Add an instance to the users of a shared holder."""
+        self._shared.join(shared, slot)
+
+    def leave_shared(self, shared: int, slot: int) -> None:
+        """Remove an instance from the users of a shared holder."""
+        self._shared.leave(shared, slot)
+
     def stored(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
         """Add chunks that an instance holds now."""
         once = _once(keys)
         if not len(once):
             return
-        if self._predictions.awaits(slot):
+        if slot < self.num_slots and self._predictions.awaits(slot):
             self._predictions.arrived(slot, once.tolist())
         alone = self._sets.including(NO_HOLDERS, slot, tier)
         if self._table.add_new(once, alone.number):
@@ -133,8 +164,9 @@ class ChunkIndex:
         for each in Tier if tier is None else (tier,):
             self._num_chunks[slot][each] = 0
         if tier is None:
-            self.holders &= ~(1 << slot)
-            self._predictions.drop_slot(slot)
+            self._holders &= ~(1 << slot)
+            if slot < self.num_slots:
+                self._predictions.drop_slot(slot)
 
     def collect(self, num_parts: int = 1) -> int:
         """Remove entries without holders from the next parts (1/256 each) of the table.
@@ -172,28 +204,37 @@ class ChunkIndex:
         self._unhealthy = self._unhealthy & ~bit if is_healthy else self._unhealthy | bit
 
     def num_held(self, slot: int, tier: Tier | None = None) -> int:
-        """Number of chunks that an instance holds in a tier, or summed over tiers."""
-        return sum(self._num_chunks[slot]) if tier is None else self._num_chunks[slot][tier]
+        """Number of chunks that an instance holds in a tier, or summed over tiers.
+
+        A chunk in several of the shared holders that it uses counts several times.
+        """
+        counts = [self._num_chunks[each] for each in (slot, *self._shared.used_by(slot))]
+        return sum(sum(each) if tier is None else each[tier] for each in counts)
+
+    def holds(self, slot: int, key: int) -> bool:
+        """Whether an instance itself, or a shared holder, holds a chunk in any tier."""
+        return bool(self._sets.by_number[self._table.get(key)].union >> slot & 1)
 
     def num_copies(self, key: int) -> int:
         """Number of instances that hold a chunk."""
-        return self._sets.by_number[self._table.get(key)].union.bit_count()
+        held = self._sets.by_number[self._table.get(key)]
+        return self._shared.instances_of(held)[1].bit_count()
 
     def match(self, keys: Sequence[int], now: float) -> PrefixMatches:
         """Look up which instances hold how much of a prompt with these chunk keys, in order."""
         numbers: list[int] = self._table.find(as_keys(keys)).tolist() if len(keys) else []
-        runs = self._runs(numbers)
-        trusted = ~self._unhealthy
+        found = self._runs(numbers)
+        runs = [(self._shared.instances_of(held), length) for held, length in found]
         expected = self._predictions.masks(keys, now)
         if len(runs) == 1 and expected is None and not self._unhealthy:
             return self._match_of_one(*runs[0])
-        hinted = self._lengths([(held.union, length) for held, length in runs])
-        local = hinted
+        local = hinted = self._lengths([(union, length) for (_, union), length in runs])
         if self._unhealthy:
-            local = self._lengths([(held.union & trusted, length) for held, length in runs])
-        device, host = self._upper_tiers(runs, trusted, local)
-        predicted, ready_at = self._with_predictions(keys, numbers, local, expected)
-        pool_runs = _pool(runs, trusted)
+            runs = [(self._trusted(held), length) for held, length in found]
+            local = self._lengths([(union, length) for (_, union), length in runs])
+        device, host = self._upper_tiers(runs, local)
+        predicted, ready_at = self._with_predictions(keys, runs, local, expected)
+        pool_runs = _pool(runs)
         return PrefixMatches(
             len(keys),
             device,
@@ -208,9 +249,14 @@ class ChunkIndex:
             hinted,
         )
 
-    def _match_of_one(self, held: HolderSet, length: int) -> PrefixMatches:
+    def _trusted(self, held: HolderSet) -> Instances:
+        """The instances that hold a set's chunks, without holders whose events have a gap."""
+        first, second, third = (mask & ~self._unhealthy for mask in held.masks)
+        return self._shared.expand_tiers((first, second, third))
+
+    def _match_of_one(self, held: Instances, length: int) -> PrefixMatches:
         """The match of a prompt whose chunks all have the same holders, without predictions."""
-        union, (device_mask, host_mask, disk_mask) = held.union, held.masks
+        (device_mask, host_mask, disk_mask), union = held
         local = np.zeros(self.num_slots, np.int64)
         if union:
             self._set(local, union, length)
@@ -234,7 +280,7 @@ class ChunkIndex:
 
     def _count(self, slot: int, tier: Tier, change: int) -> None:
         """Count chunks that an instance holds now, or no longer holds."""
-        self.holders |= 1 << slot
+        self._holders |= 1 << slot
         self._num_chunks[slot][tier] += change
 
     def _replace(self, held: HolderSet, wanted: HolderSet, num_chunks: int) -> None:
@@ -282,17 +328,15 @@ class ChunkIndex:
             mask &= mask - 1
 
     def _upper_tiers(
-        self, runs: list[tuple[HolderSet, int]], trusted: int, local: Counts
+        self, runs: list[tuple[Instances, int]], local: Counts
     ) -> tuple[Counts, Counts]:
         """Leading chunks in device memory, and in device or host memory."""
         host = local
-        if any(held.masks[Tier.DISK] for held, _ in runs):
-            host = self._lengths(
-                [((held.masks[0] | held.masks[1]) & trusted, length) for held, length in runs]
-            )
+        if any(masks[Tier.DISK] for (masks, _), _ in runs):
+            host = self._lengths([(masks[0] | masks[1], length) for (masks, _), length in runs])
         device = host
-        if any(held.masks[Tier.HOST] for held, _ in runs):
-            device = self._lengths([(held.masks[0] & trusted, length) for held, length in runs])
+        if any(masks[Tier.HOST] for (masks, _), _ in runs):
+            device = self._lengths([(masks[0], length) for (masks, _), length in runs])
         return device, host
 
     def _held(self, runs: tuple[tuple[int, int], ...]) -> Counts:
@@ -304,7 +348,7 @@ class ChunkIndex:
     def _with_predictions(
         self,
         keys: Sequence[int],
-        numbers: list[int],
+        runs: list[tuple[Instances, int]],
         local: Counts,
         expected: list[int] | None,
     ) -> tuple[Counts, NDArray[np.float64]]:
@@ -312,9 +356,8 @@ class ChunkIndex:
         ready_at = np.zeros(self.num_slots)
         if expected is None:
             return local, ready_at
-        trusted, sets = ~self._unhealthy, self._sets.by_number
-        pairs = zip(numbers, expected, strict=True)
-        each = [sets[number].union & trusted | mask for number, mask in pairs]
+        unions = [union for (_, union), length in runs for _ in range(length)]
+        each = [union | mask for union, mask in zip(unions, expected, strict=True)]
         merged = [(mask, len(list(same))) for mask, same in groupby(each)]
         predicted = self._lengths(merged)
         for slot in np.flatnonzero(predicted > local):
@@ -330,11 +373,10 @@ def _once(keys: Iterable[int]) -> KeyArray:
     return as_keys(given if len(distinct) == len(given) else list(distinct))
 
 
-def _pool(runs: list[tuple[HolderSet, int]], trusted: int) -> tuple[tuple[int, int], ...]:
+def _pool(runs: list[tuple[Instances, int]]) -> tuple[tuple[int, int], ...]:
     """The leading runs that have holders."""
     found = []
-    for held, length in runs:
-        mask = held.union & trusted
+    for (_, mask), length in runs:
         if not mask:
             break
         found.append((length, mask))

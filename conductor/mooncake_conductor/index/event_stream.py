@@ -5,7 +5,7 @@ A gap is repaired by a replay, else by a snapshot, else by clearing what the pub
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -100,6 +100,7 @@ class EventStream:
         blocks: converts block hashes to chunk keys; None if the hashes are the index's own keys.
         supports_snapshots: the publisher may support snapshots, and one has been requested already.
         namespace: only blocks in this namespace belong to the instance; empty: all do.
+        on_clear: called whenever everything known about the publisher is cleared.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class EventStream:
         *,
         supports_snapshots: bool = False,
         namespace: str = "",
+        on_clear: Callable[[], None] = lambda: None,
     ) -> None:
         self.state = StreamState.HEALTHY
         self.stats = StreamStats()
@@ -119,6 +121,7 @@ class EventStream:
         if blocks is not None:
             blocks.placed = lambda tier, keys: index.stored(slot, tier, keys)
         self._namespace = namespace
+        self._on_clear = on_clear
         self._expected = 0
         self._replay_start = -1
         self._num_requested = int(supports_snapshots)
@@ -324,6 +327,7 @@ class EventStream:
 
     def _clear(self) -> None:
         self._index.cleared(self._slot)
+        self._on_clear()
         if self._blocks is not None:
             self._blocks.clear()
 

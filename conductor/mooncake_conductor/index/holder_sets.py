@@ -2,10 +2,15 @@
 
 The chunks of a prompt are nearly always held by the same instances. A chunk's entry is therefore a
 reference to a shared set, and a chunk costs as much memory with one instance as with a hundred.
+
+Holders are instances and, with numbers after those of all instances, whatever instances share, such
+as a node store. A set names a shared holder itself, so that its events and its users change
+independently of each other: each user holds what the shared holder does.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import IntEnum
 
 NUM_TIERS = 3
@@ -20,24 +25,29 @@ class Tier(IntEnum):
 
 
 TierMasks = tuple[int, int, int]
-"""A bit per instance slot, for each tier."""
+"""A bit per holder, for each tier."""
+Instances = tuple[TierMasks, int]
+"""Bit masks of instances per tier, and of all tiers."""
 
 
 class HolderSet:
-    """Bit masks of instance slots per tier. ``union`` is the mask of all tiers.
+    """Bit masks of holders per tier. ``union`` is the mask of all tiers.
 
     Args:
         masks: bit mask of each tier.
         number: unique number of the set while it is in use; 0 for the empty set.
     """
 
-    __slots__ = ("masks", "num_chunks", "number", "union")
+    __slots__ = ("instances", "instances_at", "masks", "num_chunks", "number", "union")
 
     def __init__(self, masks: TierMasks, number: int = 0) -> None:
         self.masks = masks
         self.number = number
         self.union = masks[0] | masks[1] | masks[2]
         self.num_chunks = 0
+        # See ``SharedHolders.instances_of``: the latest result, and the version that it is of.
+        self.instances: Instances = (masks, self.union)
+        self.instances_at = -1
 
     def has(self, slot: int, tier: Tier) -> bool:
         """Whether an instance holds the chunk in a tier."""
@@ -47,6 +57,7 @@ class HolderSet:
         """Remove an instance from the set, for all chunks that share it."""
         self.masks = _without(self.masks, slot, tier)
         self.union = self.masks[0] | self.masks[1] | self.masks[2]
+        self.instances_at = -1
 
 
 NO_HOLDERS = HolderSet((0, 0, 0))
@@ -106,6 +117,74 @@ class HolderSets:
             found = self._sets[masks] = HolderSet(masks, number)
             self.by_number[number : number + 1] = [found]
         return found
+
+
+class SharedHolders:
+    """The holders that instances share, and which instances use them.
+
+    Args:
+        num_instances: most instances at the same time.
+    """
+
+    def __init__(self, num_instances: int) -> None:
+        self._num_instances = num_instances
+        # Mask of the instances that use each shared holder, by its number; holders by instance.
+        self._users: dict[int, int] = {}
+        self._used: dict[int, set[int]] = {}
+        self._removed: list[int] = []
+        self._version = 0
+
+    def add(self) -> int:
+        """Add a holder without users. Returns its number, which may be that of a removed one."""
+        found = self._removed.pop() if self._removed else self._num_instances + len(self._users)
+        self._users[found] = 0
+        return found
+
+    def remove(self, holder: int) -> None:
+        """Remove a holder that is in no set any more."""
+        for slot in [slot for slot, used in self._used.items() if holder in used]:
+            self.leave(holder, slot)
+        del self._users[holder]
+        self._removed.append(holder)
+
+    def join(self, holder: int, slot: int) -> None:
+        """Add an instance to the users of a holder."""
+        self._users[holder] |= 1 << slot
+        self._used.setdefault(slot, set()).add(holder)
+        self._version += 1
+
+    def leave(self, holder: int, slot: int) -> None:
+        """Remove an instance from the users of a holder."""
+        self._users[holder] &= ~(1 << slot)
+        self._used[slot].discard(holder)
+        self._version += 1
+
+    def used_by(self, slot: int) -> Collection[int]:
+        """The shared holders that an instance uses."""
+        return self._used.get(slot, ())
+
+    def expand(self, mask: int) -> int:
+        """The instances in a mask of holders, and those that use the other holders in it."""
+        shared = mask >> self._num_instances
+        if not shared:
+            return mask
+        mask ^= shared << self._num_instances
+        while shared:
+            mask |= self._users[self._num_instances + (shared & -shared).bit_length() - 1]
+            shared &= shared - 1
+        return mask
+
+    def expand_tiers(self, masks: TierMasks) -> Instances:
+        """``expand`` for each tier."""
+        first, second, third = map(self.expand, masks)
+        return (first, second, third), first | second | third
+
+    def instances_of(self, held: HolderSet) -> Instances:
+        """The instances that hold the chunks of a set."""
+        if held.instances_at != self._version:
+            held.instances = self.expand_tiers(held.masks)
+            held.instances_at = self._version
+        return held.instances
 
 
 def _without(masks: TierMasks, slot: int, tier: Tier | None) -> TierMasks:

@@ -5,6 +5,9 @@
 Every fourth link is the key of a chunk of 64 tokens. The keys are the conductor's own: each
 publisher hashes its blocks in its own way, but all publish the tokens, and blocks of any multiple
 of 16 tokens end at a link. A collision causes a worse choice, never a wrong answer.
+
+A prompt whose tokens are not known exactly, such as a text or a chat before its template, has keys
+of another range: no published block can have them.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ CHUNK_TOKENS = LINK_TOKENS * LINKS_PER_CHUNK
 BYTES_PER_TOKEN = 4
 MAX_CHUNKS = 4096
 """Bound of the keys of a prompt, 256 Ki tokens; the rest of a longer prompt has no keys."""
+_UNPUBLISHED = 1 << 63
+"""Set in all keys that no published block can have."""
 _KEY_BYTES = 8
 _LINK_BYTES = 8 * LINK_TOKENS
 Keys = tuple[int, ...]
@@ -50,13 +55,22 @@ def extend_links(parent: bytes, token_ids: Sequence[int]) -> list[bytes]:
     return links
 
 
-def token_keys(token_ids: Sequence[int], root: bytes = bytes(_KEY_BYTES)) -> Keys:
-    """Keys of all full chunks of a prompt; empty if a token id is invalid."""
+def token_keys(
+    token_ids: Sequence[int], root: bytes = bytes(_KEY_BYTES), *, is_exact: bool = True
+) -> Keys:
+    """Keys of all full chunks of a prompt; empty if a token id is invalid.
+
+    Args:
+        token_ids: the tokens of the prompt.
+        root: root of its chain.
+        is_exact: instances compute exactly these tokens, without a chat template for example.
+    """
     try:
         links = extend_links(root, token_ids[: MAX_CHUNKS * CHUNK_TOKENS])
     except ValueError:
         return ()
-    return tuple(key_of(link) for link in links[LINKS_PER_CHUNK - 1 :: LINKS_PER_CHUNK])
+    mark = 0 if is_exact else _UNPUBLISHED
+    return tuple(key_of(link) | mark for link in links[LINKS_PER_CHUNK - 1 :: LINKS_PER_CHUNK])
 
 
 def text_keys(prompt: bytes, root: bytes = bytes(_KEY_BYTES)) -> Keys:
@@ -65,10 +79,15 @@ def text_keys(prompt: bytes, root: bytes = bytes(_KEY_BYTES)) -> Keys:
     for start in range(0, min(len(prompt), MAX_CHUNKS * width) - width + 1, width):
         piece = root + prompt[start : start + width]
         root = blake2b(piece, digest_size=_KEY_BYTES, person=b"text").digest()
-        keys.append(key_of(root))
+        keys.append(key_of(root) | _UNPUBLISHED)
     return tuple(keys)
 
 
 def key_of(link: bytes) -> int:
-    """A link as a key of the index."""
-    return int.from_bytes(link, "big")
+    """A link as the key of a published chunk."""
+    return int.from_bytes(link, "big") >> 1
+
+
+def are_published(keys: Sequence[int]) -> bool:
+    """Whether publishers publish the chunks with these keys of one prompt."""
+    return not keys or keys[0] < _UNPUBLISHED

@@ -1,8 +1,7 @@
-"""Tracks what each publisher of an instance holds, while the index knows only the whole instance.
+"""Tracks what each rank of an instance holds, while the index knows only the whole instance.
 
-The data-parallel ranks of an instance publish separately, as do the node stores that it uses. The
-instance holds a chunk while any of them does. The rank that holds a prompt's prefix should also
-compute the prompt. A store that several instances use publishes once for all of them.
+The data-parallel ranks of an instance publish separately. The instance holds a chunk while any of
+them does. The rank that holds a prompt's prefix should also compute the prompt.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from mooncake_conductor.index.holder_sets import Tier
 
 
 class PublisherHoldings:
-    """The publishers of one instance: its ranks, and the node stores that publish.
+    """The publishers of one instance: its ranks.
 
     Args:
         index: receives what the instance as a whole holds.
@@ -28,22 +27,6 @@ class PublisherHoldings:
         self._holders: tuple[dict[int, int], ...] = tuple({} for _ in Tier)
         self._unhealthy = 0
         self.ranks = tuple(OnePublisher(self, number) for number in range(num_ranks))
-        # Publishers get the bits of those that were removed, or else masks would grow with them.
-        self._num_bits = num_ranks
-        self._removed: list[OnePublisher] = []
-
-    def add_store(self) -> OnePublisher:
-        """Add a publishing store."""
-        if self._removed:
-            return self._removed.pop()
-        self._num_bits += 1
-        return OnePublisher(self, self._num_bits - 1)
-
-    def remove_store(self, store: OnePublisher, slot: int) -> None:
-        """Remove a store, and what only it holds."""
-        store.set_healthy(slot, True)
-        store.cleared(slot)
-        self._removed.append(store)
 
     def leading_chunks(self, keys: Iterable[int]) -> list[int]:
         """Leading chunks of a prompt in device memory, per rank."""
@@ -115,57 +98,3 @@ class OnePublisher(ChunkHoldings):
 
     def set_healthy(self, slot: int, is_healthy: bool) -> None:
         self._holdings.set_healthy(self._number, slot, is_healthy)
-
-
-class SharedHoldings(ChunkHoldings):
-    """The holdings of one publisher that several instances share, such as a host's node store: each
-    of them holds all that it holds. The slots that its event stream passes are ignored."""
-
-    def __init__(self) -> None:
-        self._users: dict[int, ChunkHoldings] = {}
-        self._held: tuple[set[int], ...] = tuple(set() for _ in Tier)
-        self._is_healthy = True
-
-    @property
-    def num_users(self) -> int:
-        """Number of instances that share it."""
-        return len(self._users)
-
-    def join(self, slot: int, holdings: ChunkHoldings) -> None:
-        """Add an instance, or replace its holdings, which get all that is known so far."""
-        self._users[slot] = holdings
-        for tier in Tier:
-            holdings.stored(slot, tier, self._held[tier])
-        if not self._is_healthy:
-            holdings.set_healthy(slot, False)
-
-    def leave(self, slot: int) -> None:
-        """Remove an instance. The caller clears its holdings."""
-        del self._users[slot]
-
-    def holds(self, key: int) -> bool:
-        """Whether the publisher holds a chunk in any tier."""
-        return any(key in held for held in self._held)
-
-    def stored(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
-        keys = tuple(keys)
-        self._held[tier].update(keys)
-        for user, holdings in self._users.items():
-            holdings.stored(user, tier, keys)
-
-    def removed(self, slot: int, tier: Tier, keys: Iterable[int]) -> None:
-        keys = tuple(keys)
-        self._held[tier].difference_update(keys)
-        for user, holdings in self._users.items():
-            holdings.removed(user, tier, keys)
-
-    def cleared(self, slot: int) -> None:
-        for held in self._held:
-            held.clear()
-        for user, holdings in self._users.items():
-            holdings.cleared(user)
-
-    def set_healthy(self, slot: int, is_healthy: bool) -> None:
-        self._is_healthy = is_healthy
-        for user, holdings in self._users.items():
-            holdings.set_healthy(user, is_healthy)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from mooncake_conductor.index.prompt_keys import Keys, chain_root, text_keys, token_keys
 from mooncake_conductor.shared_reservations import ReservationChange
 from mooncake_conductor.slo_admission import Verdict
-from mooncake_proxy.api.openai_bodies import KVTransferParams
+from mooncake_proxy.api.openai_bodies import KVTransferParams, OpenAIEndpoint
 from mooncake_proxy.api.proxied_request import RequestContext
 from mooncake_proxy.config import ConductorConfig
 from mooncake_proxy.errors import BadRequest, NotFound, SloRefused
@@ -178,7 +178,7 @@ class ConductorRouting:
         routed.fleet.finished(routed, timing.num_gaps + 1, per_token, now)
 
     def note_restart(self, instance: Instance) -> None:
-        """Forget what an instance without events was estimated to hold: its caches are empty."""
+        """Forget what an instance was estimated to hold: its caches are empty."""
         for fleet in (self.pairs, self.coupled):
             slot = fleet.slot(instance)
             if slot is not None:
@@ -325,10 +325,11 @@ class ConductorRouting:
 
 
 def keys_of(context: RequestContext, adapter: str) -> Keys:
-    """Keys of the prompt's chunks, from its token ids if they are known, else from its bytes."""
+    """Keys of the prompt's chunks, from its token ids if they are known, else from its bytes. Those
+    of a chat are known without the template, as which instances never publish them."""
     parsed = context.parsed
     root = chain_root(adapter, parsed.cache_salt or "")
     ids = context.token_ids if context.token_ids is not None else token_ids_of(parsed)
     if ids is not None:
-        return token_keys(ids, root)
+        return token_keys(ids, root, is_exact=context.endpoint is not OpenAIEndpoint.CHAT)
     return text_keys(prompt_bytes(context.endpoint, parsed), root)

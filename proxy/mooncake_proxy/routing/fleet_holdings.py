@@ -1,14 +1,16 @@
 """Keeps the conductor's chunk index up to date: which chunks each instance and its stores hold.
 
 Instances that publish KV events are tracked exactly; for the others the holdings are estimated from
-the requests that the proxy has sent them. A store is subscribed to once, however many instances use
-it. Owned by `ConductorFleet`.
+the requests that the proxy has sent them. Prompts whose tokens the proxy does not know exactly,
+such as chats, can't be found among published tokens: they are estimated for all instances. A store
+is subscribed to once, however many instances use it. Owned by `ConductorFleet`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -20,13 +22,9 @@ from mooncake_conductor.index.event_stream import (
     ReplayRequest,
 )
 from mooncake_conductor.index.holder_sets import Tier
-from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, Keys
+from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, Keys, are_published
 from mooncake_conductor.index.published_blocks import BlockNames, PublishedBlocks
-from mooncake_conductor.index.publisher_holdings import (
-    OnePublisher,
-    PublisherHoldings,
-    SharedHoldings,
-)
+from mooncake_conductor.index.publisher_holdings import PublisherHoldings
 from mooncake_conductor.simulator.engine_models import ChunkCache
 from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 from mooncake_proxy.pool.instances import Instance
@@ -47,17 +45,18 @@ class _SlotHoldings:
     """Known or estimated holdings of the instance in one slot."""
 
     instance: Instance
-    # Estimate of its device memory until it publishes: the chunks it has processed, within its
-    # capacity. None once it publishes.
-    estimated: ChunkCache | None
-    # Where the estimate is applied.
-    on_devices: ChunkHoldings
+    # Estimate of its device memory, and the shared holder of the index to which it is applied: the
+    # chunks it has processed, within its capacity. Once it publishes, only those not published.
+    estimated: ChunkCache
+    estimate: int
+    publishes: bool = False
     # Event endpoints of its data-parallel ranks, and their publisher names.
     ranks: tuple[KVEventEndpoints, ...] = ()
     rank_names: list[str] = field(default_factory=list)
-    # Holdings of each publisher, if there are several; those of the stores that it uses.
-    by_publisher: PublisherHoldings | None = None
-    stores: dict[KVEventEndpoints, OnePublisher] = field(default_factory=dict)
+    # Holdings of each rank, if there are several.
+    by_rank: PublisherHoldings | None = None
+    # The stores that it uses.
+    stores: set[KVEventEndpoints] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -66,7 +65,9 @@ class _StoreSubscription:
 
     # Publisher name.
     name: str
-    holdings: SharedHoldings
+    # Its shared holder in the index.
+    holder: int
+    users: set[int]
     # Loop time at which the store is asked for another snapshot; None: not any more.
     retry_snapshot_at: float | None
 
@@ -96,7 +97,9 @@ class FleetHoldings:
 
     def join(self, slot: int, instance: Instance) -> None:
         """Add an instance that has got a slot."""
-        self._slots[slot] = _SlotHoldings(instance, ChunkCache(self._num_chunks), self._index)
+        estimate = self._index.add_shared()
+        self._index.join_shared(estimate, slot)
+        self._slots[slot] = _SlotHoldings(instance, ChunkCache(self._num_chunks), estimate)
 
     @property
     def has_publishers(self) -> bool:
@@ -109,58 +112,53 @@ class FleetHoldings:
         self._unsubscribe(held.rank_names)
         for endpoints in held.stores:
             self._leave_store(slot, endpoints)
+        self._index.remove_shared(held.estimate)
 
     def discard_estimate(self, slot: int) -> None:
-        """Discard the estimate of an instance that is down: it may restart with empty caches.
-
-        Publishers report that themselves.
-        """
+        """Discard the estimate of an instance that is down or has cleared its caches."""
         held = self._slots[slot]
-        if held.estimated is not None:
+        if len(held.estimated):
             held.estimated = ChunkCache(self._num_chunks)
-            held.on_devices.cleared(slot)
+            self._index.cleared(held.estimate)
 
     def update_subscriptions(self, slot: int, now: float) -> None:
-        """Subscribe to the events of an instance and its stores, if these endpoints changed. While
-        stores come and go, the subscriptions to its ranks stay, as what these hold may not be known
-        a second time."""
+        """Subscribe to the events of an instance and its stores, if these endpoints changed."""
         held = self._slots[slot]
         own, stores = held.instance.kv_events, held.instance.store_kv_events
         ranks = () if own is None else (own, *own.other_dp_ranks)
-        for endpoints in [each for each in held.stores if each not in stores]:
-            assert held.by_publisher is not None, "an instance with stores has several publishers"
+        for endpoints in held.stores - {*stores}:
             self._leave_store(slot, endpoints)
-            held.by_publisher.remove_store(held.stores.pop(endpoints), slot)
-        if ranks != held.ranks or (stores and held.by_publisher is None):
-            self._subscribe_to_ranks(slot, ranks, has_stores=bool(stores))
+            held.stores.discard(endpoints)
+        if ranks != held.ranks:
+            self._subscribe_to_ranks(slot, ranks)
         for endpoints in stores:
             if endpoints not in held.stores:
-                assert held.by_publisher is not None
-                held.stores[endpoints] = held.by_publisher.add_store()
-                self._join_store(slot, endpoints, held.stores[endpoints], now)
+                self._join_store(slot, endpoints, now)
+                held.stores.add(endpoints)
 
-    def _subscribe_to_ranks(
-        self, slot: int, ranks: tuple[KVEventEndpoints, ...], *, has_stores: bool
-    ) -> None:
-        """Subscribe to an instance's ranks afresh: of its stores, too, nothing is known then, until
-        it joins their users again."""
+    def _subscribe_to_ranks(self, slot: int, ranks: tuple[KVEventEndpoints, ...]) -> None:
+        """Subscribe to an instance's ranks afresh."""
         held = self._slots[slot]
         self._unsubscribe(held.rank_names)
         self._index.cleared(slot)
         self._index.set_healthy(slot, True)
-        held.ranks = ranks
-        held.estimated = ChunkCache(self._num_chunks)
-        held.by_publisher = None
-        held.stores = {}
+        self.discard_estimate(slot)
+        held.ranks, held.publishes, held.by_rank = ranks, False, None
         publishers: Sequence[ChunkHoldings] = (self._index,)
-        if len(ranks) > 1 or has_stores:
-            held.by_publisher = PublisherHoldings(self._index, max(1, len(ranks)))
-            publishers = held.by_publisher.ranks
-        held.on_devices = publishers[0]
+        if len(ranks) > 1:
+            held.by_rank = PublisherHoldings(self._index, len(ranks))
+            publishers = held.by_rank.ranks
         for number, endpoints in enumerate(ranks):
             rank = f"{held.instance.name}#{number}" if number else held.instance.name
             name = f"{rank} (subscription {next(_publisher_numbers)})"
-            self._subscribe(slot, name, endpoints, publishers[number], self._new_blocks())
+            self._subscribe(
+                slot,
+                name,
+                endpoints,
+                publishers[number],
+                self._new_blocks(),
+                on_clear=partial(self.discard_estimate, slot),
+            )
             held.rank_names.append(name)
             self._rank_slots[name] = slot
 
@@ -187,32 +185,37 @@ class FleetHoldings:
         yield from self._store_blocks.run_callbacks()
 
     def note_processed(self, slot: int, keys: Sequence[int]) -> None:
-        """Add the chunks of a processed prompt to the estimate of an instance without events."""
+        """Add the chunks of a processed prompt to an instance's estimate, unless it publishes."""
         held = self._slots.get(slot)
-        if held is None or held.estimated is None:
+        if held is None or (held.publishes and are_published(keys)):
             return
         new, evicted = held.estimated.insert(keys)
-        held.on_devices.stored(slot, Tier.DEVICE, new)
-        held.on_devices.removed(slot, Tier.DEVICE, evicted)
+        self._index.stored(held.estimate, Tier.DEVICE, new)
+        self._index.removed(held.estimate, Tier.DEVICE, evicted)
 
     def cached_on_ranks(self, slot: int, keys: Keys) -> list[int]:
         """Leading prompt tokens cached on each data-parallel rank; empty if ranks don't publish."""
         held = self._slots[slot]
-        if held.by_publisher is None or len(held.ranks) < 2:
+        if held.by_rank is None:
             return []
-        return [count * CHUNK_TOKENS for count in held.by_publisher.leading_chunks(keys)]
+        return [count * CHUNK_TOKENS for count in held.by_rank.leading_chunks(keys)]
 
     def num_tokens(self) -> Iterator[tuple[Instance, str, int]]:
-        """Yield how many tokens each instance holds, per tier (device, host, disk)."""
+        """Yield how many tokens each instance holds, per tier (device, host, disk).
+
+        If it publishes, an estimate would count tokens a second time.
+        """
         for slot, held in self._slots.items():
             for tier in Tier:
-                num_tokens = self._index.num_held(slot, tier) * CHUNK_TOKENS
-                yield held.instance, tier.name.lower(), num_tokens
+                num_chunks = self._index.num_held(slot, tier)
+                if held.publishes:
+                    num_chunks -= self._index.num_held(held.estimate, tier)
+                yield held.instance, tier.name.lower(), num_chunks * CHUNK_TOKENS
 
     def is_in_store(self, endpoints: KVEventEndpoints, key: int) -> bool:
         """Whether the store with these events holds a chunk, as far as known."""
         store = self._stores.get(endpoints)
-        return store is not None and store.holdings.holds(key)
+        return store is not None and self._index.holds(store.holder, key)
 
     def sweep(self, now: float) -> None:
         """Ask stores that still have orphans for another snapshot, once."""
@@ -224,11 +227,11 @@ class FleetHoldings:
                     self._send_request(store.name, stream.request_snapshot())
 
     def _discard_estimate_of(self, name: str) -> None:
-        """Discard the estimate of an instance whose rank publishes: its holdings are known."""
+        """Discard the estimate of an instance whose rank begins to publish."""
         slot = self._rank_slots.get(name)
-        if slot is not None and (held := self._slots[slot]).estimated is not None:
-            held.estimated = None
-            held.on_devices.cleared(slot)
+        if slot is not None and not (held := self._slots[slot]).publishes:
+            held.publishes = True
+            self.discard_estimate(slot)
 
     def _warn_of_skipped(self, delivery: KVEventDelivery) -> None:
         """Warn once of an instance whose blocks can't all be used: they count as not held."""
@@ -240,26 +243,28 @@ class FleetHoldings:
                 "conductor does not know that the instance holds these blocks",
             )
 
-    def _join_store(
-        self, slot: int, endpoints: KVEventEndpoints, holdings: ChunkHoldings, now: float
-    ) -> None:
+    def _join_store(self, slot: int, endpoints: KVEventEndpoints, now: float) -> None:
         """Add an instance to the users of a store, which is subscribed to for the first one."""
         store = self._stores.get(endpoints)
         if store is None:
             name = f"store {next(_publisher_numbers)} at {endpoints.endpoint}"
-            store = _StoreSubscription(name, SharedHoldings(), now + SNAPSHOT_RETRY_S)
+            holder = self._index.add_shared()
+            store = _StoreSubscription(name, holder, set(), now + SNAPSHOT_RETRY_S)
             self._stores[endpoints] = store
             blocks = self._new_blocks(self._store_blocks)
-            self._subscribe(slot, name, endpoints, store.holdings, blocks)
-        store.holdings.join(slot, holdings)
+            self._subscribe(holder, name, endpoints, self._index, blocks)
+        store.users.add(slot)
+        self._index.join_shared(store.holder, slot)
 
     def _leave_store(self, slot: int, endpoints: KVEventEndpoints) -> None:
         """Remove an instance from the users of a store, whose last one ends the subscription."""
         store = self._stores[endpoints]
-        store.holdings.leave(slot)
-        if not store.holdings.num_users:
+        store.users.discard(slot)
+        self._index.leave_shared(store.holder, slot)
+        if not store.users:
             del self._stores[endpoints]
             self._unsubscribe([store.name])
+            self._index.remove_shared(store.holder)
 
     def _new_blocks(self, names: BlockNames | None = None) -> PublishedBlocks:
         return PublishedBlocks(names, self.adapters)
@@ -271,6 +276,7 @@ class FleetHoldings:
         endpoints: KVEventEndpoints,
         holdings: ChunkHoldings,
         blocks: PublishedBlocks,
+        on_clear: Callable[[], None] = lambda: None,
     ) -> None:
         self._streams[name] = EventStream(
             holdings,
@@ -278,6 +284,7 @@ class FleetHoldings:
             blocks,
             supports_snapshots=endpoints.replay_endpoint is not None,
             namespace=endpoints.namespace or "",
+            on_clear=on_clear,
         )
         self._feed().subscribe(name, endpoints)
 

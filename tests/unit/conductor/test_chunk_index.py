@@ -156,3 +156,55 @@ def test_holders_lists_instances_with_any_chunk() -> None:
     assert index.holders == 0b100
     index.cleared(2)
     assert index.holders == 0
+
+
+shared_steps = st.lists(
+    st.tuples(
+        st.sampled_from(["stored", "removed", "cleared", "join", "leave", "renew"]),
+        st.integers(0, 2),
+        st.integers(0, 1),
+        st.sampled_from(Tier),
+        st.sets(st.sampled_from(KEYS), max_size=8),
+    ),
+    max_size=40,
+)
+
+
+@given(shared_steps)
+@settings(deadline=None, max_examples=300)
+def test_instances_hold_what_the_holders_that_they_share_do(done) -> None:
+    """Slot 0 holds chunks itself; all may use two shared holders, which hold others."""
+    index = ChunkIndex(3)
+    shared = [index.add_shared(), index.add_shared()]
+    truth = {(at, tier): set[int]() for at in (0, *shared) for tier in Tier}
+    users: dict[int, set[int]] = {at: set() for at in shared}
+    for step, slot, which, tier, keys in done:
+        holder = shared[which]
+        at = holder if slot else 0
+        if step in ("stored", "removed"):
+            getattr(index, step)(at, tier, keys)
+            held = truth[at, tier]
+            truth[at, tier] = held | keys if step == "stored" else held - keys
+        elif step == "cleared":
+            index.cleared(at)
+            truth |= {(at, each): set() for each in Tier}
+        elif step == "renew":
+            index.remove_shared(holder)
+            assert index.add_shared() == holder
+            users[holder] = set()
+            truth |= {(holder, each): set() for each in Tier}
+        elif (step == "join") is (slot not in users[holder]):
+            getattr(index, f"{step}_shared")(holder, slot)
+            (users[holder].add if step == "join" else users[holder].discard)(slot)
+        match, everywhere = index.match(KEYS, now=0.0), set[int]()
+        for slot in range(3):
+            own = [at for at in (0, *shared) if slot == at or slot in users.get(at, ())]
+            tiers = [set[int]().union(*(truth[at, each] for at in own)) for each in Tier]
+            everywhere |= set[int]().union(*tiers)
+            assert match.device[slot] == leading(tiers[0], KEYS)
+            assert match.host[slot] == leading(tiers[0] | tiers[1], KEYS)
+            assert match.local[slot] == leading(set().union(*tiers), KEYS)
+            assert index.num_held(slot) == sum(len(truth[at, each]) for at in own for each in Tier)
+            if any(map(len, tiers)):
+                assert index.holders >> slot & 1
+        assert match.pool == leading(everywhere, KEYS)

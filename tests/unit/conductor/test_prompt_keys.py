@@ -9,6 +9,7 @@ from hypothesis import given, strategies as st
 from mooncake_conductor.index.prompt_keys import (
     CHUNK_TOKENS,
     MAX_CHUNKS,
+    are_published,
     chain_root,
     text_keys,
     token_keys,
@@ -38,6 +39,16 @@ def test_adapters_tenants_and_text_keys_are_distinct() -> None:
     ids = [0] * CHUNK_TOKENS
     keys = {token_keys(ids, root)[0] for root in roots} | {text_keys(bytes(4 * CHUNK_TOKENS))[0]}
     assert len(keys) == 5
+
+
+def test_keys_of_tokens_that_are_not_exact_are_never_those_of_published_blocks() -> None:
+    ids = list(range(50 * CHUNK_TOKENS))
+    exact, others = token_keys(ids), token_keys(ids, is_exact=False)
+    assert len(exact) == len(others)
+    assert are_published(exact)
+    assert max(exact) < 1 << 63 <= min(others)
+    assert not are_published(others)
+    assert not are_published(text_keys(bytes(4 * CHUNK_TOKENS)))
 
 
 def test_repeated_chunks_have_distinct_keys_up_to_max_chunks() -> None:

@@ -54,18 +54,6 @@ def test_leading_chunks_are_counted_per_rank() -> None:
     assert holdings.leading_chunks([5, 6, 7]) == [2, 1, 0]
 
 
-def test_chunks_of_a_store_outlive_those_of_the_ranks() -> None:
-    index = ChunkIndex(4)
-    holdings = PublisherHoldings(index, 1)
-    [rank], store = holdings.ranks, holdings.add_store()
-    rank.stored(SLOT, Tier.DEVICE, [5, 6])
-    store.stored(SLOT, Tier.HOST, [5, 6, 7])
-    rank.cleared(SLOT)
-    assert holdings.leading_chunks([5, 6, 7]) == [0]
-    found = index.match([5, 6, 7], 0.0)
-    assert (found.device[SLOT], found.local[SLOT]) == (0, 3)
-
-
 def test_instance_is_healthy_only_if_all_ranks_are() -> None:
     index = ChunkIndex(4)
     first, second, _ = PublisherHoldings(index, NUM_RANKS).ranks

@@ -7,12 +7,15 @@ from typing import Any
 
 from mooncake_conductor.index.chunk_index import ChunkIndex
 from mooncake_conductor.index.holder_sets import Tier
-from mooncake_conductor.index.kv_event_messages import BlocksStored, EventBatch
-from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS
+from mooncake_conductor.index.kv_event_messages import AllCleared, BlocksStored, EventBatch
+from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, text_keys, token_keys
 from mooncake_conductor.index.published_blocks import PORTION_BLOCKS
 from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, Snapshot
 from mooncake_proxy.routing.fleet_holdings import FleetHoldings
+
+# Keys of the chunks of `batch`.
+KEYS = token_keys(range(3 * CHUNK_TOKENS))
 
 
 class Feed:
@@ -181,28 +184,27 @@ def test_instance_holds_what_any_of_its_stores_does() -> None:
     holdings, index, feed = fleet(1, stores=(0, 1))
     take(holdings, feed.delivery(0, 0))
     take(holdings, feed.delivery(1, 0, 1))
-    assert held(index, 1) == [2]
-    first, second = holdings._slots[0].stores
-    [key] = {*holdings._stores[second].holdings._held[Tier.HOST]} - {
-        *holdings._stores[first].holdings._held[Tier.HOST]
-    }
-    assert not holdings.is_in_store(first, key)
-    assert holdings.is_in_store(second, key)
+    first, second = (KVEventEndpoints(f"tcp://s{number}") for number in (0, 1))
+    assert index.match(KEYS, 0.0).local[0] == 2
+    assert [holdings.is_in_store(first, key) for key in KEYS] == [True, False, False]
+    assert [holdings.is_in_store(second, key) for key in KEYS] == [True, True, False]
     use_stores(holdings, 0, 0)
-    assert held(index, 1) == [1], "what only the other one holds is gone"
-    assert not holdings.is_in_store(second, key)
+    assert index.match(KEYS, 0.0).local[0] == 1, "what only the other one holds is gone"
+    assert not holdings.is_in_store(second, KEYS[1])
 
 
 def test_gap_of_a_store_concerns_all_its_instances() -> None:
     """The chunks of a publisher with missing events don't count, even for one that joins now."""
     holdings, index, feed = fleet(3, stores=(0,))
     take(holdings, feed.delivery(0, 0))
-    [key] = holdings._stores[KVEventEndpoints("tcp://s0")].holdings._held[Tier.HOST]
-    assert [*index.match([key], 0.0).local] == [1, 1, 1]
+    assert [*index.match(KEYS, 0.0).local] == [1, 1, 1]
     use_stores(holdings, 2)
     list(holdings.apply(feed.delivery(0, 2, at=2)))
     use_stores(holdings, 2, 0)
-    assert [*index.match([key], 0.0).local] == [0, 0, 0]
+    assert [*index.match(KEYS, 0.0).local] == [0, 0, 0]
+    assert [*index.match(KEYS, 0.0).hinted] == [1, 1, 1]
+    holdings.note_processed(1, KEYS[:1])
+    assert [*index.match(KEYS, 0.0).local] == [0, 1, 0], "what else an instance holds counts"
 
 
 def test_publishers_that_stay_keep_their_subscriptions_while_a_store_comes_and_goes() -> None:
@@ -222,14 +224,14 @@ def test_publishers_that_stay_keep_their_subscriptions_while_a_store_comes_and_g
 
 def test_stores_that_come_and_go_leave_nothing_behind() -> None:
     """Each start of a store may have another address."""
-    holdings, _, feed = fleet(1)
+    holdings, index, feed = fleet(1)
     for number in range(1, 40):
         use_stores(holdings, 0, number)
         take(holdings, feed.delivery(number, 0))
-    by_publisher = holdings._slots[0].by_publisher
-    assert by_publisher is not None
-    [mask] = by_publisher._holders[Tier.HOST].values()
-    assert mask.bit_length() == 2
+    [held_by] = index._sets._sets
+    assert held_by[Tier.HOST].bit_length() <= 4, "numbers of removed stores are used again"
+    index.collect(256)
+    assert (len(index), len(index._sets)) == (1, 1)
 
 
 def test_new_subscription_of_an_instance_is_trusted_after_a_gap_of_the_former() -> None:
@@ -238,8 +240,7 @@ def test_new_subscription_of_an_instance_is_trusted_after_a_gap_of_the_former() 
     use_stores(holdings, 0)
     use_stores(holdings, 0, 1)
     take(holdings, feed.delivery(1, 0))
-    [key] = holdings._stores[KVEventEndpoints("tcp://s1")].holdings._held[Tier.HOST]
-    assert [*index.match([key], 0.0).local] == [1]
+    assert [*index.match(KEYS, 0.0).local] == [1]
 
 
 def test_instance_that_joins_another_fleet_before_it_leaves_its_own_stays_subscribed() -> None:
@@ -274,3 +275,44 @@ def test_instance_with_events_that_cannot_be_used_is_warned_of() -> None:
     take(holdings, KVEventDelivery(feed.names[0], [(1, partly)]))
     assert index.num_held(0, Tier.HOST) == 2
     assert warnings == ["kv_events_skipped"]
+
+
+def test_prompts_that_are_not_published_are_estimated_beside_the_events() -> None:
+    """The proxy knows neither a chat's template nor its tokens, which the events contain."""
+    holdings, index, feed = fleet(1, stores=())
+    chat = text_keys(b"You are helpful." * 32)
+    instance: Any = holdings._slots[0].instance
+    instance.kv_events = KVEventEndpoints("tcp://s0")
+    holdings.update_subscriptions(0, now=0.0)
+
+    def num_known() -> tuple[int, int]:
+        return index.match(KEYS, 0.0).local[0], index.match(chat, 0.0).device[0]
+
+    holdings.note_processed(0, KEYS[:1])
+    holdings.note_processed(0, chat)
+    assert num_known() == (1, 2)
+    take(holdings, feed.delivery(0))
+    assert num_known() == (0, 0), "it begins to publish"
+    holdings.note_processed(0, KEYS)
+    holdings.note_processed(0, chat)
+    assert num_known() == (0, 2)
+    take(holdings, feed.delivery(0, 0, 1, at=1))
+    assert num_known() == (2, 2)
+    assert [number for _, _, number in holdings.num_tokens()] == [0, 2 * CHUNK_TOKENS, 0]
+    cleared = EventBatch(1.0, (AllCleared(),))
+    take(holdings, KVEventDelivery(feed.names[0], [(2, cleared)]))
+    assert num_known() == (0, 0)
+
+
+def test_estimate_favours_no_rank() -> None:
+    holdings, index, feed = fleet(1, stores=())
+    instance: Any = holdings._slots[0].instance
+    instance.kv_events = KVEventEndpoints(
+        "tcp://s0", other_dp_ranks=(KVEventEndpoints("tcp://s1"),)
+    )
+    holdings.update_subscriptions(0, now=0.0)
+    chat = text_keys(b"You are helpful." * 32)
+    take(holdings, feed.delivery(1, 0))
+    holdings.note_processed(0, chat)
+    assert index.match(chat, 0.0).device[0] == 2
+    assert holdings.cached_on_ranks(0, chat) == [0, 0]
