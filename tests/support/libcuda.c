@@ -4,8 +4,10 @@
 // about arguments and the order of calls are enforced, and that a device is current in the calling
 // thread; memory without granted access faults. EMULATED_CUDA_LACKS lists features that the device
 // lacks (vmm, fd, rdma, fabric), or that fail in this process although the device's attributes
-// report them: imex, pinning (memory for NICs), export. With peer there is a second device without
-// peer access; with atomics one with peer access, over PCIe.
+// report them: imex, daemon (of IMEX: memory with a fabric handle can be allocated, but not exported),
+// import (of fabric handles), gpudirect (fabric memory for NICs), pinning (memory for NICs), export.
+// With peer there is a second device without peer access; with atomics one with peer access, over
+// PCIe.
 #define _GNU_SOURCE
 #include <cuda.h>
 #include <fcntl.h>
@@ -30,6 +32,7 @@ static Piece pieces[MAX], hosted[MAX];
 static Memory memories[MAX];
 static Range ranges[MAX];
 static size_t used;
+static int accesses[2][2], streams;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread CUcontext current;
 
@@ -55,6 +58,7 @@ static CUresult finish(CUresult status) { return pthread_mutex_unlock(&lock), st
 
 // -- devices, contexts, streams -------------------------------------------------------------------
 
+CUresult cuDriverGetVersion(int *version) { return *version = CUDA_VERSION, CUDA_SUCCESS; }
 CUresult cuInit(unsigned flags) { return flags ? CUDA_ERROR_INVALID_VALUE : CUDA_SUCCESS; }
 static int devices(void) { return lacks("peer") || lacks("atomics") ? 2 : 1; }
 CUresult cuDeviceGetCount(int *count) { return *count = devices(), CUDA_SUCCESS; }
@@ -66,12 +70,18 @@ CUresult cuDeviceGetP2PAttribute(int *value, CUdevice_P2PAttribute attribute, CU
     if (attribute != CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED || device == peer || device >= devices() || peer >= devices()) return CUDA_ERROR_INVALID_VALUE;
     return *value = !lacks("atomics"), CUDA_SUCCESS;
 }
-CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return *context = (CUcontext)1, device >= devices() ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext *context, CUdevice device) { return *context = (CUcontext)(intptr_t)(device + 1), device >= devices() ? CUDA_ERROR_INVALID_DEVICE : CUDA_SUCCESS; }
 CUresult cuCtxSetCurrent(CUcontext context) { return current = context, CUDA_SUCCESS; }
+CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags) {
+    NEEDS_CONTEXT;
+    if (flags || !peer || peer == current) return CUDA_ERROR_INVALID_VALUE;
+    if (lacks("peer")) return CUDA_ERROR_PEER_ACCESS_UNSUPPORTED;
+    int *access = &accesses[(intptr_t)current - 1][(intptr_t)peer - 1];
+    return *access ? CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED : (*access = 1, CUDA_SUCCESS);
+}
 CUresult cuCtxSynchronize(void) { return current ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT; }
-CUresult cuStreamCreate(CUstream *stream, unsigned flags) { return flags == CU_STREAM_NON_BLOCKING && current ? (*stream = (CUstream)2, CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE; }
+CUresult cuStreamCreate(CUstream *stream, unsigned flags) { return flags == CU_STREAM_NON_BLOCKING && current ? (*stream = (CUstream)(intptr_t)(16 + streams++), CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE; }
 CUresult cuStreamSynchronize(CUstream stream) { NEEDS_CONTEXT; return stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
-CUresult cuStreamDestroy(CUstream stream) { NEEDS_CONTEXT; return stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
 CUresult cuEventCreate(CUevent *event, unsigned flags) { return flags == CU_EVENT_DISABLE_TIMING && current ? (*event = (CUevent)3, CUDA_SUCCESS) : CUDA_ERROR_INVALID_VALUE; }
 CUresult cuEventRecord(CUevent event, CUstream stream) { NEEDS_CONTEXT; return event && stream ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
 CUresult cuEventSynchronize(CUevent event) { NEEDS_CONTEXT; return event ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE; }
@@ -246,6 +256,7 @@ CUresult cuMemCreate(CUmemGenericAllocationHandle *handle, size_t nbytes, const 
     if (status) return status;
     if ((prop->requestedHandleTypes & CU_MEM_HANDLE_TYPE_FABRIC) && lacks("imex")) return CUDA_ERROR_NOT_PERMITTED;
     if (prop->allocFlags.gpuDirectRDMACapable && lacks("pinning")) return CUDA_ERROR_NOT_SUPPORTED;
+    if ((prop->requestedHandleTypes & CU_MEM_HANDLE_TYPE_FABRIC) && prop->allocFlags.gpuDirectRDMACapable && lacks("gpudirect")) return CUDA_ERROR_NOT_SUPPORTED;
     pthread_mutex_lock(&lock);
     int fd = nbytes <= TOTAL - used ? new_file(nbytes) : -1;
     if (fd < 0) return finish(CUDA_ERROR_OUT_OF_MEMORY);
@@ -349,6 +360,7 @@ CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle ha
         *(int *)out = fcntl(memory->fd, F_DUPFD_CLOEXEC, 0);
         return finish(*(int *)out < 0 ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_SUCCESS);
     }
+    if (lacks("daemon")) return finish(CUDA_ERROR_NOT_PERMITTED);
     Name name = {getpid(), memory->fd, memory->nbytes, memory->prop.requestedHandleTypes};
     memset(out, 0, sizeof(CUmemFabricHandle));
     memcpy(out, &name, sizeof name);
@@ -360,7 +372,7 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *handle, vo
     int fd;
     if (type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR) fd = fcntl((int)(intptr_t)source, F_DUPFD_CLOEXEC, 0);
     else if (type != CU_MEM_HANDLE_TYPE_FABRIC) return CUDA_ERROR_NOT_SUPPORTED;
-    else if (lacks("imex")) return CUDA_ERROR_NOT_PERMITTED;
+    else if (lacks("imex") || lacks("import")) return CUDA_ERROR_NOT_PERMITTED;
     else {
         Name name;
         memcpy(&name, source, sizeof name);
@@ -386,6 +398,9 @@ CUresult cuMemGetAddressRange(CUdeviceptr *base, size_t *nbytes, CUdeviceptr add
 }
 
 // -- functions for the tests ----------------------------------------------------------------------
+
+int emulated_access(int device, int other) { return accesses[device][other]; }
+int emulated_streams(void) { return streams; }
 
 int emulated_leftovers(void) {
     int count = 0;
@@ -413,5 +428,7 @@ long header_fact(const char *name) {
     FACT("NATIVE_ATOMICS", CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED);
     FACT("HandleType.POSIX_FILE_DESCRIPTOR", CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
     FACT("HandleType.FABRIC", CU_MEM_HANDLE_TYPE_FABRIC);
+    FACT("ALREADY_ENABLED", CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED);
+    FACT("CUDA_VERSION", CUDA_VERSION);
     return -1;
 }

@@ -8,6 +8,7 @@ codes become exceptions here: a call that fails raises DeviceError. Calls act on
 from __future__ import annotations
 
 import ctypes
+from collections import defaultdict
 from collections.abc import Mapping
 from ctypes import (
     POINTER,
@@ -29,6 +30,7 @@ LIBRARY = "libcuda.so.1"
 HANDLE_BYTES = 64
 UUID_BYTES = 16
 _OUT_OF_MEMORY = 2
+ALREADY_ENABLED = 704  # CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 _LAZY_PEER_ACCESS = 1
 _NON_BLOCKING = 1
 _WITHOUT_TIME = 2
@@ -52,6 +54,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuDeviceGetP2PAttribute": (POINTER(c_int), c_int, c_int, c_int),
     "cuDevicePrimaryCtxRetain": (POINTER(handle), c_int),
     "cuCtxSetCurrent": (handle,),
+    "cuCtxEnablePeerAccess": (handle, c_uint),
     "cuCtxSynchronize": (),
     "cuMemGetInfo_v2": (POINTER(c_size_t), POINTER(c_size_t)),
     "cuMemAlloc_v2": (POINTER(c_uint64), c_size_t),
@@ -66,7 +69,6 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, handle),
     "cuStreamCreate": (POINTER(handle), c_uint),
     "cuStreamSynchronize": (handle,),
-    "cuStreamDestroy_v2": (handle,),
     "cuEventCreate": (POINTER(handle), c_uint),
     "cuEventRecord": (handle, handle),
     "cuEventSynchronize": (handle,),
@@ -92,6 +94,7 @@ class CudaDriver:
         self.declare(_SIGNATURES)
         self._library.cuGetErrorString.argtypes = (c_int, POINTER(c_char_p))
         self._contexts: dict[int, handle] = {}
+        self._streams: defaultdict[int, list[handle]] = defaultdict(list)
         self._lock = Lock()
         self.call("cuInit", 0)
 
@@ -107,12 +110,13 @@ class CudaDriver:
 
     def bind(self, index: int) -> None:
         """Make a device current in the calling thread."""
-        with self._lock:
-            if index not in self._contexts:
-                context = handle()
-                self.call("cuDevicePrimaryCtxRetain", byref(context), self.ordinal(index))
-                self._contexts[index] = context
-        self.call("cuCtxSetCurrent", self._contexts[index])
+        self.call("cuCtxSetCurrent", self._context(index))
+
+    def enable_access(self, index: int, other: int) -> None:
+        """Let a device access all that another device allocates with ``cuMemAlloc`` in this
+        process."""
+        self.bind(index)
+        self.call("cuCtxEnablePeerAccess", self._context(other), 0, accepted=ALREADY_ENABLED)
 
     def count(self) -> int:
         """The number of devices that are visible to this process."""
@@ -202,11 +206,26 @@ class CudaDriver:
         """Unmap an allocation that ``open`` mapped."""
         self.call("cuIpcCloseMemHandle", address)
 
-    def new_stream(self) -> handle:
-        """Create a stream that does not wait for the default stream; the caller destroys it."""
+    def take_stream(self, index: int) -> handle:
+        """A stream of the current device, ``index``, that does not wait for the default stream; the
+        caller gives it back.
+
+        Streams are kept and reused: torch's allocator keeps what was allocated on a stream for that
+        stream only, even after it was destroyed, so every new one takes more of the device's
+        memory.
+        """
+        with self._lock:
+            if self._streams[index]:
+                return self._streams[index].pop()
         stream = handle()
         self.call("cuStreamCreate", byref(stream), _NON_BLOCKING)
         return stream
+
+    def give_stream(self, index: int, stream: handle) -> None:
+        """Give back a stream of ``take_stream``; work that is still enqueued on it is completed
+        first by whatever is enqueued next."""
+        with self._lock:
+            self._streams[index].append(stream)
 
     def copy(self, target: int, source: int, nbytes: int, stream: handle) -> None:
         """Enqueue a copy between any two addresses."""
@@ -231,10 +250,6 @@ class CudaDriver:
         finally:
             self.call("cuEventDestroy_v2", event)
 
-    def destroy_stream(self, stream: handle) -> None:
-        """Destroy a stream."""
-        self.call("cuStreamDestroy_v2", stream)
-
     def attribute(self, index: int, number: int) -> int:
         """An attribute of a device, by its number in CUdevice_attribute.
 
@@ -251,13 +266,23 @@ class CudaDriver:
         self.call("cuDeviceGet", byref(device), index)
         return device.value
 
-    def call(self, name: str, *arguments: object) -> None:
-        """Call a declared function, and raise OutOfMemory or DeviceError if it fails."""
+    def call(self, name: str, *arguments: object, accepted: int = 0) -> None:
+        """Call a declared function, and raise OutOfMemory or DeviceError if it fails with another
+        status than ``accepted``."""
         status = getattr(self._library, name)(*arguments)
         if status == _OUT_OF_MEMORY:
             raise OutOfMemory(f"{name}: the device is out of memory")
-        if status:
+        if status not in (0, accepted):
             raise DeviceError(f"{name} failed: {self._describe(status)}")
+
+    def _context(self, index: int) -> handle:
+        """A device's primary context."""
+        with self._lock:
+            if index not in self._contexts:
+                context = handle()
+                self.call("cuDevicePrimaryCtxRetain", byref(context), self.ordinal(index))
+                self._contexts[index] = context
+            return self._contexts[index]
 
     def _describe(self, status: int) -> str:
         text = c_char_p()

@@ -6,7 +6,9 @@ processes with every kind of memory. After every case the driver must have all m
 
 from __future__ import annotations
 
+import errno
 import os
+import secrets
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -29,8 +31,8 @@ from mooncake_hal.testing.transports_peer import PeerProcess
 from mooncake_hal.testing.transports_process import TransportProcessConformance
 from mooncake_hal.transport import EndpointOptions
 from mooncake_hal_cuda.memory.virtual_memory import Mapped
-from mooncake_hal_cuda.transports import ipc_peer
-from mooncake_hal_cuda.transports.ipc_peer import PeerMappings
+from mooncake_hal_cuda.transports import ipc_peer, ipc_protocol
+from mooncake_hal_cuda.transports.ipc_peer import DescriptorMailbox, PeerMappings
 from mooncake_hal_cuda.transports.ipc_protocol import IpcRegionInfo
 
 
@@ -81,6 +83,39 @@ class TestDescriptors(Emulated, TransportConformance, TransportProcessConformanc
         with raises(RegionRevoked):
             self.read(peer, one_span(here.region.address, child.region.address, MIB))
 
+    def test_a_region_beyond_its_allocation_is_rejected(self) -> None:
+        """As that of a tensor in torch's expandable segments, which are many allocations in a row:
+        a peer would map the first one only."""
+        near, here = self.open(), self.buffer(2 * MIB)
+        with pytest.raises(TransportUnavailable, match="2097153 bytes at 0 of an allocation of"):
+            near.register(replace(here.region, nbytes=2 * MIB + 1))
+        near.register(here.region)
+
+    def test_regions_are_unmapped_if_no_descriptor_is_left_for_another_one(self) -> None:
+        """The peer's memory is not free before it is unmapped everywhere."""
+        self.patch.setattr(ipc_protocol, "process_identity", lambda: secrets.token_bytes(16))
+        near, far = self.open(), self.open()
+        for _ in range(2):
+            far.register(self.buffer(MIB).region)
+        mailboxes = iter([DescriptorMailbox])
+
+        def mailbox() -> DescriptorMailbox:
+            if (make := next(mailboxes, None)) is None:
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            return make()
+
+        self.patch.setattr(ipc_peer, "DescriptorMailbox", mailbox)
+        with pytest.raises(TransportUnavailable, match="Too many open files"):
+            near.connect(far.address, timeout=self.timeout)
+
+    def test_a_new_connection_reuses_the_stream_of_a_closed_one(self) -> None:
+        """Torch's allocator would keep the copies' tables for each stream."""
+        near, far = self.open(), self.open()
+        near.connect(far.address, timeout=self.timeout).close()
+        created = emulated_library().emulated_streams()
+        near.connect(far.address, timeout=self.timeout).close()
+        assert emulated_library().emulated_streams() == created
+
     def test_devices_without_peer_access_are_out_of_reach(self) -> None:
         self.patch.setenv("EMULATED_CUDA_LACKS", "peer")
         first, second = self.open(), self.open(device="cuda:1")
@@ -98,6 +133,15 @@ class TestDescriptors(Emulated, TransportConformance, TransportProcessConformanc
 
 class TestNames(Emulated, TransportProcessConformance):
     kind = "ipc"
+
+    def test_a_device_gets_access_to_the_memory_of_another_one_of_the_process(self) -> None:
+        self.patch.setenv("EMULATED_CUDA_LACKS", "atomics")
+        first, second = self.open(), self.open(device="cuda:1")
+        first.register(self.buffer(MIB).region)
+        for _ in range(2):
+            second.connect(first.address, timeout=self.timeout)
+        accesses = [emulated_library().emulated_access(*pair) for pair in ((1, 0), (0, 1))]
+        assert accesses == [1, 0]
 
 
 class Elsewhere(Emulated):
@@ -124,6 +168,14 @@ class TestFabric(Elsewhere, TransportProcessConformance):
         child = self.child(MIB)
         with raises(TransportUnavailable):
             self.open().connect(child.address, timeout=self.timeout)
+
+    def test_memory_has_its_descriptor_where_the_fabric_fails(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        near, here = self.open(), self.buffer(MIB)
+        self.patch.setenv("EMULATED_CUDA_LACKS", "daemon")
+        near.register(here.region)
+        assert "other hosts can't map memory of cuda:0: cuMemExport" in caplog.text
 
     def test_another_domain_is_out_of_reach(self) -> None:
         near = self.open()

@@ -45,7 +45,8 @@ class SharingCapabilities:
         no_descriptors: why it can't be shared by descriptor; empty if it can.
         no_fabric: why it can't be shared by fabric handle; empty if it can.
         domain: the device's NVLink domain; None if fabric handles can't be used.
-        is_rdma: whether memory that is shared by descriptor can also be registered with NICs.
+        is_rdma: whether memory that is shared by descriptor can also be registered with NICs; what
+            is shared by fabric handle then can, too.
     """
 
     no_descriptors: str
@@ -156,7 +157,7 @@ class DeviceSharing:
         domain, no_fabric = None, no_descriptors
         if not no_descriptors:
             try:
-                domain = self._find_domain(index)
+                domain = self._find_domain(index, is_rdma=is_rdma)
             except DeviceError as exc:
                 no_fabric = str(exc)
         return SharingCapabilities(no_descriptors, no_fabric, domain, is_rdma)
@@ -191,6 +192,12 @@ class DeviceSharing:
             return None
         return f"cuda:{known[ours]} has no peer access to cuda:{known[theirs]}; see nvidia-smi topo"
 
+    def enable_access(self, ours: bytes, theirs: bytes) -> None:
+        """Let a device of this process access what another one has from ``cuMemAlloc``; both by
+        UUID."""
+        if ours != theirs:
+            self.driver.enable_access(self._indices[ours], self._indices[theirs])
+
     def no_atomics_reason(self, ours: bytes, theirs: bytes) -> str | None:
         """The reason why a device has no atomic operations on another device's memory, or None;
         both by UUID."""
@@ -212,8 +219,9 @@ class DeviceSharing:
         """Indices of the visible devices by UUID."""
         return {self.driver.uuid(index): index for index in range(self.driver.count())}
 
-    def _find_domain(self, index: int) -> NvlinkDomain:
-        """The NVLink domain in which a device's memory can be shared.
+    def _find_domain(self, index: int, *, is_rdma: bool) -> NvlinkDomain:
+        """The NVLink domain in which a device's memory can be shared. Memory is exported and mapped
+        for a test: without a working IMEX service it can be allocated, but not exported.
 
         Raises:
             DeviceError: there is none; the message says why.
@@ -224,5 +232,11 @@ class DeviceSharing:
             raise DeviceError(f"no IMEX channel can be read ({CHANNELS}/channel*)")
         domain = self._fabric.domain(self.driver.uuid(index))
         self.driver.bind(index)
-        self.virtual.allocate(1, index, HANDLE_TYPES[MemoryKind.FABRIC], is_rdma=False).close()
+        kind = HANDLE_TYPES[MemoryKind.FABRIC]
+        with ExitStack() as undo:
+            mapped = self.virtual.allocate(1, index, kind, is_rdma=is_rdma)
+            undo.callback(mapped.close)
+            handle = self.virtual.export_fabric(mapped.address)
+            _, nbytes = self.driver.allocation_of(mapped.address)
+            self.virtual.open_fabric(handle, nbytes, index).close()
         return domain

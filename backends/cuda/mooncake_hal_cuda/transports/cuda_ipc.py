@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 
 import torch
@@ -45,6 +47,8 @@ from mooncake_hal_cuda.transports.ipc_protocol import (
     own_endpoint_info,
     unreachable_reason,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class IpcTransport:
@@ -141,7 +145,12 @@ class IpcDataPath:
         try:
             self._driver.bind(index)
             base, nbytes = self._driver.allocation_of(region.address)
-            name = self._name(base, nbytes, region.address - base)
+            offset = region.address - base
+            # of memory that is mapped in pieces (torch's expandable segments, other allocators) the
+            # driver reports one piece, and only that one has the handles
+            if offset + region.nbytes > nbytes:
+                raise DeviceError(f"{region.nbytes} bytes at {offset} of an allocation of {nbytes}")
+            name = self._name(base, nbytes, offset)
         except DeviceError as exc:
             raise TransportUnavailable(
                 NAME, f"memory of {region.device} can't be shared, was it allocated whole? {exc}"
@@ -183,13 +192,12 @@ class IpcDataPath:
         """
         theirs = decode_endpoint(info)
         mappings = PeerMappings(self._sharing, self._index, session, self._info, theirs)
-        try:
+        with ExitStack() as undo:
+            undo.callback(mappings.close)
             for key, region, attachment in session.regions.items():
                 _map_if_live(session, mappings, key, region.address, attachment, timeout)
             worker = CopyWorker(self._make_copier)
-        except TransferError:
-            mappings.close()
-            raise
+            undo.pop_all()
         route = WITHIN if theirs.device == self._info.device else BETWEEN
         peer = IpcPeer(session, self._local, worker, mappings, route)
         with self._lock:
@@ -205,15 +213,15 @@ class IpcDataPath:
             return IpcRegionInfo(offset, nbytes, ipc=self._driver.export(base))
         if not types:
             raise DeviceError("it was made without a way to share it")
-        fabric = b""
+        fabric, has_descriptor = b"", HandleType.POSIX_FILE_DESCRIPTOR in types
         if HandleType.FABRIC in types:
-            fabric = self._sharing.virtual.export_fabric(base)
-        return IpcRegionInfo(
-            offset,
-            nbytes,
-            fabric=fabric,
-            has_descriptor=HandleType.POSIX_FILE_DESCRIPTOR in types,
-        )
+            try:
+                fabric = self._sharing.virtual.export_fabric(base)
+            except DeviceError as exc:
+                if not has_descriptor:
+                    raise
+                logger.warning("other hosts can't map memory of cuda:%d: %s", self._index, exc)
+        return IpcRegionInfo(offset, nbytes, fabric=fabric, has_descriptor=has_descriptor)
 
 
 def unmappable_reason(

@@ -66,7 +66,7 @@ class SpanCopier(Protocol):
         ...
 
     def close(self) -> None:
-        """Release the stream."""
+        """Release the stream; nothing may be enqueued on it afterwards."""
         ...
 
 
@@ -74,7 +74,7 @@ class DeviceCopier:
     """A ``SpanCopier`` with one stream of one device.
 
     Every call makes the device current in its thread, since the driver refuses to enqueue work on a
-    stream, or to destroy it, in a thread without a current device.
+    stream in a thread without a current device.
 
     Args:
         driver: enqueues large pieces.
@@ -87,7 +87,7 @@ class DeviceCopier:
         self._device = device
         self._index = index
         driver.bind(index)
-        self._stream = driver.new_stream()
+        self._stream = driver.take_stream(index)
         if device.type == "cuda":
             with self._on_stream():  # which makes the device torch's current device, too
                 compile_copies()  # while the instance starts, not in its first transfer
@@ -119,8 +119,7 @@ class DeviceCopier:
         self._driver.drain(self._stream)
 
     def close(self) -> None:
-        self._driver.bind(self._index)
-        self._driver.destroy_stream(self._stream)
+        self._driver.give_stream(self._index, self._stream)
 
     def _on_stream(self) -> AbstractContextManager[object]:
         if self._device.type != "cuda":

@@ -153,6 +153,7 @@ class PeerMappings:
         self._sharing = sharing
         self._index = index
         self._session = session
+        self._devices = ours.device, theirs.device
         self._is_own = ours.process == theirs.process
         self._is_same_host = ours.host == theirs.host
         self._bases: dict[int, int] = {}
@@ -179,7 +180,7 @@ class PeerMappings:
                 try:
                     self._sharing.driver.bind(self._index)
                     self._bases[key] = self._map(key, start, name)
-                except DeviceError as exc:
+                except (DeviceError, OSError) as exc:  # OSError: no descriptors are left, for one
                     raise TransportUnavailable(NAME, f"the peer's memory: {exc}") from exc
             return self._bases[key]
 
@@ -203,7 +204,9 @@ class PeerMappings:
     def _map(self, key: int, start: int, name: IpcRegionInfo) -> int:
         # in our own process the addresses are valid here, if the device has access
         if self._is_own:
-            if not name.ipc:
+            if name.ipc:
+                self._sharing.enable_access(*self._devices)
+            else:
                 self._sharing.virtual.grant(start - name.offset, name.nbytes, self._index)
             return start
         way = mapping_kind(name, is_same_host=self._is_same_host)
