@@ -15,7 +15,9 @@ from mooncake_hal.specs import Availability
 from mooncake_hal_cuda.cuda_env import hides_all_devices
 
 OLDEST_DRIVERS = {11: (450, 80), 12: (525, 60), 13: (580, 65)}
-"""The oldest driver for each major version of CUDA (CUDA Toolkit release notes, table 2)."""
+"""The oldest driver for each major version of CUDA (CUDA Toolkit release notes, table 2). On GPUs
+for data centres an older one suffices, too, with that version's forward-compatibility package,
+whose libcuda.so.1 is newer than the kernel's part of the driver."""
 
 OLDEST_TRITON = (3, 5)
 """The kernels use features that older versions lack (``disable_licm`` of ``tl.range``). torch 2.9
@@ -31,8 +33,10 @@ class CudaMachine:
 
     Args:
         has_driver: whether the driver's library, libcuda.so.1, loads.
+        driver_cuda: version of CUDA up to which that library works; None if unknown.
         driver_version: first two numbers of the kernel driver's version; None if unknown.
-        device_files: names of the GPUs' device files, such as ``nvidia0``.
+        device_files: names of the GPUs' device files, such as ``nvidia0``; in WSL ``dxg``, one for
+            all.
         models: names of the GPUs as the driver reports them; may be empty in a container.
         has_torch: whether torch is installed.
         torch_cuda: CUDA version that torch was built for, or None.
@@ -43,6 +47,7 @@ class CudaMachine:
     """
 
     has_driver: bool
+    driver_cuda: tuple[int, int] | None
     driver_version: tuple[int, int] | None
     device_files: tuple[str, ...]
     models: tuple[str, ...]
@@ -62,11 +67,14 @@ def detect_machine(root: Path = Path("/")) -> CudaMachine:
     """
     paths = sorted((root / "dev").glob("nvidia*"))
     files = [path for path in paths if path.name[len("nvidia") :].isdigit()]
+    files += (root / "dev").glob("dxg")
     reports = sorted((root / "proc/driver/nvidia/gpus").glob("*/information"))
     torch = find_spec("torch")
     version = Path(torch.origin).with_name("version.py") if torch and torch.origin else None
+    has_driver, driver_cuda = read_driver_library()
     return CudaMachine(
-        has_driver=_has_driver(),
+        has_driver=has_driver,
+        driver_cuda=driver_cuda,
         driver_version=_read_driver_version(root / "proc/driver/nvidia/version"),
         device_files=tuple(path.name for path in files),
         models=tuple(model for path in reports if (model := parse_model(path.read_text()))),
@@ -91,7 +99,8 @@ def check_availability(machine: CudaMachine) -> Availability:
         )
     if not machine.device_files:
         return Availability(
-            False, "the NVIDIA driver is installed, but there is no device (/dev/nvidia0)"
+            False,
+            "the NVIDIA driver is installed, but there is no device (/dev/nvidia0, or /dev/dxg)",
         )
     found = _devices(machine)
     missing = _missing_software(machine)
@@ -111,21 +120,33 @@ def _missing_software(machine: CudaMachine) -> str:
         return "torch is not installed"
     if machine.torch_cuda is None:
         return "torch is built without CUDA; install a CUDA build"
-    oldest = OLDEST_DRIVERS.get(int(machine.torch_cuda.split(".")[0]))
-    if machine.driver_version and oldest and machine.driver_version < oldest:
-        wanted, version = (".".join(map(str, pair)) for pair in (oldest, machine.driver_version))
-        return (
-            f"driver {version} is too old for torch's CUDA {machine.torch_cuda}: install {wanted} "
-            "or newer, or a torch that is built for an older CUDA"
-        )
+    if reason := _driver_problem(machine, machine.torch_cuda):
+        return reason
     if not machine.has_triton:
         return "triton is not installed; torch's CUDA builds bring the version that fits"
     if machine.triton_version and machine.triton_version < OLDEST_TRITON:
-        found, wanted = (
-            ".".join(map(str, pair)) for pair in (machine.triton_version, OLDEST_TRITON)
-        )
+        found, wanted = _dotted(machine.triton_version), _dotted(OLDEST_TRITON)
         return f"triton {found} is too old: {wanted} or newer is needed, as torch 2.9 brings it"
     return ""
+
+
+def _driver_problem(machine: CudaMachine, torch_cuda: str) -> str:
+    """Why the driver does not work with torch, or an empty string."""
+    major = int(torch_cuda.split(".")[0])
+    if machine.driver_cuda is None or machine.driver_cuda >= (major, 0):
+        return ""
+    version, oldest = machine.driver_version, OLDEST_DRIVERS.get(major)
+    found = f"driver {_dotted(version)}" if version else "the driver"
+    wanted = f"{_dotted(oldest)} or newer" if oldest else "a newer one"
+    return (
+        f"{found} (CUDA {_dotted(machine.driver_cuda)}) is too old for torch's CUDA {torch_cuda}: "
+        f"install {wanted}, cuda-compat-{torch_cuda.replace('.', '-')} on a GPU for data centres, "
+        "or a torch that is built for an older CUDA"
+    )
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return ".".join(map(str, version))
 
 
 def parse_driver_version(text: str) -> tuple[int, int] | None:
@@ -156,12 +177,17 @@ def _devices(machine: CudaMachine) -> str:
     return f"found {count} NVIDIA device{'s' if count > 1 else ''}{named}"
 
 
-def _has_driver() -> bool:
+def read_driver_library(name: str = "libcuda.so.1") -> tuple[bool, tuple[int, int] | None]:
+    """Whether the driver's library loads, and the version of CUDA that it reports, which needs no
+    ``cuInit``."""
     try:
-        ctypes.CDLL("libcuda.so.1")
+        library = ctypes.CDLL(name)
     except OSError:
-        return False
-    return True
+        return False, None
+    version = ctypes.c_int()
+    if library.cuDriverGetVersion(ctypes.byref(version)):
+        return True, None
+    return True, (version.value // 1000, version.value % 1000 // 10)
 
 
 def _read_triton_version() -> tuple[int, int] | None:

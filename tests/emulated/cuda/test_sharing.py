@@ -23,7 +23,8 @@ from mooncake_hal.negotiation import OpenedTransport, Transports
 from mooncake_hal.transport import EndpointOptions
 from mooncake_hal.transports.staged.staged_peer import StagingBuffer
 from mooncake_hal.transports.tcp.tcp_transport import load as load_tcp
-from mooncake_hal_cuda.libcuda import NATIVE_ATOMICS
+from mooncake_hal_cuda.cuda_machine import read_driver_library
+from mooncake_hal_cuda.libcuda import ALREADY_ENABLED, NATIVE_ATOMICS
 from mooncake_hal_cuda.memory import virtual_memory
 from mooncake_hal_cuda.memory.memory_kinds import MemoryKind
 from mooncake_hal_cuda.memory.virtual_memory import Attribute, HandleType, VirtualMemory
@@ -77,11 +78,19 @@ def test_field_offsets_equal_the_headers(field: str) -> None:
     assert getattr(getattr(virtual_memory, structure), name).offset == header_fact(field)
 
 
+def test_the_driver_reports_its_cuda_version() -> None:
+    version = header_fact("CUDA_VERSION")
+    found = read_driver_library(emulated_library()._name)
+    assert found == (True, (version // 1000, version % 1000 // 10))
+    assert read_driver_library("libabsent.so.1") == (False, None)
+
+
 def test_constants_equal_the_headers() -> None:
     assert all(attribute == header_fact(attribute.name) for attribute in Attribute)
     for kind in (HandleType.POSIX_FILE_DESCRIPTOR, HandleType.FABRIC):
         assert kind == header_fact(f"HandleType.{kind.name}")
     assert header_fact("NATIVE_ATOMICS") == NATIVE_ATOMICS
+    assert header_fact("ALREADY_ENABLED") == ALREADY_ENABLED
 
 
 @pytest.mark.parametrize("nbytes", [1, 2 * MIB, 3 * MIB])
@@ -136,6 +145,14 @@ def test_other_memory_has_no_handle(memory: VirtualMemory) -> None:
     [
         ("", "9", MemoryKind.FABRIC, "other hosts reach it"),
         ("imex", "9", MemoryKind.DESCRIPTOR, "no fabric: cuMemCreate failed: operation not perm"),
+        (
+            "daemon",
+            "9",
+            MemoryKind.DESCRIPTOR,
+            "no fabric: cuMemExportToShareableHandle failed: operation not permitted",
+        ),
+        ("import", "9", MemoryKind.DESCRIPTOR, "no fabric: cuMemImportFromShareableHandle failed"),
+        ("gpudirect", "9", MemoryKind.DESCRIPTOR, "no fabric: cuMemCreate failed: operation not s"),
         ("fabric", "9", MemoryKind.DESCRIPTOR, "no fabric: the device has no fabric handles"),
         ("", "0", MemoryKind.DESCRIPTOR, "no fabric: the NVLink fabric spans this host only"),
         ("", "none", MemoryKind.DESCRIPTOR, "no fabric: the GPU has not joined its NVLink fabric"),

@@ -11,7 +11,16 @@ from mooncake_hal.errors import BackendUnavailable, TransportUnavailable
 from mooncake_hal_cuda import cuda_env, cuda_machine, cuda_plugin
 
 GPU = cuda_machine.CudaMachine(
-    True, (550, 54), ("nvidia0", "nvidia1"), ("NVIDIA H100",), True, "12.8", True, False, ()
+    True,
+    (12, 4),
+    (550, 54),
+    ("nvidia0", "nvidia1"),
+    ("NVIDIA H100",),
+    True,
+    "12.8",
+    True,
+    False,
+    (),
 )
 
 
@@ -31,12 +40,17 @@ GPU = cuda_machine.CudaMachine(
         (replace(GPU, triton_version=(3, 4)), "but triton 3.4 is too old: 3.5 or newer is needed"),
         (replace(GPU, hides_devices=True), "but CUDA_VISIBLE_DEVICES hides them all"),
         (
-            replace(GPU, driver_version=(470, 82)),
-            "driver 470.82 is too old for torch's CUDA 12.8: install 525.60 or newer",
+            replace(GPU, driver_cuda=(11, 4), driver_version=(470, 82)),
+            "driver 470.82 (CUDA 11.4) is too old for torch's CUDA 12.8: install 525.60 or newer",
         ),
         (
             replace(GPU, torch_cuda="13.0"),
-            "driver 550.54 is too old for torch's CUDA 13.0: install 580.65 or newer",
+            "driver 550.54 (CUDA 12.4) is too old for torch's CUDA 13.0: install 580.65 or newer, "
+            "cuda-compat-13-0 on a GPU for data centres, or",
+        ),
+        (
+            replace(GPU, driver_version=None, torch_cuda="14.1"),
+            "the driver (CUDA 12.4) is too old for torch's CUDA 14.1: install a newer one, cuda-",
         ),
     ],
 )
@@ -53,6 +67,12 @@ def test_probe_reports_what_is_missing(machine: cuda_machine.CudaMachine, reason
         (replace(GPU, triton_version=(3, 5)), "found 2 NVIDIA devices (NVIDIA H100)"),
         (replace(GPU, device_files=("nvidia0",), models=()), "found 1 NVIDIA device"),
         (replace(GPU, driver_version=None), "found 2 NVIDIA devices (NVIDIA H100)"),
+        (replace(GPU, driver_cuda=None), "found 2 NVIDIA devices (NVIDIA H100)"),
+        (
+            # with the forward-compatibility package of CUDA 13.0
+            replace(GPU, driver_cuda=(13, 0), driver_version=(535, 183), torch_cuda="13.0"),
+            "found 2 NVIDIA devices (NVIDIA H100)",
+        ),
         (replace(GPU, denied_files=("nvidia1",)), "found 2 NVIDIA devices (NVIDIA H100)"),
     ],
 )
@@ -115,6 +135,9 @@ def test_machine_is_read_from_files(tmp_path: Path) -> None:
     assert found.device_files == ("nvidia0", "nvidia1")
     assert found.models == ("NVIDIA H100 80GB HBM3",)
     assert found.driver_version == (550, 54)
+    (tmp_path / "wsl/dev").mkdir(parents=True)
+    (tmp_path / "wsl/dev/dxg").touch()
+    assert cuda_machine.detect_machine(tmp_path / "wsl").device_files == ("dxg",)
     assert cuda_machine.detect_machine(tmp_path / "nothing").driver_version is None
     assert cuda_machine.detect_machine(tmp_path / "nothing").device_files == ()
 
