@@ -86,7 +86,8 @@ class AcceleratorRuntime:
         module: torch's module for the device type.
         kind: torch's name of the device type.
         visible: name of the environment variable that selects the visible devices.
-        devices: the devices, as the backend describes them.
+        devices: the devices, as the backend describes them. Those of another generation than the
+            first one are refused when they are to be used.
     """
 
     def __init__(
@@ -109,6 +110,13 @@ class AcceleratorRuntime:
             raise DeviceError(
                 f"{self._name} has {len(self._devices)} devices here, device {index} was "
                 f"requested; see {self._visible}"
+            )
+        own, first = self._devices[index].generation, self._devices[0].generation
+        if own != first:  # kernels and capabilities are chosen once per process
+            raise DeviceError(
+                f"device {index} of {self._name} is {own}, device 0 is {first}, for which this "
+                f"process has its kernels; set {self._visible} so that it shows devices of one "
+                "generation only"
             )
         return torch.device(self._kind, index)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -25,11 +26,13 @@ from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal_cuda import cuda_env
 from mooncake_hal_cuda.attention_libraries import NAMES
 from mooncake_hal_cuda.cuda_ops import CudaOps
-from mooncake_hal_cuda.launch_tuning import Tuning
+from mooncake_hal_cuda.launch_tuning import Tuning, tuned_generation
 from mooncake_hal_cuda.libcuda import CudaDriver
 from mooncake_hal_cuda.memory.cuda_memory import CudaMemory
 from mooncake_hal_cuda.memory.memory_kinds import DeviceSharing
 from mooncake_hal_cuda.one_shot_all_reduce import IMPLEMENTATIONS, SmallAllReduce
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("bfloat16", "float16", "float32")
 BLOCK_SIZES = (16, 32, 64, 128, 8, 256, 4)
@@ -43,7 +46,7 @@ class CudaBackend:
     """The ``Backend`` of the GPUs that are visible to this process.
 
     Raises:
-        BackendUnavailable: torch sees no GPU, or the GPU is older than the kernels support.
+        BackendUnavailable: torch sees no GPU, or the first one is not supported by the kernels.
     """
 
     name = "cuda"
@@ -53,11 +56,7 @@ class CudaBackend:
         devices = self.runtime.devices()
         if not devices:
             raise BackendUnavailable(self.name, "torch sees no device; see CUDA_VISIBLE_DEVICES")
-        processors = torch.cuda.get_device_properties(0).multi_processor_count
-        try:
-            tuning = Tuning(devices[0].generation, processors)
-        except CapabilityError as exc:
-            raise BackendUnavailable(self.name, str(exc)) from exc
+        tuning = _tune(devices[0])
         self.ops = CudaOps(tuning, cuda_env.attention(NAMES))
         self.capabilities = Capabilities(
             dtypes=DTYPES,
@@ -151,6 +150,26 @@ class CudaRuntime(AcceleratorRuntime):
         captured = CudaGraph(graph)
         self.keep_in_pool(captured)
         return captured
+
+
+def _tune(device: DeviceInfo) -> Tuning:
+    """Launch parameters for a device.
+
+    Raises:
+        BackendUnavailable: the kernels don't support it.
+    """
+    try:
+        generation = tuned_generation(device.generation)
+    except CapabilityError as exc:
+        raise BackendUnavailable(
+            "cuda",
+            f"the first device, {device.name}, can't be used: {exc}. If there are others, name "
+            "them in CUDA_VISIBLE_DEVICES",
+        ) from exc
+    if generation != device.generation:
+        logger.warning("%s gets the launch parameters of %s", device.generation, generation)
+    processors = torch.cuda.get_device_properties(device.index).multi_processor_count
+    return Tuning(generation, processors)
 
 
 def _describe(index: int) -> DeviceInfo:

@@ -105,7 +105,7 @@ class Tuning:
         processors: number of streaming multiprocessors.
 
     Raises:
-        CapabilityError: the generation is unknown, or older than the kernels support.
+        CapabilityError: there are no launch parameters for the generation.
     """
 
     generation: str
@@ -113,10 +113,7 @@ class Tuning:
 
     def __post_init__(self) -> None:
         if self.generation not in SHARED_BYTES:
-            raise CapabilityError(
-                f"the cuda backend has launch parameters for {sorted(SHARED_BYTES)}, this device "
-                f"is {self.generation}; bfloat16 needs sm_80 or newer"
-            )
+            raise CapabilityError(f"there are no launch parameters for {self.generation}")
 
     @property
     def kv_dtypes(self) -> tuple[str, ...]:
@@ -265,6 +262,30 @@ class Tuning:
 
     def _is_full(self, others: int, tile: AttentionTile) -> bool:
         return others > tile.full * self.processors
+
+
+def tuned_generation(generation: str) -> str:
+    """The generation whose launch parameters a device gets: its own, or the next older one of its
+    family, such as sm_120 for sm_121.
+
+    Raises:
+        CapabilityError: the device is older than the kernels support, or its family is unknown.
+    """
+    known = sorted(SHARED_BYTES, key=_number)
+    if _number(generation) < _number(known[0]):
+        raise CapabilityError(f"it is {generation}; bfloat16 needs {known[0]} or newer")
+    family, number = _number(generation) // 10, _number(generation)
+    older = [name for name in known if _number(name) // 10 == family and _number(name) <= number]
+    if not older:
+        raise CapabilityError(
+            f"it is {generation}, for which this version of the cuda backend has no launch "
+            f"parameters; it has them for {known}"
+        )
+    return older[-1]
+
+
+def _number(generation: str) -> int:
+    return int(generation.removeprefix("sm_"))
 
 
 def power_of_two(value: int) -> int:

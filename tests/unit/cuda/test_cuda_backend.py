@@ -1,4 +1,4 @@
-"""Graph capture without a device: which streams are created, and which are used."""
+"""Without a device: the streams of graph capture, and devices that the backend refuses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from mooncake_hal_cuda.cuda_backend import CudaRuntime
+from mooncake_hal.backend import DeviceInfo
+from mooncake_hal.errors import BackendUnavailable, DeviceError
+from mooncake_hal_cuda.cuda_backend import CudaRuntime, _tune
 
 
 def test_all_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,3 +44,24 @@ def test_all_graphs_are_captured_on_one_stream(monkeypatch: pytest.MonkeyPatch) 
     assert len(runs) == 2 * len(graphs)  # each once before it is captured
     assert len(made) == 1
     assert captured_on == 3 * made
+
+
+def test_an_unsupported_first_device_is_named() -> None:
+    """For example an old GPU for the display, in front of the one for computing."""
+    old = DeviceInfo(0, "NVIDIA T1000", "sm_75", 4 << 30)
+    with pytest.raises(BackendUnavailable, match=r"NVIDIA T1000, .* others, name them in CUDA_VIS"):
+        _tune(old)
+
+
+def test_a_device_of_another_generation_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels and capabilities are those of the first device."""
+    found = [SimpleNamespace(name="H100", major=9, minor=0, total_memory=80 << 30)] * 2
+    found.insert(1, SimpleNamespace(name="A100", major=8, minor=0, total_memory=80 << 30))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(found))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", found.__getitem__)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    runtime = CudaRuntime()
+    assert [runtime.device(index).index for index in (0, 2)] == [0, 2]
+    for use in (runtime.device, runtime.bind_thread):
+        with pytest.raises(DeviceError, match=r"device 1 .* sm_80, .* sm_90, .* CUDA_VISIBLE_DEV"):
+            use(1)

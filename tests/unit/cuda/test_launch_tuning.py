@@ -5,12 +5,41 @@ from __future__ import annotations
 import pytest
 
 from mooncake_hal.errors import CapabilityError
-from mooncake_hal_cuda.launch_tuning import SHARED_BYTES, Splitting, Tuning, power_of_two
+from mooncake_hal_cuda.launch_tuning import (
+    SHARED_BYTES,
+    Splitting,
+    Tuning,
+    power_of_two,
+    tuned_generation,
+)
 
 
-def test_unknown_generation_is_rejected() -> None:
-    with pytest.raises(CapabilityError, match="this device is sm_75; bfloat16 needs sm_80"):
-        Tuning("sm_75", 40)
+@pytest.mark.parametrize(
+    ("generation", "reason"),
+    [
+        ("sm_75", "it is sm_75; bfloat16 needs sm_80 or newer"),
+        ("sm_61", "it is sm_61; bfloat16 needs sm_80 or newer"),
+        ("sm_110", "it is sm_110, for which this version of the cuda backend has no launch"),
+        ("sm_130", "it is sm_130, for which this version of the cuda backend has no launch"),
+    ],
+)
+def test_unknown_generation_is_rejected(generation: str, reason: str) -> None:
+    with pytest.raises(CapabilityError, match=reason):
+        tuned_generation(generation)
+    with pytest.raises(CapabilityError, match=f"no launch parameters for {generation}"):
+        Tuning(generation, 40)
+
+
+@pytest.mark.parametrize("generation", SHARED_BYTES)
+def test_known_generation_has_its_own_parameters(generation: str) -> None:
+    assert tuned_generation(generation) == generation
+
+
+@pytest.mark.parametrize(
+    ("generation", "tuned"), [("sm_121", "sm_120"), ("sm_87", "sm_86"), ("sm_101", "sm_100")]
+)
+def test_other_generations_have_those_of_their_family(generation: str, tuned: str) -> None:
+    assert tuned_generation(generation) == tuned
 
 
 @pytest.mark.parametrize("generation", SHARED_BYTES)
