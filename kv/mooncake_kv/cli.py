@@ -124,7 +124,7 @@ class StoreOptions:
             "--quarantine-seconds",
             metavar="SECONDS",
             help="how long memory is quarantined after a reader of it went silent or its writer "
-            "ended; longer for readers with a longer transfer timeout",
+            "ended; longer for users with a longer transfer timeout",
         ),
     )
     ssd_write_bytes_per_day: int = field(

@@ -39,6 +39,11 @@ class OrderTransfers:
             is_first, self._is_claimed = not self._is_claimed, True
         return is_first
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether any transfer was started."""
+        return bool(self._transfers)
+
     def time_left(self) -> float:
         """Seconds until the deadline.
 

@@ -101,6 +101,11 @@ class DeviceMemory:
         for number in range(max_moves):
             self._free.put(pinned.address + number * SLOTS * SLOT_BYTES)
 
+    @property
+    def stops_writes_on_failure(self) -> bool:
+        """Whether with each transport to stores a write ends with its writer; see ``Transport``."""
+        return self._transports.stops_writes_on_failure
+
     def peer(
         self,
         engine_id: str,

@@ -16,7 +16,6 @@ import asyncio
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
@@ -56,7 +55,7 @@ from mooncake_kv.pool.pool_messages import (
     consecutive_runs,
     decode_from_rank,
 )
-from mooncake_kv.pool.pool_stores import PoolStores, store_to_save_to
+from mooncake_kv.pool.pool_stores import PoolStores, held_elsewhere, store_to_save_to
 from mooncake_kv.pool.rank_orders import RankOrders
 from mooncake_kv.ranks import SendToRank
 from mooncake_kv.store.chunk_keys import KVIdentity
@@ -437,12 +436,14 @@ class PoolClient:
     async def _save(self, save: SaveRequest) -> None:
         grants = _Grants(unwritten_chunk=save.first_chunk)
         was_copied = is_unchanged = is_copying = False
+        reports: Sequence[RunsEnded] = ()
         try:
             async with self._save_slots:
                 grants = await self._reserve(save)
                 is_copying = bool(grants.runs)
-                failure = await self._write(save, grants.runs) if grants.runs else None
+                reports = await self._write(save, grants.runs) if grants.runs else ()
                 is_copying = False
+            failure = next((each.error for each in reports if each.error is not None), None)
             if failure is not None:
                 logger.info("%s was not saved: %s", save.save_id, failure)
                 self._count_refusals("failed", len(grants.handles))
@@ -462,39 +463,42 @@ class PoolClient:
                 # when they have, or when the instance disconnects from it, after its ranks are
                 # closed.
                 if grants.handles and not is_copying:
-                    is_copy = save.copy is not None
-                    await self._end_writes(grants, is_complete=is_unchanged, is_copy=is_copy)
+                    if is_unchanged:
+                        await self._commit(grants, is_copy=save.copy is not None)
+                    else:
+                        await self._abort(grants, reports)
             finally:
                 self._saving.discard(save.save_id)
                 self._count_in_flight()
         if is_copying:
-            await self._ranks.await_late(save.save_id)
-            await self._end_writes(grants, is_complete=False, is_copy=False)
+            await self._abort(grants, await self._ranks.await_late(save.save_id))
 
-    async def _write(self, save: SaveRequest, runs: tuple[ChunkRun, ...]) -> str | None:
-        """Have all ranks write; returns the error, or None on success."""
+    async def _write(self, save: SaveRequest, runs: tuple[ChunkRun, ...]) -> list[RunsEnded]:
+        """Have all ranks write; returns their reports."""
         blocks = tuple(save.block_ids)
         order = SaveRuns(save.save_id, runs, blocks, self._timeout_s, save.step)
         reports = await self._ranks.run(save.save_id, order)
-        failure = next((report.error for report in reports if report.error is not None), None)
-        if failure is None:
+        if all(report.error is None for report in reports):
             add_by_transport(self.stats.saved_bytes_by_transport, reports)
-        return failure
+        return reports
 
     def _count_in_flight(self) -> None:
         self.stats.loads_in_flight = len(self._loading)
         self.stats.saves_in_flight = len(self._saving)
 
-    async def _end_writes(self, grants: _Grants, *, is_complete: bool, is_copy: bool) -> None:
-        store, handles = self._stores.all[grants.store], grants.handles
-        ended = await asyncio.wrap_future((store.commit if is_complete else store.abort)(handles))
-        if is_complete:
-            num_stored = ended.count(True)
-            self.stats.num_saves += num_stored > 0
-            self.stats.num_saved_chunks += num_stored
-            self.stats.num_copied_chunks += num_stored if is_copy else 0
-            self.stats.saved_bytes += num_stored * self.chunk_bytes
-            self._count_refusals("late", len(handles) - num_stored)
+    async def _commit(self, grants: _Grants, *, is_copy: bool) -> None:
+        stored = await asyncio.wrap_future(self._stores.all[grants.store].commit(grants.handles))
+        num_stored = stored.count(True)
+        self.stats.num_saves += num_stored > 0
+        self.stats.num_saved_chunks += num_stored
+        self.stats.num_copied_chunks += num_stored if is_copy else 0
+        self.stats.saved_bytes += num_stored * self.chunk_bytes
+        self._count_refusals("late", len(grants.handles) - num_stored)
+
+    async def _abort(self, grants: _Grants, reports: Sequence[RunsEnded]) -> None:
+        store = self._stores.all[grants.store]
+        may_arrive = any(report.may_still_arrive for report in reports)
+        await asyncio.wrap_future(store.abort(grants.handles, may_still_arrive=may_arrive))
 
     async def _reserve(self, save: SaveRequest) -> _Grants:
         """Reserve memory for the chunks to save. Chunks that another store has are left out, unless
@@ -504,7 +508,8 @@ class PoolClient:
         if number and save.copy is not None:  # it would have been one for the home store
             self._count_refusals("unreachable", len(positions))
             return _Grants()
-        elsewhere = await self._held_elsewhere([keys[each] for each in positions], number)
+        wanted = [keys[each] for each in positions]
+        elsewhere = await held_elsewhere(self._stores.all, wanted, number)
         copy, missing = save.copy, list(positions)
         if copy is None:
             missing = [p for p in positions if keys[p] not in elsewhere]
@@ -539,15 +544,6 @@ class PoolClient:
         runs = tuple(consecutive_runs(placed))
         first_retried, first = (min(p, default=None) for p in (retried, [*handles, *retried]))
         return _Grants(number, [*handles.values()], runs, first_retried, first)
-
-    async def _held_elsewhere(self, keys: Sequence[bytes], number: int) -> Counter[bytes]:
-        """How many stores other than this one have each chunk, or are receiving it."""
-        probes = [store.probe(keys) for n, store in enumerate(self._stores.all) if n != number]
-        found: Counter[bytes] = Counter()
-        for probe in probes:
-            places = await asyncio.wrap_future(probe)
-            found.update(k for k, p in zip(keys, places, strict=True) if p is not Residence.ABSENT)
-        return found
 
     async def _ask_core(self, save_id: str, refused_chunk: int | None) -> bool:
         """Post ``ChunksCopied`` and wait for the core's answer; False if there is none in time."""

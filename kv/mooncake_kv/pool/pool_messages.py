@@ -160,6 +160,7 @@ class RunsEnded(msgspec.Struct, frozen=True, tag=True):
         stalled_s: seconds that steps waited for its layers.
         begun_share: fraction of a load's layers whose transfers had been started, 0 to 1.
         by_transport: ``nbytes`` by the transports' names.
+        may_still_arrive: whether a write failed in flight, whose data may still reach the store.
     """
 
     order_id: str
@@ -169,6 +170,7 @@ class RunsEnded(msgspec.Struct, frozen=True, tag=True):
     stalled_s: float = 0.0
     begun_share: float = 0.0
     by_transport: dict[str, int] = {}
+    may_still_arrive: bool = False
 
     @property
     def missing_s(self) -> float:

@@ -5,9 +5,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
@@ -24,7 +26,7 @@ from mooncake_kv.pool.device_staging import host_transports
 from mooncake_kv.pool.hinted_stores import HintRule
 from mooncake_kv.pool.pool_config import KVPoolConfig
 from mooncake_kv.pool.pool_events import StoreLocation, StoreReport
-from mooncake_kv.store.chunk_store import ChunkStore, StoreObserver, StoreStats
+from mooncake_kv.store.chunk_store import ChunkStore, Residence, StoreObserver, StoreStats
 from mooncake_kv.store.chunk_table import QUARANTINE_MARGIN_S
 from mooncake_kv.store.mooncake_store import MooncakeChunkStore, MooncakeStoreConfig
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
@@ -72,6 +74,18 @@ def store_to_save_to(stores: Sequence[ChunkStore]) -> int | None:
     """Number of the store to save to: the first, or while it can't be reached the next one that
     can; None if none can."""
     return next((n for n, store in enumerate(stores) if store.arena is not None), None)
+
+
+async def held_elsewhere(
+    stores: Sequence[ChunkStore], keys: Sequence[bytes], number: int
+) -> Counter[bytes]:
+    """How many stores other than that of this number have each chunk, or are receiving it."""
+    probes = [store.probe(keys) for n, store in enumerate(stores) if n != number]
+    found: Counter[bytes] = Counter()
+    for probe in probes:
+        places = await asyncio.wrap_future(probe)
+        found.update(k for k, p in zip(keys, places, strict=True) if p is not Residence.ABSENT)
+    return found
 
 
 class PoolStores:

@@ -107,6 +107,7 @@ class PoolWorker:
         memory = context.memory
         self._local = KVShardSpec(memory.shard, memory.layout)
         self._transports = connect_memory(context, MAX_MOVES)
+        self._stops_writes = self._transports.stops_writes_on_failure
         self._connections = PeerConnections(self._transports.forget)
         self._stores: dict[str, _Store] = {}
         self._loads: dict[str, _RunningLoad] = {}
@@ -431,6 +432,7 @@ class PoolWorker:
             stalled_s,
             begun_share,
             transfers.by_transport,
+            error is not None and transfers.has_begun and not self._stops_writes,
         )
         self._context.emit(encode(ended))
 

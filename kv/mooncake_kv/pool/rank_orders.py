@@ -121,10 +121,10 @@ class RankOrders:
             raise ConnectorDead(Fatal.MEMORY_MAY_CHANGE, error)
         raise error
 
-    async def await_late(self, order_id: str) -> None:
-        """Wait until all ranks have reported a save that ``run`` has given up, however late."""
+    async def await_late(self, order_id: str) -> list[RunsEnded]:
+        """Wait for the reports of all ranks on a save that ``run`` has given up, however late."""
         try:
-            await self._orders[order_id].ended
+            return await self._orders[order_id].ended
         finally:
             del self._orders[order_id]
 

@@ -50,7 +50,8 @@ class Entry(msgspec.Struct, eq=False, gc=False):
         num_staging_children: chunks that follow it and are being written; it is not evicted
             meanwhile.
         parent: the entry of the chunk before it; set while this one is being written.
-        unsafe_until: until then, a reader that has not released it may still read its memory.
+        unsafe_until: until then, a reader that has not released it may still read its memory, or
+            data of a failed write may still arrive there.
     """
 
     chunk: Chunk

@@ -430,9 +430,17 @@ class ChunkStore(Protocol):
         expired, and the chunk is not stored."""
         ...
 
-    def abort(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
-        """End incomplete writes, once nothing more will be written. False: the handle had expired
-        already."""
+    def abort(
+        self, handles: Sequence[WriteHandle], *, may_still_arrive: bool = False
+    ) -> Future[list[bool]]:
+        """End incomplete writes, once none of their transfers is in flight. False: the handle had
+        expired already.
+
+        Args:
+            handles: the writes to end.
+            may_still_arrive: a transfer has failed, over a transport that does not stop writes with
+                it (``Transport.stops_writes_on_failure``): the memory is quarantined.
+        """
         ...
 
     def touch(self, keys: Sequence[bytes]) -> Future[None]:

@@ -9,14 +9,15 @@ memory only when
 
 * all of its readers have released it, or are past their deadlines by the user's quarantine. What
   such a late reader has read is not valid, and ``release`` returns False;
-* and its writer has said that no transfer is in flight any more, or has been known to be dead for a
-  quarantine. A writer past its deadline, or without a session, can't commit any more, but keeps its
-  memory, in state ABANDONED: a late byte would silently corrupt another chunk. A writer without a
-  session is not necessarily dead: it may be frozen in the middle of a copy, and resume at any time.
-  ``end_user`` is called once its processes are known to have exited; see ``store_service``.
+* and its writer has ended the write. If a transfer of it has failed, its data may still be on the
+  way, and the memory is quarantined, as it is once a writer is known to be dead. A writer past its
+  deadline, or without a session, can't commit any more, but keeps its memory, in state ABANDONED: a
+  late byte would silently corrupt another chunk. A writer without a session is not necessarily
+  dead: it may be frozen in the middle of a copy, and resume at any time. ``end_user`` is called
+  once its processes are known to have exited; see ``store_service``.
 
-The quarantine covers bytes that were sent and have not arrived; it is longer for users whose reads
-may take longer.
+The quarantine covers bytes that were sent and have not arrived; it is longer for users whose
+transfers may take longer.
 
 Users pass batches, all chunks of a prompt at once. Each method iterates over its batch once, and
 where possible creates one lease, allocates one range of memory and notifies the observer once.
@@ -73,8 +74,9 @@ class TableSettings:
     Args:
         make_policy: creates an eviction policy; called once per tenant with a quota, and for the
             groups of all others.
-        quarantine_s: seconds before memory is reused after a reader missed its deadline or a writer
-            died; longer for readers with a longer timeout, see ``set_transfer_timeout``.
+        quarantine_s: seconds before memory is reused after a reader missed its deadline, or a write
+            failed or its writer died; longer for users with a longer timeout, see
+            ``set_transfer_timeout``.
         quotas: bytes by tenant. Other tenants share the rest, without a limit of their own.
     """
 
@@ -295,7 +297,7 @@ class ChunkTable:
 
     def commit(self, handle_ids: Sequence[int], user: int, now: float) -> list[bool]:
         """Make complete writes readable. False: the handle has expired, or is unknown."""
-        entries = self._end_writes(handle_ids, user, now)
+        entries = self._end_writes(handle_ids, user, now, now)
         stored = []
         for entry in entries:
             if entry is not None:
@@ -309,13 +311,17 @@ class ChunkTable:
         self.observer.committed(stored)
         return [entry is not None for entry in entries]
 
-    def abort(self, handle_ids: Sequence[int], user: int, now: float) -> list[bool]:
-        """End incomplete writes; their memory is free at once."""
-        entries = self._end_writes(handle_ids, user, now)
+    def abort(
+        self, handle_ids: Sequence[int], user: int, now: float, *, may_still_arrive: bool = False
+    ) -> list[bool]:
+        """End incomplete writes. Their memory is free at once, or quarantined if data of them
+        ``may_still_arrive``."""
+        unsafe_until = now + self._quarantine_of(user) if may_still_arrive else now
+        entries = self._end_writes(handle_ids, user, now, unsafe_until)
         for entry in entries:
             if entry is not None:
                 self._give_up_write(entry)
-                self._free_unwritten(entry, now)
+                self._free_unwritten(entry, now, unsafe_until)
         return [entry is not None for entry in entries]
 
     # -- leaving --------------------------------------------------------------------------------
@@ -329,7 +335,7 @@ class ChunkTable:
         return len(ready)
 
     def set_transfer_timeout(self, user: int, timeout_s: float) -> None:
-        """Set the upper bound of a user's transfers, which its read quarantine must exceed."""
+        """Set the upper bound of a user's transfers, which its quarantine must exceed."""
         needed_s = timeout_s + QUARANTINE_MARGIN_S
         self._quarantine_s[user] = max(needed_s, self._settings.quarantine_s)
 
@@ -351,23 +357,22 @@ class ChunkTable:
 
     def resume_user(self, user: int, writing: Collection[int], now: float) -> None:
         """An abandoned user has a new session: abort its writes, except the handles in ``writing``,
-        whose transfers are still in flight."""
+        whose transfers are still in flight. Some of the others may have failed."""
         ended = self._handles.of_user(user, is_write=True).keys() - set(writing)
-        self.abort(list(ended), user, now)
+        self.abort(list(ended), user, now, may_still_arrive=True)
 
     def end_user(self, user: int, now: float, *, is_drained: bool) -> None:
-        """End a user that starts no more transfers. Unless it ``is_drained``, i.e. none of its
-        transfers is in flight either, its memory is quarantined."""
+        """End a user that starts no more transfers. The memory of its unfinished writes is
+        quarantined, and unless it ``is_drained``, i.e. none of its transfers is in flight either,
+        that of its reads, too."""
         self.expire(now)
+        unsafe_until = now + self._quarantine_of(user)
         for entry, is_write in self._handles.end_user(user):
             if is_write:
-                rests_s = 0.0 if is_drained else self._settings.quarantine_s
-                entry.unsafe_until = max(entry.unsafe_until, now + rests_s)
                 self._give_up_write(entry)
-                self._free_unwritten(entry, now)
+                self._free_unwritten(entry, now, unsafe_until)
             else:
-                rests_s = 0.0 if is_drained else self._quarantine_of(user)
-                self._end_read(entry, now + rests_s, now)
+                self._end_read(entry, now if is_drained else unsafe_until, now)
         self._quarantine_s.pop(user, None)
 
     def expire(self, now: float) -> None:
@@ -467,14 +472,16 @@ class ChunkTable:
     def _quarantine_of(self, user: int) -> float:
         return self._quarantine_s.get(user, self._settings.quarantine_s)
 
-    def _end_writes(self, handle_ids: Sequence[int], user: int, now: float) -> list[Entry | None]:
+    def _end_writes(
+        self, handle_ids: Sequence[int], user: int, now: float, unsafe_until: float
+    ) -> list[Entry | None]:
         """Take write handles: the entry of each that was in force until now, else None. The memory
-        of writes that had expired is freed."""
+        of writes that had expired is freed, at ``unsafe_until``."""
         self.expire(now)
         entries = self._handles.take(handle_ids, user, is_write=True)
         for position, entry in enumerate(entries):
             if entry is not None and entry.state is _ABANDONED:
-                self._free_unwritten(entry, now)
+                self._free_unwritten(entry, now, unsafe_until)
                 entries[position] = None
         return entries
 
@@ -573,9 +580,11 @@ class ChunkTable:
             del self._evicting[entry.generation]
             self._free(entry, now)
 
-    def _free_unwritten(self, entry: Entry, now: float) -> None:
-        """Free the memory of a write that has ended without a commit, once it has no readers."""
+    def _free_unwritten(self, entry: Entry, now: float, unsafe_until: float) -> None:
+        """Free the memory of a write that has ended without a commit, once it has no readers and no
+        more data of it can arrive."""
         entry.state = _EVICTING
+        entry.unsafe_until = max(entry.unsafe_until, unsafe_until)
         self._evicting[entry.generation] = entry
         self._free_if_unread(entry, now)
 

@@ -188,8 +188,10 @@ class MooncakeChunkStore:
             refused=lambda: self._abort(handles),
         )
 
-    def abort(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
-        return _done(self._abort(handles))
+    def abort(
+        self, handles: Sequence[WriteHandle], *, may_still_arrive: bool = False
+    ) -> Future[list[bool]]:
+        return _done(self._abort(handles, may_still_arrive=may_still_arrive))
 
     def touch(self, keys: Sequence[bytes]) -> Future[None]:
         def probe_keys() -> None:
@@ -369,7 +371,9 @@ class MooncakeChunkStore:
     def _is_mine(self, handle: WriteHandle) -> bool:
         return self._staging.get(handle.key) == handle.handle_id
 
-    def _end_write(self, handle: WriteHandle, is_put: bool) -> bool:
+    def _end_write(
+        self, handle: WriteHandle, is_put: bool, *, may_still_arrive: bool = False
+    ) -> bool:
         """Free a writer's slot; returns whether its chunk was put, within the deadline."""
         with self._lock:
             now, chunk = time.monotonic(), self._chunks.pop(handle.handle_id, None)
@@ -378,13 +382,16 @@ class MooncakeChunkStore:
             if self._is_mine(handle):
                 del self._staging[handle.key]
             if not is_put:
-                self._table.abort([handle.handle_id], USER, now)
+                ids = [handle.handle_id]
+                self._table.abort(ids, USER, now, may_still_arrive=may_still_arrive)
                 return False
             (in_time,) = self._table.commit([handle.handle_id], USER, now)
             self._table.drop([chunk.key], now)
         return in_time
 
-    def _abort(self, grants: Sequence[WriteHandle | PutRefusal]) -> list[bool]:
+    def _abort(
+        self, grants: Sequence[WriteHandle | PutRefusal], *, may_still_arrive: bool = False
+    ) -> list[bool]:
         ended = []
         for grant in grants:
             with self._lock:
@@ -394,7 +401,7 @@ class MooncakeChunkStore:
                     and self._table.is_held(grant.handle_id, USER, time.monotonic())
                 )
             if isinstance(grant, WriteHandle):
-                self._end_write(grant, False)
+                self._end_write(grant, False, may_still_arrive=may_still_arrive)
             ended.append(is_held)
         return ended
 

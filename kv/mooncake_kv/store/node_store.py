@@ -277,13 +277,18 @@ class NodeStore:
         return found
 
     def end_writes(
-        self, handles: Sequence[WriteHandle], user: int, *, are_complete: bool
+        self,
+        handles: Sequence[WriteHandle],
+        user: int,
+        *,
+        are_complete: bool,
+        may_still_arrive: bool = False,
     ) -> list[bool]:
         ids = [handle.handle_id for handle in handles]
         with self._lock:
             now = self._clock()
             if not are_complete:
-                return self._table.abort(ids, user, now)
+                return self._table.abort(ids, user, now, may_still_arrive=may_still_arrive)
             are_stored = self._table.commit(ids, user, now)
             self._moves.committed([handle.key for handle in handles])
             return are_stored
@@ -425,8 +430,14 @@ class StoreUser:
     def commit(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
         return done(self._store.end_writes(handles, self._user, are_complete=True))
 
-    def abort(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
-        return done(self._store.end_writes(handles, self._user, are_complete=False))
+    def abort(
+        self, handles: Sequence[WriteHandle], *, may_still_arrive: bool = False
+    ) -> Future[list[bool]]:
+        return done(
+            self._store.end_writes(
+                handles, self._user, are_complete=False, may_still_arrive=may_still_arrive
+            )
+        )
 
     def touch(self, keys: Sequence[bytes]) -> Future[None]:
         self._store.touch(keys)
@@ -457,7 +468,8 @@ class StoreUser:
 
         Args:
             is_drained: True if none of its transfers is in flight any more. Otherwise the memory
-                that its handles covered is quarantined before it is reused.
+                that its read handles covered is quarantined before it is reused, as that of its
+                write handles always is.
         """
         self._store.end_user(self._user, is_drained=is_drained)
 

@@ -208,10 +208,12 @@ class StoreClient:
         return self._ask(request, Reserved, lambda reply: self._granted(reply, chunks), miss)
 
     def commit(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
-        return self._end_writes(handles, are_complete=True)
+        return self._end_writes(EndWrites(tuple(handles), True))
 
-    def abort(self, handles: Sequence[WriteHandle]) -> Future[list[bool]]:
-        return self._end_writes(handles, are_complete=False)
+    def abort(
+        self, handles: Sequence[WriteHandle], *, may_still_arrive: bool = False
+    ) -> Future[list[bool]]:
+        return self._end_writes(EndWrites(tuple(handles), False, may_still_arrive))
 
     def touch(self, keys: Sequence[bytes]) -> Future[None]:
         return self._ask(TouchKeys(tuple(keys)), CountReply, lambda _: None, None)
@@ -287,11 +289,9 @@ class StoreClient:
         self._writing.update(each.handle_id for each in grants if isinstance(each, WriteHandle))
         return grants
 
-    def _end_writes(
-        self, handles: Sequence[WriteHandle], *, are_complete: bool
-    ) -> Future[list[bool]]:
-        self._writing.difference_update(handle.handle_id for handle in handles)
-        return self._end(EndWrites(tuple(handles), are_complete), handles)
+    def _end_writes(self, request: EndWrites) -> Future[list[bool]]:
+        self._writing.difference_update(handle.handle_id for handle in request.handles)
+        return self._end(request, request.handles)
 
     def _end(self, request: StoreRequest, handles: Sequence[object]) -> Future[list[bool]]:
         miss = [False] * len(handles)
@@ -434,7 +434,7 @@ class StoreClient:
             self._arena, self._session = arena, session
             ended = tuple(self._ended)
         if ended:  # OpenSession may have named them as in flight: the store would keep their memory
-            self._ask(EndWrites(ended, False), Ended, lambda _: None, None)
+            self._ask(EndWrites(ended, False, True), Ended, lambda _: None, None)
         self._last_error, self._refusal = None, ""
         if self._writers is not writers:  # ``name_writers`` was called while disconnected
             self._ask(RegisterWriters(self._writers), CountReply, lambda _: None, None)

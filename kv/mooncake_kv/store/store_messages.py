@@ -152,6 +152,7 @@ class EndWrites(StoreMessage, frozen=True):
 
     handles: tuple[WriteHandle, ...]
     are_complete: bool
+    may_still_arrive: bool = False
 
 
 class Ended(StoreMessage, frozen=True):

@@ -338,9 +338,11 @@ class _SessionUser:
             case ReserveChunks(chunks, lease_s, copy, is_use):
                 granted = self._user.reserve(chunks, lease_s=lease_s, copy=copy, is_use=is_use)
                 return Reserved(tuple(granted.result()))
-            case EndWrites(handles, are_complete):
-                end = self._user.commit if are_complete else self._user.abort
-                return Ended(tuple(end(handles).result()))
+            case EndWrites(handles, True):
+                return Ended(tuple(self._user.commit(handles).result()))
+            case EndWrites(handles, False, may_still_arrive):
+                aborted = self._user.abort(handles, may_still_arrive=may_still_arrive)
+                return Ended(tuple(aborted.result()))
             case TouchKeys(keys):
                 self._store.touch(keys)
                 return CountReply(len(keys))

@@ -203,6 +203,22 @@ def test_saving_continues_after_saves_that_a_rank_does_not_report(instance, monk
     assert instance.failures.empty()
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("may_still_arrive", [False, True])
+def test_memory_of_a_failed_save_is_quarantined_if_its_data_may_still_arrive(
+    instance, monkeypatch, may_still_arrive, is_late
+):
+    monkeypatch.setattr(rank_orders, "REPORT_TIMEOUT_S", 0.1 - WAIT_S if is_late else WAIT_S)
+    instance.save()
+    if is_late:
+        assert instance.copied.get(timeout=WAIT_S) == "save"
+    failed = RunsEnded("save", "late", 0, 0.0, may_still_arrive=may_still_arrive)
+    instance.client.on_rank_message(0, encode(failed))
+    instance.await_saves()
+    instance.await_that(lambda: instance.num_staging == 0)
+    assert (instance.store.stats().quarantine_bytes > 0) == may_still_arrive
+
+
 def test_load_that_a_rank_does_not_report_ends_the_instance(instance, monkeypatch):
     """The rank may still write to the blocks, so they must not be freed."""
     instance.save()

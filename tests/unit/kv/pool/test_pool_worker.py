@@ -75,6 +75,7 @@ class Connections:
     """A rank's ``RankTransports``."""
 
     def __init__(self) -> None:
+        self.stops_writes_on_failure = True
         self.all: dict[tuple[str, int], Connection] = {}
         self._lock = Lock()
 
@@ -306,6 +307,33 @@ def test_failing_order_keeps_the_connection_for_others(
     )
     assert loading.is_closed
     assert [each.is_closed for each in worker.connections.all.values()] == [False, False]
+
+
+@pytest.mark.parametrize("stops_writes", [False, True])
+def test_failed_save_reports_whether_its_data_may_still_arrive(
+    monkeypatch: pytest.MonkeyPatch, stops_writes: bool
+) -> None:
+    rank, connections = Rank(), Connections()
+    connections.stops_writes_on_failure = stops_writes
+    monkeypatch.setattr(pool_worker, "connect_memory", lambda context, max_moves: connections)
+    worker = Worker(rank, connections)
+    try:
+        worker.save("unstarted", timeout_s=0.05, step=7)
+        wait_for(lambda: worker.ended)
+        worker.save("failed")
+        wait_for(lambda: worker.moves("a"))
+        worker.moves("a")[0].end(TransferTimeout("late"))
+        wait_for(lambda: len(worker.ended) == 2)
+        worker.save("whole")
+        worker.end_all()
+        assert {each.order_id: each.may_still_arrive for each in worker.reports} == {
+            "unstarted": False,
+            "failed": not stops_writes,
+            "whole": False,
+        }
+    finally:
+        worker.running.close()
+        rank.allocation.free()
 
 
 def test_load_reports_the_share_that_had_started_to_move(worker: Worker) -> None:

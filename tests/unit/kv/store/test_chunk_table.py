@@ -261,6 +261,20 @@ def test_late_writer_cannot_commit_and_keeps_memory_until_it_reports():
     table.check_integrity()
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_memory_of_a_failed_write_is_not_reused_while_its_data_may_still_arrive(is_late):
+    table = table_of(1)
+    table.set_transfer_timeout(ANNA, 60)
+    (failed,) = table.reserve([chunk("a")], ANNA, 1 if is_late else 10, 0)
+    aborted = table.abort([failed.handle_id], ANNA, 2, may_still_arrive=True)
+    assert aborted == [not is_late]
+    table.check_integrity()
+    until = 2 + 60 + QUARANTINE_MARGIN_S
+    assert table.reserve([chunk("b")], BERT, 10, until - 1) == [PutRefusal.NO_SPACE]
+    assert levels(table).quarantine_bytes == GRANULE
+    assert isinstance(table.reserve([chunk("b")], BERT, 10, until)[0], WriteHandle)
+
+
 @pytest.mark.parametrize("is_drained", [False, True])
 def test_memory_of_an_ended_user_is_quarantined_unless_it_is_drained(is_drained):
     table = table_of(2)
@@ -269,9 +283,9 @@ def test_memory_of_an_ended_user_is_quarantined_unless_it_is_drained(is_drained)
     table.reserve([chunk("w")], ANNA, 10, 0)
     table.end_user(ANNA, 1, is_drained=is_drained)
     table.check_integrity()
-    assert levels(table).free_bytes == (GRANULE if is_drained else 0)
+    assert levels(table).quarantine_bytes == GRANULE, "data of the write may still arrive"
     table.drop([b"r"], 2)
-    assert levels(table).quarantine_bytes == (0 if is_drained else 2 * GRANULE)
+    assert levels(table).quarantine_bytes == (1 if is_drained else 2) * GRANULE
     table.expire(1 + QUARANTINE_S)
     assert levels(table).free_bytes == 2 * GRANULE
 
@@ -298,8 +312,10 @@ def test_reconnected_user_names_its_writes_in_flight():
     assert table.abandon_user(ANNA, 1)
     table.resume_user(ANNA, [moving.handle_id], 2)
     table.check_integrity()
-    assert (levels(table).free_bytes, levels(table).abandoned_bytes) == (2 * GRANULE, GRANULE)
+    assert (levels(table).quarantine_bytes, levels(table).abandoned_bytes) == (GRANULE, GRANULE)
     assert table.commit([ended.handle_id, moving.handle_id], ANNA, 3) == [False, False]
+    assert levels(table).free_bytes == 2 * GRANULE
+    table.expire(2 + QUARANTINE_S)
     assert levels(table).free_bytes == 3 * GRANULE
     table.check_integrity()
 
