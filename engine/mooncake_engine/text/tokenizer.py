@@ -179,6 +179,8 @@ class Tokenizer:
             CheckpointError: the directory has no usable tokenizer.
             ConfigError: ``chat_template`` is malformed.
         """
+        from importlib.metadata import version
+
         from transformers import AutoTokenizer
 
         fingerprint = tokenizer_fingerprint(directory, chat_template)
@@ -194,6 +196,11 @@ class Tokenizer:
             raise CheckpointError(
                 f"can't load the tokenizer in {directory}: one of its JSON files is not what "
                 f"transformers expects: {exc!r}"
+            ) from exc
+        except Exception as exc:  # tokenizers has no errors of its own
+            raise CheckpointError(
+                f"tokenizers {version('tokenizers')} can't read {directory / 'tokenizer.json'}: "
+                f"{exc}; a newer version may"
             ) from exc
         if not getattr(hf_tokenizer, "is_fast", False):
             raise CheckpointError(

@@ -186,6 +186,15 @@ def test_tokenizer_file_of_another_form_is_rejected(tmp_path: Path, name: str) -
         Tokenizer.load(directory)
 
 
+def test_tokenizer_of_a_newer_format_is_rejected(tmp_path: Path) -> None:
+    directory = write_byte_tokenizer(tmp_path)
+    content = json.loads((directory / "tokenizer.json").read_text())
+    content["model"] = {"type": "Newer"}
+    (directory / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=rf"tokenizers \d.* can't read {tmp_path}.*: \w+"):
+        Tokenizer.load(directory)
+
+
 @pytest.mark.parametrize(
     ("content", "message"), [("{", "can't be read"), ("[]", "must hold a JSON object, found list")]
 )
