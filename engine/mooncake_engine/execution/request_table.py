@@ -28,6 +28,9 @@ def no_vocabulary() -> Vocabulary:
     raise InvalidRequest("this engine has no tokenizer for grammars", param="grammar")
 
 
+_TOO_SLOW = "the grammar takes too much processor time to follow: make it simpler or less ambiguous"
+
+
 class GrammarState:
     """The position of one request in its grammar. An error of the grammar fails only that request.
 
@@ -37,7 +40,7 @@ class GrammarState:
             before a preemption, is accepted first.
 
     Attributes:
-        failure: why the grammar can't be followed any more; None while it can.
+        failure: why the request fails by its grammar; None while it does not.
     """
 
     def __init__(self, find_vocabulary: FindVocabulary, new_request: NewRequest) -> None:
@@ -62,10 +65,15 @@ class GrammarState:
         if self._matcher is None:
             return None
         try:
-            return self._matcher.allowed()
+            allowed = self._matcher.allowed()
         except GrammarFailed as exc:
             self._matcher, self.failure = None, str(exc)
             return None
+        if self._matcher.is_too_slow:
+            # Still followed until the step has ended: other ranks, whose clocks differ, sample the
+            # same token only with the same mask.
+            self.failure = _TOO_SLOW
+        return allowed
 
     def after(self, token_id: int) -> GrammarState | None:
         """A copy of the state, one token later; None if the grammar does not allow the token."""

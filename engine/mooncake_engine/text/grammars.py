@@ -10,8 +10,10 @@ from __future__ import annotations
 import atexit
 import json
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -31,38 +33,92 @@ from mooncake_engine.text.tokenizer import Tokenizer, tokenizer_fingerprint
 
 _MAX_COMPILED = 256
 _MAX_COMPILED_CHARACTERS = 2 << 20
+_MIN_MASKS = 256
+"""Masks after which a grammar may be compiled again, because its lexer may be full. Compiling takes
+1 s at most, and the steps wait for it."""
+_START_S, _TOKEN_S = 0.1, 0.01
+"""CPU time that an output's grammar may take, at the start, and more with each mask and token.
+Outputs of published JSON schemas take less than 2 ms per mask on average."""
+
+
+class CompiledGrammar:
+    """A grammar at the start of an output. Its copies share one lexer, which keeps every state that
+    an output has led to, and whose number of states is limited.
+
+    Args:
+        matcher: the library's matcher.
+
+    Attributes:
+        num_masks: masks that were computed with the lexer.
+    """
+
+    __slots__ = ("matcher", "num_masks")
+
+    def __init__(self, matcher: Any) -> None:
+        self.matcher = matcher
+        self.num_masks = 0
+
+
+class _Cost:
+    """CPU time of one output's matcher and its copies, and what it may be."""
+
+    __slots__ = ("allowed_s", "spent_s")
+
+    def __init__(self) -> None:
+        self.allowed_s = _START_S
+        self.spent_s = 0.0
 
 
 class GrammarMatcher:
     """The position of one output in its grammar.
 
     Args:
-        matcher: the library's matcher.
+        compiled: the grammar.
         eos_token_ids: the tokens that may end the output.
-        among: bits of the tokens that the request allows, these among them; None allows all.
+        renew: returns the grammar with a lexer that has room, given one that may have none; None
+            if there is no other.
     """
 
     def __init__(
-        self, matcher: Any, eos_token_ids: Sequence[int] = (), among: int | None = None
+        self,
+        compiled: CompiledGrammar,
+        eos_token_ids: Sequence[int] = (),
+        renew: Callable[[CompiledGrammar], CompiledGrammar | None] = lambda _: None,
     ) -> None:
-        self._matcher = matcher
+        self._compiled = compiled
+        self._matcher = compiled.matcher.deep_copy()
         self._eos_token_ids = eos_token_ids
-        self._among = among
+        self._renew = renew
+        self._among: int | None = None
+        self._token_ids: list[int] = []
+        self._cost = _Cost()
 
     def accept(self, token_id: int) -> None:
         """Advance by the output's next token."""
-        if not self._matcher.is_stopped():  # once stopped, only an EOS token may follow
-            self._matcher.consume_token(token_id)
+        self._token_ids.append(token_id)
+        self._cost.allowed_s += _TOKEN_S
+        started = time.thread_time()
+        self._consume(token_id)
+        self._cost.spent_s += time.thread_time() - started
 
     def copy(self) -> GrammarMatcher:
-        """An independent matcher at the same position."""
-        return GrammarMatcher(self._matcher.deep_copy(), self._eos_token_ids, self._among)
+        """An independent matcher at the same position, whose cost is this one's."""
+        other = copy(self)
+        other._matcher = self._matcher.deep_copy()
+        other._token_ids = self._token_ids.copy()
+        return other
 
     def restrict(self, mask: bytes) -> None:
         """Allow only the tokens of a mask, of the form of ``allowed``, and the end of the output,
         on which the grammar alone decides."""
         ends = sum(1 << token_id for token_id in set(self._eos_token_ids))
         self._among = int.from_bytes(mask, "little") | ends
+
+    @property
+    def is_too_slow(self) -> bool:
+        """Whether the grammar has taken more CPU time than the output may cost. Steps wait for it,
+        so that it would slow down every request."""
+        return self._cost.spent_s > self._cost.allowed_s
 
     def allowed(self) -> bytes:
         """The mask of tokens that may come next: one bit per token id, lowest bit first.
@@ -71,7 +127,9 @@ class GrammarMatcher:
             GrammarFailed: the grammar is too complex to continue, or a token contradicts it, or
                 it allows no token that the request allows.
         """
-        mask: bytes = b"" if self._matcher.is_error() else self._matcher.compute_bitmask()
+        mask = self._mask()
+        while self._matcher.is_error() and self._restart():
+            mask = self._mask()
         if self._matcher.is_error():
             reason = short_reason(self._matcher.get_error())
             raise GrammarFailed(f"the grammar can't be followed any further: {reason}")
@@ -81,6 +139,31 @@ class GrammarMatcher:
         if not both:
             raise GrammarFailed("the grammar allows none of allowed_token_ids here")
         return both.to_bytes(len(mask), "little")
+
+    def _mask(self) -> bytes:
+        if self._matcher.is_error():
+            return b""
+        self._compiled.num_masks += 1
+        self._cost.allowed_s += _TOKEN_S
+        started = time.thread_time()
+        mask: bytes = self._matcher.compute_bitmask()
+        self._cost.spent_s += time.thread_time() - started
+        return mask
+
+    def _restart(self) -> bool:
+        """Follow the output again with another lexer, as the present one may be full of states that
+        other outputs have led to; False if there is no other."""
+        compiled = self._renew(self._compiled)
+        if compiled is None:
+            return False
+        self._compiled, self._matcher = compiled, compiled.matcher.deep_copy()
+        for token_id in self._token_ids:
+            self._consume(token_id)
+        return True
+
+    def _consume(self, token_id: int) -> None:
+        if not self._matcher.is_stopped():  # once stopped, only an EOS token may follow
+            self._matcher.consume_token(token_id)
 
 
 class Vocabulary:
@@ -112,7 +195,7 @@ class Vocabulary:
         atexit.register(self._process.close)
         self._eos_token_ids = tuple(eos_token_ids)
         self._lock = threading.Lock()
-        self._compiled: OrderedDict[Grammar, Any] = OrderedDict()
+        self._compiled: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
 
     def has_compiled(self, grammar: Grammar) -> bool:
         """Whether the cache holds the compiled grammar."""
@@ -141,12 +224,25 @@ class Vocabulary:
             compiled = self._compiled.get(grammar)
             if compiled is not None:
                 self._compiled.move_to_end(grammar)
-                return GrammarMatcher(compiled.deep_copy(), self._eos_token_ids)
-        compiled = self._compiler.compile(grammar)
+        if compiled is None:
+            compiled = self._compile(grammar)
+        return GrammarMatcher(compiled, self._eos_token_ids, partial(self._renew, grammar))
+
+    def _compile(self, grammar: Grammar) -> CompiledGrammar:
+        compiled = CompiledGrammar(self._compiler.compile(grammar))
         with self._lock:
             self._compiled[grammar] = compiled
             self._evict()
-            return GrammarMatcher(compiled.deep_copy(), self._eos_token_ids)
+        return compiled
+
+    def _renew(self, grammar: Grammar, full: CompiledGrammar) -> CompiledGrammar | None:
+        """A grammar whose lexer is not this one, which may be full; None if this one has been used
+        too little to be replaced."""
+        with self._lock:
+            newest = self._compiled.get(grammar)
+        if newest is not None and newest is not full:
+            return newest
+        return self._compile(grammar) if full.num_masks >= _MIN_MASKS else None
 
     def _evict(self) -> None:
         """Evict the least recently used grammars. A compiled grammar takes some hundred bytes of
