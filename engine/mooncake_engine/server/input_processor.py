@@ -14,7 +14,7 @@ from typing import Any, cast
 import msgspec
 
 from mooncake_api.instance_protocol import DP_RANK_HEADER, TIMEOUT_HEADER
-from mooncake_api.translation import without_billing_line
+from mooncake_api.translation import content_of, without_billing_line
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.kv_connector import read_kv_transfer_params
 from mooncake_engine.messages import EngineInfo, EngineRequest
@@ -554,12 +554,12 @@ _TEMPLATE_ROLES = {"developer": "system", "function": "tool"}
 
 
 def _template_message(message: ChatMessage) -> dict[str, Any]:
-    """A message in the form that chat templates expect: plain text, the role ``developer`` under
-    its older name ``system``, and ``function`` under its newer one ``tool``."""
+    """A message in the form that chat templates expect, with the role ``developer`` under its older
+    name ``system``, and ``function`` under its newer one ``tool``."""
     texts, role = message.texts, _TEMPLATE_ROLES.get(message.role, message.role)
     if role == "system":
         texts = [rest for text in texts if (rest := without_billing_line(text))]
-    laid_out: dict[str, Any] = {"role": role, "content": "\n".join(texts)}
+    laid_out: dict[str, Any] = {"role": role, "content": content_of(texts)}
     if message.name is not None:
         laid_out["name"] = message.name
     if (reasoning := _reasoning_of(message)) is not None:

@@ -9,7 +9,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -309,6 +309,9 @@ class Tokenizer:
         """Render a conversation with the model's chat template. The result is to be encoded without
         additional special tokens.
 
+        Args:
+            messages: their contents are texts or lists of text parts, in OpenAI's form.
+
         Raises:
             InvalidRequest: the model has no template, or the template rejects the messages.
         """
@@ -328,7 +331,7 @@ class Tokenizer:
             )
         try:
             text: str = self._hf.apply_chat_template(
-                list(messages),
+                self._in_templates_form(messages),
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
@@ -348,6 +351,61 @@ class Tokenizer:
                 problem = f"is {_malformed(exc)}"
             raise InvalidRequest(f"the model's chat template {problem}", param="messages") from exc
         return text
+
+    def _in_templates_form(self, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Messages as the template takes them. As in vLLM, it gets parts only if it lays them out,
+        and never those of a tool's result; and system messages after the first move into the first
+        if it would reject them."""
+        found = []
+        for message in messages:
+            content = message.get("content")
+            if isinstance(content, list) and (message["role"] == "tool" or not self._takes_parts):
+                content = _joined(content)
+            found.append({**message, "content": content})
+        is_later = any(message["role"] == "system" for message in found[1:])
+        if not is_later or self._takes_later_system:
+            return found
+        texts = [_joined(each["content"]) for each in found if each["role"] == "system"]
+        first = {"role": "system", "content": "\n\n".join(filter(None, texts))}
+        return [first, *(each for each in found if each["role"] != "system")]
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template lays out contents that are lists of parts: vLLM's content format
+        ``openai``."""
+        parts = [{"type": "text", "text": text} for text in ("One.", "Two.")]
+        text = self._rendered([{"role": "user", "content": parts}]) or ""
+        is_written_as_list = "'type'" in text or '"type"' in text
+        return "One." in text and "Two." in text and not is_written_as_list
+
+    @cached_property
+    def _takes_later_system(self) -> bool:
+        """Whether the template accepts a system message between others."""
+        roles = ("system", "user", "system", "user")
+        if self._rendered([{"role": role, "content": "t"} for role in roles]) is not None:
+            return True
+        logger.warning(
+            "the chat template accepts a system message only at the start: later ones are merged "
+            "into it, so that each new one changes the start of the prompt, and the prefix cache "
+            "does not hit; --chat-template may give a template that accepts them"
+        )
+        return False
+
+    def _rendered(self, messages: list[dict[str, Any]]) -> str | None:
+        """What the template makes of these messages; None if it rejects them."""
+        from jinja2 import TemplateError
+
+        try:
+            text: str = self._hf.apply_chat_template(messages, tokenize=False)
+        except (TemplateError, ValueError, TypeError, KeyError, AttributeError):
+            return None
+        return text
+
+
+def _joined(content: str | list[dict[str, Any]] | None) -> str:
+    if isinstance(content, list):
+        return "\n".join(part["text"] for part in content)
+    return content or ""
 
 
 def _plain(value: Any) -> Any:

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.byte_tokenizer import EOS, write_byte_tokenizer
@@ -142,6 +143,53 @@ def test_an_error_of_the_template_is_a_client_error(byte_tokenizer: Tokenizer) -
     with pytest.raises(InvalidRequest, match="rejects these messages: no tools here") as info:
         byte_tokenizer.render_chat([{"role": "tool", "content": "42"}])
     assert info.value.param == "messages"
+
+
+_LOOP = "{% for message in messages %}<{{ message.role }}>"
+PARTS = (
+    _LOOP + "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}[{{ part.text }}]{% endfor %}{% endif %}{% endfor %}"
+)
+STRINGS = {
+    "repr": _LOOP + "{{ message.content }}{% endfor %}",
+    "json": _LOOP + "{{ message.content | tojson }}{% endfor %}",
+    "sum": _LOOP + "{{ '' + message.content }}{% endfor %}",
+    "method": _LOOP + "{{ message.content.strip() }}{% endfor %}",
+    "nothing": _LOOP + "{% if message.content is string %}{{ message.content }}{% endif %}"
+    "{% endfor %}",
+}
+
+
+def in_parts(role: str) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": text} for text in "ab"]}
+
+
+def test_a_template_that_lays_out_parts_gets_them(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(write_byte_tokenizer(tmp_path), PARTS)
+    text = tokenizer.render_chat([in_parts("user"), USER, in_parts("tool")])
+    assert text == "<user>[a][b]<user>hi<tool>a\nb"
+
+
+@pytest.mark.parametrize("kind", STRINGS)
+def test_other_templates_get_parts_joined(tmp_path: Path, kind: str) -> None:
+    tokenizer = Tokenizer.load(write_byte_tokenizer(tmp_path), STRINGS[kind])
+    expected = r'"a\nb"' if kind == "json" else "a\nb"
+    assert tokenizer.render_chat([in_parts("user")]) == f"<user>{expected}"
+
+
+def test_later_system_messages_move_only_where_the_template_would_reject_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    reject = "{% if message.role == 'system' and not loop.first %}{{ raise_exception('first') }}"
+    strict = _LOOP + reject + "{% endif %}{{ message.content }}{% endfor %}"
+    reminded = [USER, {"role": "system", "content": "Be brief."}, USER, in_parts("system")]
+    for template, expected in (
+        (STRINGS["repr"], "<user>hi<system>Be brief.<user>hi<system>a\nb"),
+        (strict, "<system>Be brief.\n\na\nb<user>hi<user>hi"),
+    ):
+        tokenizer = Tokenizer.load(write_byte_tokenizer(tmp_path), template)
+        assert [tokenizer.render_chat(reminded) for _ in range(2)] == [expected] * 2
+    assert ["only at the start" in message for message in caplog.messages] == [True]
 
 
 def test_reserved_template_kwargs_are_rejected(byte_tokenizer: Tokenizer) -> None:
