@@ -39,6 +39,14 @@ _BATCH_BYTES = 128
 """Memory of a kept batch besides its payload: the tuple, the number, the deque's slot."""
 _SNAPSHOT_EVENTS = 64
 """Events per message of a snapshot; if prompts are long, each event has many blocks."""
+_MAX_RECEIVED_BYTES = 512
+"""Longest message of a peer, besides our topic: a request, a subscription, or ZeroMQ's greeting,
+with a name of up to 255 bytes. ZeroMQ keeps some 50 bytes for each byte of a subscription."""
+_MAX_RECEIVED = 16
+"""Messages of one peer that wait to be read; ZeroMQ reads no more from its connection."""
+_PAUSE_PER_ANSWER = 4.0
+"""Pause after an answer, in times of what the answer took: requests must not keep the thread from
+publishing."""
 _REPLAY_END = (-1).to_bytes(8, "big", signed=True)
 
 
@@ -164,7 +172,8 @@ class KVEventPublisher:
 
     def _open(self, kind: int, hwm: int, endpoint: str, is_bound: bool) -> zmq.Socket[bytes]:
         socket: zmq.Socket[bytes] = self._context.socket(kind)
-        socket.set_hwm(hwm)
+        socket.sndhwm, socket.rcvhwm = hwm, _MAX_RECEIVED
+        socket.maxmsgsize = _MAX_RECEIVED_BYTES + len(self._topic)
         if is_bound:
             socket.bind(endpoint)
         else:
@@ -172,10 +181,14 @@ class KVEventPublisher:
         return socket
 
     def _run(self) -> None:
+        answers_from = 0.0
         try:
             while not (self._stop.is_set() and self._queue.empty()):
-                if self._replay is not None and self._replay.poll(0):
+                started = time.monotonic()
+                if self._replay is not None and started >= answers_from and self._replay.poll(0):
                     self._answer(self._replay)
+                    ended = time.monotonic()
+                    answers_from = ended + _PAUSE_PER_ANSWER * (ended - started)
                 try:
                     batch = self._queue.get(timeout=_POLL_S)
                 except queue.Empty:

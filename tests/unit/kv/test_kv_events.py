@@ -213,6 +213,23 @@ def test_await_sent_blocks_until_few_batches_are_queued(monkeypatch) -> None:
         assert publisher.await_sent(0, timeout=20)
 
 
+@pytest.mark.parametrize("kind", [zmq.XSUB, zmq.DEALER])
+def test_peer_that_sends_long_messages_is_disconnected(kind: int) -> None:
+    """Subscriptions take fifty times their length of memory, and nothing is asked of a peer."""
+    context = zmq.Context()
+    peer = context.socket(kind)
+    connection = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    try:
+        with published() as (publisher, _):
+            endpoints = publisher.endpoints
+            peer.connect(endpoints.endpoint if kind == zmq.XSUB else endpoints.replay_endpoint)
+            peer.send(b"\x01" + bytes(1000))
+            assert connection.poll(5000), "the message was accepted"
+    finally:
+        peer.disable_monitor()
+        context.destroy(linger=0)
+
+
 def test_address_in_use_is_rejected_with_advice() -> None:
     with published() as (publisher, _):
         taken = publisher.endpoints.endpoint.replace("tcp://", "tcp://*:").rsplit(":", 1)[1]
