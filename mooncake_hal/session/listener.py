@@ -156,8 +156,10 @@ class Listener:
             logger.warning("%s: can't accept a connection: %s", self._credentials.protocol, exc)
             time.sleep(ACCEPT_PAUSE_SECONDS)
             return
-        # Unnamed Unix sockets have no address: they all count as one host.
-        host = str(address[0]) if address else ""
+        # Unnamed Unix sockets have no address: they all count as one host, those of other users as
+        # another. Every user may connect to an abstract name, and these evict only each other.
+        unnamed = "other users" if foreign_user(sock) else ""
+        host = str(address[0]) if address else unnamed
         pending, name = _PendingConnection(sock), f"{self._credentials.protocol}-peer"
         thread = threading.Thread(target=self._handle, args=(pending,), name=name, daemon=True)
         with self._lock:

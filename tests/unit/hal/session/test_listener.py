@@ -289,3 +289,20 @@ def test_other_user_is_denied_on_a_unix_socket(monkeypatch: pytest.MonkeyPatch) 
             target.dial()
     finally:
         target.close()
+
+
+def test_other_users_evict_only_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Echo("unix")
+    ours = target.connect()
+    ours.recv(4096)  # the challenge: it is in its handshake
+    monkeypatch.setattr("mooncake_hal.session.listener.foreign_user", lambda sock: "another user")
+    crowd = [target.connect() for _ in range(LIMITS.handshakes)]
+    try:
+        assert ended(crowd[0], 5.0) < 5.0
+        ours.settimeout(0.1)
+        with pytest.raises(TimeoutError):  # it would read the end
+            ours.recv(1)
+    finally:
+        for sock in (ours, *crowd):
+            sock.close()
+        target.close()
