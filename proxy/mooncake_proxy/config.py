@@ -17,6 +17,7 @@ from mooncake_proxy.http1.server_connection import ServerLimits
 from mooncake_proxy.http1.upstream_connection import ClientLimits
 from mooncake_proxy.pool.health_checks import HealthConfig
 from mooncake_proxy.pool.instances import InstanceSpec, duplicate_names
+from mooncake_proxy.pool.membership import InstanceDefaults
 from mooncake_proxy.routing.policies import POLICIES
 
 FLOWS = ("pull", "push", "sglang")
@@ -161,6 +162,7 @@ class ProxyConfig:
     pool_file: str | None = None
     kubernetes: str | None = None
     kubernetes_api: str | None = None
+    instance_defaults: InstanceDefaults = field(default_factory=InstanceDefaults)
     # Secret that signs registrations of instances; empty: registration is disabled.
     register_secret: str = ""
     # Where node stores serve their metrics.

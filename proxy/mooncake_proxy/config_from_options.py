@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+from dataclasses import replace
 from pathlib import Path
 
 from mooncake_api.instance_protocol import split_origins
@@ -20,10 +21,11 @@ from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.http1.http_wire import MAX_PORT, Origin
 from mooncake_proxy.http1.server_connection import ServerLimits
 from mooncake_proxy.http1.upstream_connection import ClientLimits
+from mooncake_proxy.pool.dp_ranks import MAX_DP_RANKS
 from mooncake_proxy.pool.health_checks import HealthConfig
 from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 from mooncake_proxy.pool.instances import InstanceSpec, Role, is_loopback
-from mooncake_proxy.pool.membership import parse_store_events
+from mooncake_proxy.pool.membership import InstanceDefaults, parse_store_events
 
 # Length of the shortest secret that is accepted, as by instances. Messages are signed with it, so
 # whoever has recorded one can try guesses of the secret at home, as fast as their machines can.
@@ -35,6 +37,7 @@ logger = logging.getLogger(__name__)
 def config_from(args: argparse.Namespace) -> ProxyConfig:
     """Build the configuration. Raises ConfigError, which names the invalid option."""
     key_file = read_key_file(args.api_key_file)
+    defaults = _instance_defaults(args)
     return ProxyConfig(
         host=args.host,
         port=args.port,
@@ -42,7 +45,8 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         workers=args.workers,
         flow=args.flow,
         advertise_url=args.advertise_url,
-        instances=_instances(args),
+        instances=_instances(args, defaults),
+        instance_defaults=defaults,
         prefill_policy=args.prefill_policy or args.policy,
         decode_policy=args.decode_policy or args.policy,
         tokenizers=_by_model("--tokenizer", args.tokenizer),
@@ -225,36 +229,40 @@ def warn_if_early_pulls_are_off(config: ProxyConfig) -> None:
         )
 
 
-def _instances(args: argparse.Namespace) -> tuple[InstanceSpec, ...]:
+def _instance_defaults(args: argparse.Namespace) -> InstanceDefaults:
+    size = args.data_parallel_size
+    for flag, number, most in (
+        ("--data-parallel-size", size, MAX_DP_RANKS),
+        ("--prefill-bootstrap-port", args.prefill_bootstrap_port, MAX_PORT),
+        ("--kv-events-port", args.kv_events_port, MAX_PORT - size + 1),
+        ("--kv-events-replay-port", args.kv_events_replay_port, MAX_PORT - size + 1),
+    ):
+        if number is not None and not 1 <= number <= most:
+            raise ConfigError(f"{flag} {number}: wanted 1 to {most}")
+    return InstanceDefaults(
+        args.decode_emits_first_token,
+        args.decode_recomputes,
+        args.prefill_bootstrap_port,
+        args.kv_events_port,
+        args.kv_events_replay_port,
+        size,
+    )
+
+
+def _instances(args: argparse.Namespace, defaults: InstanceDefaults) -> tuple[InstanceSpec, ...]:
     given = [
         (Role.PREFILL, "--prefill", args.prefill),
         (Role.DECODE, "--decode", args.decode),
         (Role.BOTH, "--backend-url", args.backend_url),
     ]
-    for flag, port in (
-        ("--prefill-bootstrap-port", args.prefill_bootstrap_port),
-        ("--kv-events-port", args.kv_events_port),
-        ("--kv-events-replay-port", args.kv_events_replay_port),
-    ):
-        if port is not None and not 1 <= port <= MAX_PORT:
-            raise ConfigError(f"{flag} {port}: wanted 1 to {MAX_PORT}")
     stores = _store_events(args.store_kv_events)
     specs = []
     for role, flag, urls in given:
         for text in urls:
             names, origin = _named_url(flag, text)
-            spec = InstanceSpec(
-                origin,
-                role,
-                emits_first_token=role is Role.DECODE and args.decode_emits_first_token,
-                recomputes=role is Role.DECODE and args.decode_recomputes,
-                bootstrap_port=args.prefill_bootstrap_port if role is Role.PREFILL else None,
-                kv_events_port=args.kv_events_port,
-                kv_events_replay_port=args.kv_events_replay_port,
-                store_kv_events=stores.get("".join(names[:1]), stores.get("", ())),
-                models=names,
-            )
-            specs.append(spec)
+            own_stores = stores.get("".join(names[:1]), stores.get("", ()))
+            spec = defaults.spec(origin, role, "flags", names)
+            specs.append(replace(spec, store_kv_events=own_stores))
     return tuple(specs)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 
 from mooncake_conductor.argument_parser import CommandParser, DefaultsInHelp, byte_count
 from mooncake_proxy import __version__
@@ -220,6 +221,10 @@ def _add_conductor(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="file with the secret that these proxies share, which signs their messages",
     )
+    _add_kv_events(add)
+
+
+def _add_kv_events(add: Callable[..., argparse.Action]) -> None:
     add(
         "--kv-events-port",
         type=int,
@@ -231,6 +236,14 @@ def _add_conductor(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="PORT",
         help="port of every instance at which lost KV events are replayed",
+    )
+    add(
+        "--data-parallel-size",
+        type=int,
+        default=1,
+        metavar="N",
+        help="data-parallel ranks of every instance that does not report them (vLLM): each "
+        "publishes its KV events at these ports plus its number",
     )
     add(
         "--store-kv-events",

@@ -268,7 +268,7 @@ class AdminHandlers:
         labelled = [
             ({"instance": i.name, "role": i.spec.role.value, "dp_rank": str(rank.number)}, rank)
             for i in instances
-            for rank in i.dp_ranks or ()
+            for rank in i.reported_dp_ranks
         ]
         if labelled:
             yield from gauge_lines(
@@ -405,7 +405,7 @@ def instance_info(instance: Instance) -> dict[str, Any]:
         "error": instance.error,
         "running": instance.total_running,
         "prompt_tokens": instance.total_prompt_tokens,
-        "dp_ranks": [msgspec.to_builtins(rank.queue) for rank in instance.dp_ranks or ()],
+        "dp_ranks": [msgspec.to_builtins(rank.queue) for rank in instance.reported_dp_ranks],
         "source": instance.spec.source,
         "device": describe_device(instance.topology),
         "models": list(instance.spec.models),

@@ -233,7 +233,8 @@ class ProxyApplication:
             from mooncake_proxy.pool.kubernetes import KubernetesConfig, KubernetesWatch
 
             wanted = KubernetesConfig.parse(self.config.kubernetes, self.config.kubernetes_api)
-            cluster_watch = KubernetesWatch(wanted, self.process.pools)
+            defaults = self.config.instance_defaults
+            cluster_watch = KubernetesWatch(wanted, self.process.pools, defaults)
             await cluster_watch.poll_once()
             self._tasks.append(loop.create_task(cluster_watch.run()))
 

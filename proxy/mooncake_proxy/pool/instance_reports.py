@@ -20,6 +20,21 @@ class KVEventEndpoints(Struct, frozen=True):
     # For a node store: the namespace of the events that belong to the instance's model.
     namespace: str | None = None
 
+    @classmethod
+    def of_ranks(
+        cls, host: str, port: int, replay_port: int | None, num_ranks: int
+    ) -> KVEventEndpoints:
+        """Endpoints of data-parallel ranks, each at the ports of the first one plus its number, as
+        vLLM's are."""
+        first, *others = (
+            cls(
+                f"tcp://{host}:{port + rank}",
+                None if replay_port is None else f"tcp://{host}:{replay_port + rank}",
+            )
+            for rank in range(num_ranks)
+        )
+        return cls(first.endpoint, first.replay_endpoint, tuple(others))
+
     def with_host(self, host: str) -> KVEventEndpoints:
         """These endpoints with `host` in place of wildcard addresses."""
         replay = self.replay_endpoint

@@ -20,7 +20,7 @@ from mooncake_proxy.http1.http_wire import MAX_PORT, Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.bootstrap_server import BootstrapServer
 from mooncake_proxy.pool.device_classes import relative_speed
-from mooncake_proxy.pool.dp_ranks import DPRanks, RequestLoad
+from mooncake_proxy.pool.dp_ranks import MAX_DP_RANKS, DPRank, DPRanks, RequestLoad
 from mooncake_proxy.pool.incompatible_pairs import compare_topologies, unfit_pairs
 from mooncake_proxy.pool.instance_reports import (
     Compatibility,
@@ -76,12 +76,17 @@ class InstanceSpec:
     # Names of its model in requests: the first is the name of its pool, the others are aliases and
     # adapters. Empty: it serves requests for models that no other pool has.
     models: tuple[str, ...] = ()
+    # Number of its data-parallel ranks, if its health endpoint does not report it (vLLM).
+    data_parallel_size: int = 1
 
     def __post_init__(self) -> None:
         for field in ("bootstrap_port", "kv_events_port", "kv_events_replay_port"):
             port = getattr(self, field)
             if port is not None and not 1 <= port <= MAX_PORT:
                 raise ConfigError(f"instance {self.name}: {field} {port}: wanted 1 to {MAX_PORT}")
+        if not 1 <= (size := self.data_parallel_size) <= MAX_DP_RANKS:
+            wanted = f"wanted 1 to {MAX_DP_RANKS}"
+            raise ConfigError(f"instance {self.name}: data_parallel_size {size}: {wanted}")
 
     @property
     def repeats_first_token(self) -> bool:
@@ -145,6 +150,9 @@ class Instance(RequestLoad):
         super().__init__()
         self._context = context
         self.bootstrap: BootstrapServer | None = None
+        self.compatibility = Compatibility()
+        # None: a single rank, or the number is not known.
+        self.dp_ranks: DPRanks | None = None
         self.set_spec(spec)
         # The spec as declared by its source, whatever role it has switched to since.
         self.declared = spec
@@ -158,11 +166,8 @@ class Instance(RequestLoad):
         self.num_failures = 0
         # Human-readable reason why it is down.
         self.error = ""
-        self.compatibility = Compatibility()
         # Whether a health check has read its report, which may be empty.
         self.has_reported = False
-        # None: a single rank, or the number is not reported.
-        self.dp_ranks: DPRanks | None = None
         # None: it uses no KVCache pool, or does not report it.
         self.kv_pool: PoolReport | None = None
         # Names that mean its model itself, not an adapter; None: not known. Only of instances that
@@ -189,6 +194,23 @@ class Instance(RequestLoad):
             self.bootstrap = None
         if spec.bootstrap_port is not None and spec.role is Role.PREFILL:
             self.bootstrap = BootstrapServer(spec.origin, spec.bootstrap_port, self._context)
+        self._update_dp_ranks()
+
+    def set_compatibility(self, compatibility: Compatibility) -> None:
+        """Apply what it reports."""
+        self.compatibility, self.has_reported = compatibility, True
+        self._update_dp_ranks()
+
+    def _update_dp_ranks(self) -> None:
+        size = self.data_parallel_size
+        if size != len(self.dp_ranks or ()):
+            self.dp_ranks = DPRanks(self.spec.name, size) if size > 1 else None
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of its data-parallel ranks, as it reports or else as it was declared."""
+        size = self.compatibility.data_parallel_size or self.spec.data_parallel_size
+        return min(size, MAX_DP_RANKS)
 
     @property
     def state(self) -> InstanceState:
@@ -198,15 +220,17 @@ class Instance(RequestLoad):
         return InstanceState.UP if self.is_up else InstanceState.DOWN
 
     @property
+    def reported_dp_ranks(self) -> Iterable[DPRank]:
+        """Its data-parallel ranks, if it reports their queues."""
+        return (self.dp_ranks or ()) if self.compatibility.data_parallel_size else ()
+
+    @property
     def kv_events(self) -> KVEventEndpoints | None:
         """Endpoints of its KV events, from its spec or its health report; None if unknown."""
         spec, host = self.spec, _in_url(self.spec.origin.host)
         if spec.kv_events_port is not None:
-            replay = spec.kv_events_replay_port
-            return KVEventEndpoints(
-                f"tcp://{host}:{spec.kv_events_port}",
-                None if replay is None else f"tcp://{host}:{replay}",
-            )
+            replay_port, num_ranks = spec.kv_events_replay_port, self.data_parallel_size
+            return KVEventEndpoints.of_ranks(host, spec.kv_events_port, replay_port, num_ranks)
         published = self.compatibility.kv_events
         return None if published is None else published.with_host(host)
 
@@ -485,11 +509,7 @@ class InstancePool:
     def note_compatibility(self, instance: Instance, compatibility: Compatibility) -> None:
         """Update what an instance reports about itself and its peers."""
         if instance.compatibility != compatibility or not instance.has_reported:
-            instance.compatibility, instance.has_reported = compatibility, True
-            num_ranks = compatibility.data_parallel_size
-            if num_ranks != len(instance.dp_ranks or ()):
-                several = num_ranks > 1
-                instance.dp_ranks = DPRanks(instance.name, num_ranks) if several else None
+            instance.set_compatibility(compatibility)
             self._refresh()
 
     def note_topology(self, instance: Instance, topology: PairTopology | None) -> None:

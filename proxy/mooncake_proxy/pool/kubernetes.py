@@ -1,8 +1,9 @@
 """Discovers instances in Kubernetes: polls the API server for ready pods with a label selector.
 
 A pod declares its role in the label `mooncake-hal/role` (prefill, decode or both), and its port in
-the annotation `mooncake-hal/port`, by default the first container port. The proxy's service account
-needs the permission to `list` pods.
+the annotation `mooncake-hal/port`, by default the first container port. Other annotations take the
+place of the options that apply to every instance. The proxy's service account needs the permission
+to `list` pods.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import asyncio
 import logging
 import os
 import ssl
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from urllib.parse import quote
 
@@ -23,9 +25,10 @@ from mooncake_proxy.errors import ConfigError, UpstreamError
 from mooncake_proxy.http1.connection_pool import ConnectionPool, timeout
 from mooncake_proxy.http1.http_wire import MAX_PORT, Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext, ClientLimits
+from mooncake_proxy.pool.dp_ranks import MAX_DP_RANKS
 from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 from mooncake_proxy.pool.instances import InstanceSpec, Role
-from mooncake_proxy.pool.membership import follow_source, parse_store_events
+from mooncake_proxy.pool.membership import InstanceDefaults, follow_source, parse_store_events
 from mooncake_proxy.pool.model_pools import ModelPools
 
 logger = logging.getLogger(__name__)
@@ -33,12 +36,17 @@ SOURCE = "kubernetes"
 ROLE_LABEL = "mooncake-hal/role"
 PORT_ANNOTATION = "mooncake-hal/port"
 EMITS_ANNOTATION = "mooncake-hal/decode-emits-first-token"
+BOOTSTRAP_ANNOTATION = "mooncake-hal/prefill-bootstrap-port"
+EVENTS_ANNOTATION = "mooncake-hal/kv-events-port"
+REPLAY_ANNOTATION = "mooncake-hal/kv-events-replay-port"
+RANKS_ANNOTATION = "mooncake-hal/data-parallel-size"
 # Comma-separated names of the model. An annotation, because label values can't contain a slash.
 MODELS_ANNOTATION = "mooncake-hal/models"
 # `--store-kv-events` of each store that the pod uses, separated by spaces.
 STORES_ANNOTATION = "mooncake-hal/store-kv-events"
 POLL_S = 2.0
 TIMEOUT_S = 10.0
+_NOTHING_DECLARED = InstanceDefaults()
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
@@ -129,7 +137,9 @@ class KubernetesConfig:
         return cls(api, namespace, selector, _ACCOUNT / "token", _ACCOUNT / "ca.crt")
 
 
-def specs_of_pods(pods: PodList) -> list[InstanceSpec]:
+def specs_of_pods(
+    pods: PodList, defaults: InstanceDefaults = _NOTHING_DECLARED
+) -> list[InstanceSpec]:
     """The instances in these pods; pods that aren't ready or have no role are left out."""
     found = []
     for pod in pods.items:
@@ -137,20 +147,45 @@ def specs_of_pods(pods: PodList) -> list[InstanceSpec]:
         port = _port_of(pod)
         if role not in [r.value for r in Role] or port is None or not _is_ready(pod):
             continue
-        emits = pod.metadata.annotations.get(EMITS_ANNOTATION) == "true"
+        annotations = pod.metadata.annotations
         origin = Origin("http", pod.status.pod_ip, port)
-        models = pod.metadata.annotations.get(MODELS_ANNOTATION, "")
+        models = annotations.get(MODELS_ANNOTATION, "")
         names = tuple(name.strip() for name in models.split(",") if name.strip())
-        stores = _store_events(pod.metadata.annotations.get(STORES_ANNOTATION, ""))
+        spec = defaults.spec(origin, Role(role), SOURCE, names)
+        emits, num_ranks = annotations.get(EMITS_ANNOTATION), spec.data_parallel_size
+        declared = partial(_declared, annotations)
         found.append(
-            InstanceSpec(
-                origin, Role(role), emits, store_kv_events=stores, source=SOURCE, models=names
+            replace(
+                spec,
+                emits_first_token=spec.emits_first_token if emits is None else emits == "true",
+                bootstrap_port=declared(BOOTSTRAP_ANNOTATION, spec.bootstrap_port),
+                kv_events_port=declared(EVENTS_ANNOTATION, spec.kv_events_port),
+                kv_events_replay_port=declared(REPLAY_ANNOTATION, spec.kv_events_replay_port),
+                store_kv_events=_store_events(annotations.get(STORES_ANNOTATION, "")),
+                data_parallel_size=declared(RANKS_ANNOTATION, num_ranks, MAX_DP_RANKS) or 1,
             )
         )
     return found
 
 
+def _declared(
+    annotations: Mapping[str, str], name: str, otherwise: int | None, most: int = MAX_PORT
+) -> int | None:
+    """The number in an annotation, or `otherwise` if there is no valid one."""
+    text = annotations.get(name)
+    number = None if text is None else _number(name, text, most)
+    return otherwise if number is None else number
+
+
 @lru_cache(maxsize=256)  # so that a wrong one is logged once, not at every poll
+def _number(annotation: str, text: str, most: int) -> int | None:
+    if text.isdecimal() and len(text) <= len(str(most)) and 1 <= int(text) <= most:
+        return int(text)
+    logger.warning("annotation %s of pods: %r: wanted 1 to %d", annotation, text[:20], most)
+    return None
+
+
+@lru_cache(maxsize=256)
 def _store_events(annotation: str) -> tuple[KVEventEndpoints, ...]:
     try:
         return tuple(parse_store_events(text) for text in annotation.split())
@@ -176,9 +211,15 @@ def _port_of(pod: Pod) -> int | None:
 class KubernetesWatch:
     """Keeps the pools in sync with the cluster. They don't change while the API server is down."""
 
-    def __init__(self, config: KubernetesConfig, pools: ModelPools) -> None:
+    def __init__(
+        self,
+        config: KubernetesConfig,
+        pools: ModelPools,
+        defaults: InstanceDefaults = _NOTHING_DECLARED,
+    ) -> None:
         self._config = config
         self._pools = pools
+        self._defaults = defaults
         tls = None
         if config.ca_file is not None:
             tls = ssl.create_default_context(cafile=str(config.ca_file))
@@ -200,7 +241,7 @@ class KubernetesWatch:
         except (UpstreamError, asyncio.TimeoutError, OSError, ValueError) as exc:
             logger.warning("cannot list pods, instances stay as they are: %r", exc)
             return
-        follow_source(self._pools, specs_of_pods(pods), SOURCE)
+        follow_source(self._pools, specs_of_pods(pods, self._defaults), SOURCE)
 
     async def _list(self) -> PodList:
         config = self._config

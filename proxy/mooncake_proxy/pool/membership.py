@@ -61,6 +61,7 @@ class MembershipChange(Struct, forbid_unknown_fields=True):
     registered: tuple[float, int] | None = None
     # Names of its model in requests; the first is the name of its pool.
     models: tuple[str, ...] = ()
+    data_parallel_size: int = 1
 
 
 class PoolFileEntry(Struct, forbid_unknown_fields=True):
@@ -73,6 +74,7 @@ class PoolFileEntry(Struct, forbid_unknown_fields=True):
     kv_events_port: int | None = None
     kv_events_replay_port: int | None = None
     store_kv_events: tuple[str, ...] = ()
+    data_parallel_size: int = 1
 
 
 class PoolFileModel(Struct, forbid_unknown_fields=True):
@@ -89,6 +91,36 @@ class PoolFile(PoolFileModel, forbid_unknown_fields=True):
     """The content of a pool file: instances of one model, or of several by name."""
 
     models: dict[str, PoolFileModel] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class InstanceDefaults:
+    """What the command line declares of all instances of a role that it names itself, and of pods
+    whose annotations don't say otherwise."""
+
+    decode_emits_first_token: bool = False
+    decode_recomputes: bool = False
+    prefill_bootstrap_port: int | None = None
+    kv_events_port: int | None = None
+    kv_events_replay_port: int | None = None
+    data_parallel_size: int = 1
+
+    def spec(
+        self, origin: Origin, role: Role, source: str, models: tuple[str, ...]
+    ) -> InstanceSpec:
+        """An instance of which nothing else is declared."""
+        return InstanceSpec(
+            origin,
+            role,
+            emits_first_token=role is Role.DECODE and self.decode_emits_first_token,
+            recomputes=role is Role.DECODE and self.decode_recomputes,
+            bootstrap_port=self.prefill_bootstrap_port if role is Role.PREFILL else None,
+            kv_events_port=self.kv_events_port,
+            kv_events_replay_port=self.kv_events_replay_port,
+            source=source,
+            models=models,
+            data_parallel_size=self.data_parallel_size,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +171,7 @@ def spec_of(change: MembershipChange) -> InstanceSpec:
         tuple(parse_store_events(each) for each in change.store_kv_events),
         change.source,
         change.models,
+        change.data_parallel_size,
     )
 
 
@@ -228,6 +261,7 @@ def _specs_of_model(
                     tuple(parse_store_events(each) for each in entry.store_kv_events),
                     source,
                     names,
+                    entry.data_parallel_size,
                 )
             )
     return specs

@@ -22,6 +22,7 @@ from mooncake_proxy.pool.kubernetes import (
     PodList,
     specs_of_pods,
 )
+from mooncake_proxy.pool.membership import InstanceDefaults
 from mooncake_proxy.pool.model_pools import ModelPools
 from mooncake_proxy.pool.pool_file import PoolFileWatch
 
@@ -191,10 +192,15 @@ def test_labelled_pod_changes_are_applied() -> None:
         pods = [_pod("decode", 8101, ready=True), _pod("prefill", 8102, ready=False)]
         api = await asyncio.start_server(_api(pods), "127.0.0.1", 0)
         url = f"http://127.0.0.1:{api.sockets[0].getsockname()[1]}"
-        settings = {"kubernetes": "serving/app=llm", "kubernetes_api": url}
+        settings = {
+            "kubernetes": "serving/app=llm",
+            "kubernetes_api": url,
+            "instance_defaults": InstanceDefaults(kv_events_port=5557),
+        }
         async with fake_deployment(num_prefills=0, num_decodes=0, **settings) as s:
-            names = [i.name for i in s.app.router.pool]
-            assert names == ["http://127.0.0.1:8101"]
+            [instance] = s.app.router.pool
+            assert instance.name == "http://127.0.0.1:8101"
+            assert instance.spec.kv_events_port == 5557
         api.close()
 
     uvloop.run(main())

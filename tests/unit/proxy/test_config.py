@@ -83,6 +83,21 @@ def test_ports_of_instances_are_checked(
     assert f"mooncake-proxy: {flag} {port}: wanted 1 to 65535" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("--data-parallel-size 0", "--data-parallel-size 0: wanted 1 to 1024"),
+        ("--data-parallel-size 1025", "--data-parallel-size 1025: wanted 1 to 1024"),
+        ("--data-parallel-size 8 --kv-events-port 65529", "-port 65529: wanted 1 to 65528"),
+    ],
+)
+def test_ranks_of_instances_are_checked(
+    given: str, message: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--backend-url", "http://h:1", *given.split()]) == 2
+    assert message in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("flag", ["--tls-cert", "--upstream-ca"])
 @pytest.mark.parametrize("content", [None, "no certificate"])
 def test_invalid_certificates_are_reported(
@@ -109,6 +124,19 @@ def test_short_prompt_tokens_names_what_it_accepts(capsys: pytest.CaptureFixture
 def test_wrong_events_of_a_store_are_reported(text: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["--backend-url", "http://h:1", "--store-kv-events", text]) == 2
     assert "mooncake-proxy: --store-kv-events: KV events of a store" in capfd.readouterr().err
+
+
+def test_pods_get_what_options_declare_of_every_instance() -> None:
+    command = (
+        "--kubernetes ns/app=x --prefill h:1 --decode h:2 --prefill-bootstrap-port 8998 "
+        "--kv-events-port 5557 --kv-events-replay-port 5657 --data-parallel-size 2 "
+        "--decode-emits-first-token --decode-recomputes"
+    )
+    config = config_from(build_parser().parse_args(command.split()))
+    for spec in config.instances:
+        assert spec == config.instance_defaults.spec(spec.origin, spec.role, "flags", ())
+    assert [each.bootstrap_port for each in config.instances] == [8998, None]
+    assert [each.data_parallel_size for each in config.instances] == [2, 2]
 
 
 def test_instances_use_the_stores_of_their_model() -> None:

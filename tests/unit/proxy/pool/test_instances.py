@@ -91,3 +91,29 @@ def test_declared_stores_count_until_an_instance_reports_its_own() -> None:
         assert instance.store_kv_events == (reported,)
 
     asyncio.run(main())
+
+
+def test_every_data_parallel_rank_publishes_at_ports_of_its_own() -> None:
+    def ranks(events: KVEventEndpoints | None) -> list[tuple[str, str | None]]:
+        assert events is not None
+        return [(e.endpoint, e.replay_endpoint) for e in (events, *events.other_dp_ranks)]
+
+    async def main() -> None:
+        one = replace(spec(1, "flags"), kv_events_port=5557)
+        three = replace(one, kv_events_replay_port=5657, data_parallel_size=3)
+        instance = InstancePool(ClientContext()).add(one)
+        assert ranks(instance.kv_events) == [("tcp://h:5557", None)]
+        assert instance.dp_ranks is None
+        instance.set_spec(three)
+        assert ranks(instance.kv_events) == [
+            (f"tcp://h:{5557 + rank}", f"tcp://h:{5657 + rank}") for rank in range(3)
+        ]
+        assert [rank.name for rank in instance.dp_ranks or ()] == [
+            f"http://h:1#{i}" for i in (0, 1, 2)
+        ]
+        assert not instance.reported_dp_ranks
+        instance.set_compatibility(Compatibility("epoch", data_parallel_size=2))
+        assert len(ranks(instance.kv_events)) == len(instance.dp_ranks or ()) == 2
+        assert instance.reported_dp_ranks is instance.dp_ranks
+
+    asyncio.run(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.http1.http_wire import Origin
@@ -12,6 +13,7 @@ from mooncake_proxy.pool.instances import InstanceSpec, Role
 from mooncake_proxy.pool.kubernetes import Pod, PodList, specs_of_pods
 from mooncake_proxy.pool.membership import (
     ChangeOperation,
+    InstanceDefaults,
     MembershipChange,
     MembershipPlan,
     parse_store_events,
@@ -74,24 +76,75 @@ def test_events_of_stores_are_declared_over_http_in_files_and_in_pods() -> None:
     assert spec.store_kv_events == wanted
 
 
+def pod(role: str = "both", **annotations: str) -> Pod:
+    made = {
+        "metadata": {
+            "labels": {"mooncake-hal/role": role},
+            "annotations": {
+                f"mooncake-hal/{name.replace('_', '-')}": text for name, text in annotations.items()
+            },
+        },
+        "spec": {"containers": [{"ports": [{"containerPort": 8100}]}]},
+        "status": {"podIP": "10.0.0.1", "conditions": [{"type": "Ready", "status": "True"}]},
+    }
+    return msgspec.convert(made, Pod)
+
+
+def test_number_of_ranks_is_declared_over_http_and_in_files() -> None:
+    change = MembershipChange(ChangeOperation.ADD, "http://h:1", Role.BOTH, data_parallel_size=2)
+    entry = {"url": "http://h:1", "data_parallel_size": 2}
+    [spec] = parse_pool_file(msgspec.json.encode({"both": [entry]}), "pool.json")
+    assert spec_of(change).data_parallel_size == spec.data_parallel_size == 2
+    with pytest.raises(ConfigError, match="data_parallel_size 2000: wanted 1 to 1024"):
+        spec_of(structs.replace(change, data_parallel_size=2000))
+
+
+def test_options_of_every_instance_apply_to_pods_without_an_annotation() -> None:
+    defaults = InstanceDefaults(
+        decode_emits_first_token=True,
+        decode_recomputes=True,
+        prefill_bootstrap_port=8998,
+        kv_events_port=5557,
+        kv_events_replay_port=5657,
+        data_parallel_size=2,
+    )
+    own = {
+        "decode_emits_first_token": "false",
+        "prefill_bootstrap_port": "9998",
+        "kv_events_port": "6557",
+        "kv_events_replay_port": "6657",
+        "data_parallel_size": "4",
+    }
+    pods = [pod("prefill"), pod("decode"), pod("prefill", **own), pod("decode", **own)]
+    first, second, third, fourth = specs_of_pods(PodList(pods), defaults)
+    for spec in (first, second):
+        assert (spec.kv_events_port, spec.kv_events_replay_port) == (5557, 5657)
+        assert spec.data_parallel_size == 2
+    for spec in (third, fourth):
+        assert (spec.kv_events_port, spec.kv_events_replay_port) == (6557, 6657)
+        assert spec.data_parallel_size == 4
+    assert (first.bootstrap_port, third.bootstrap_port) == (8998, 9998)
+    assert [each.emits_first_token for each in (first, second, fourth)] == [False, True, False]
+    assert [each.recomputes for each in (first, second, fourth)] == [False, True, True]
+
+
+def test_pod_with_a_number_that_is_none_has_that_of_the_option(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    wrong = ("0", "65536", "http", "9" * 5000)
+    pods = PodList([pod(kv_events_port=text, data_parallel_size=text) for text in wrong])
+    for _ in range(2):
+        found = specs_of_pods(pods, InstanceDefaults(kv_events_port=5557))
+        assert [(spec.kv_events_port, spec.data_parallel_size) for spec in found] == [(5557, 1)] * 4
+    assert caplog.text.count("kv-events-port of pods: '65536': wanted 1 to 65535") == 1
+    assert caplog.text.count("data-parallel-size of pods: '65536': wanted 1 to 1024") == 1
+
+
 def test_pod_with_wrong_events_of_a_store_is_an_instance_all_the_same(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def pod(events: str) -> Pod:
-        made = {
-            "metadata": {
-                "labels": {"mooncake-hal/role": "both"},
-                "annotations": {"mooncake-hal/store-kv-events": events},
-            },
-            "spec": {"containers": [{"ports": [{"containerPort": 8100}]}]},
-            "status": {
-                "podIP": "10.0.0.1",
-                "conditions": [{"type": "Ready", "status": "True"}],
-            },
-        }
-        return msgspec.convert(made, Pod)
-
-    pods = PodList([pod("tcp://s1:5557 tcp://s2:5557"), pod("s1")])
+    stores = ("tcp://s1:5557 tcp://s2:5557", "s1")
+    pods = PodList([pod(store_kv_events=events) for events in stores])
     right, wrong = specs_of_pods(pods)
     assert [each.endpoint for each in right.store_kv_events] == ["tcp://s1:5557", "tcp://s2:5557"]
     assert wrong.store_kv_events == ()
