@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Connection, answer_challenge, deliver_challenge
+from queue import Empty, SimpleQueue
 
 import msgspec
 
@@ -19,6 +20,9 @@ logger = logging.getLogger(__name__)
 
 _AUTH_TIMEOUT_S = 5.0
 """How long both ends of a new connection may take to authenticate each other."""
+_MAX_PENDING = 64
+"""Most connections that are being authenticated at a time."""
+_ACCEPT_RETRY_S = 0.1
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_MESSAGE_BYTES = 1_000_000
 """Limit of a message's size, so that a peer can't make this node allocate without bound."""
@@ -177,38 +181,88 @@ def shut_down(connection: Connection) -> None:
         shared.shutdown(socket.SHUT_RDWR)
 
 
-def accept_authenticated(listener: socket.socket, key: bytes) -> Connection:
-    """Accept the next connection that proves that it knows the key. Connections that do not, or
-    take longer than ``_AUTH_TIMEOUT_S``, are closed.
+class AuthenticatedListener:
+    """Accepts the connections to a listening socket that prove that they know the key, in any
+    order. They are authenticated beside one another, so that those that never prove it hold up no
+    others; of more than ``_MAX_PENDING`` the oldest is closed. Others are closed after
+    ``_AUTH_TIMEOUT_S``.
 
-    Raises:
-        TimeoutError: no such connection came within the listener's timeout.
+    Args:
+        listener: the listening socket. It is closed with this object.
+        key: the key.
     """
-    limit_s = listener.gettimeout()
-    deadline = None if limit_s is None else time.monotonic() + limit_s
-    try:
+
+    def __init__(self, listener: socket.socket, key: bytes) -> None:
+        self._listener = listener
+        self._key = key
+        self._proven: SimpleQueue[Connection] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._pending: list[Connection] = []  # the oldest first
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="authentication", daemon=True)
+        self._thread.start()
+
+    def accept(self, timeout_s: float) -> Connection:
+        """Returns the next authenticated connection.
+
+        Raises:
+            TimeoutError: there was none within ``timeout_s``.
+        """
+        try:
+            return self._proven.get(timeout=max(0.0, timeout_s))
+        except Empty:
+            raise TimeoutError(f"no connection was authenticated within {timeout_s:g} s") from None
+
+    def close(self) -> None:
+        """Stop listening, and close the connections that nobody has accepted. Idempotent."""
+        with self._lock:
+            self._is_closed = True
+            for connection in self._pending:
+                shut_down(connection)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
+        self._thread.join()
+        self._listener.close()
+        with contextlib.suppress(Empty):
+            while True:
+                self._proven.get_nowait().close()
+
+    def _run(self) -> None:
+        """The thread's main loop."""
         while True:
-            if deadline is not None:
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    raise TimeoutError(f"no connection was authenticated within {limit_s:g} s")
-                listener.settimeout(left)
-            accepted, address = listener.accept()
-            with _authenticating(accepted) as connection:
-                try:
-                    deliver_challenge(connection, key)
-                    answer_challenge(connection, key)
-                except (AuthenticationError, EOFError, OSError) as exc:
-                    logger.warning(
-                        "rejected a connection from %s that is not authenticated: %s",
-                        address[0],
-                        exc,
-                    )
-                    connection.close()
-                else:
-                    return connection
-    finally:
-        listener.settimeout(limit_s)
+            try:
+                connected, address = self._listener.accept()
+            except OSError as exc:
+                if self._is_closed:
+                    return
+                logger.warning("could not accept a connection: %s", exc)
+                time.sleep(_ACCEPT_RETRY_S)  # descriptors may have run out
+                continue
+            connection = _as_connection(connected)
+            with self._lock:
+                self._pending.append(connection)
+                if len(self._pending) > _MAX_PENDING:
+                    shut_down(self._pending.pop(0))
+            threading.Thread(
+                target=self._authenticate, args=(connection, address[0]), daemon=True
+            ).start()
+
+    def _authenticate(self, connection: Connection, host: str) -> None:
+        is_proven = False
+        try:
+            with _auth_timeout(connection):
+                deliver_challenge(connection, self._key)
+                answer_challenge(connection, self._key)
+            is_proven = True
+        except (AuthenticationError, EOFError, OSError) as exc:
+            logger.warning("rejected a connection from %s that is not authenticated: %s", host, exc)
+        with self._lock:
+            if connection in self._pending:
+                self._pending.remove(connection)
+            if is_proven and not self._is_closed:
+                self._proven.put(connection)
+                return
+        connection.close()
 
 
 def connect_authenticated(address: tuple[str, int], key: bytes) -> Connection:
@@ -218,29 +272,41 @@ def connect_authenticated(address: tuple[str, int], key: bytes) -> Connection:
         AuthenticationError: the peer has another key.
         OSError, EOFError: the peer can't be reached, or closes the connection.
     """
-    with _authenticating(socket.create_connection(address, _CONNECT_TIMEOUT_S)) as connection:
-        try:
+    connection = _as_connection(socket.create_connection(address, _CONNECT_TIMEOUT_S))
+    try:
+        with _auth_timeout(connection):
             answer_challenge(connection, key)
             deliver_challenge(connection, key)
-        except BaseException:
-            connection.close()
-            raise
-        return connection
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _as_connection(connected: socket.socket) -> Connection:
+    _set_tcp_options(connected)
+    connected.settimeout(None)
+    return Connection(connected.detach())
 
 
 @contextlib.contextmanager
-def _authenticating(connected: socket.socket) -> Iterator[Connection]:
-    """Yield the connection of a socket, and shut it down if the block takes longer than
-    ``_AUTH_TIMEOUT_S``."""
-    _set_tcp_options(connected)
-    connected.settimeout(None)
-    connection = Connection(connected.detach())
+def _auth_timeout(connection: Connection) -> Iterator[None]:
+    """Shut the connection down if the block takes longer than ``_AUTH_TIMEOUT_S``."""
     timeout = threading.Timer(_AUTH_TIMEOUT_S, shut_down, [connection])
     timeout.start()
     try:
-        yield connection
+        yield
     finally:
         timeout.cancel()
+
+
+def await_slow_reader(connection: Connection) -> None:
+    """Let data wait for as long as the peer reads none, as a rank does not during a step. Linux
+    applies TCP_USER_TIMEOUT to a peer with a full buffer, too, although its host answers. A host
+    that vanishes is still noticed while nothing is unacknowledged, and by its other connections."""
+    with socket.socket(fileno=os.dup(connection.fileno())) as shared:
+        if shared.family != socket.AF_UNIX and hasattr(socket, "TCP_USER_TIMEOUT"):
+            shared.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 0)
 
 
 def _set_tcp_options(connected: socket.socket) -> None:

@@ -15,9 +15,10 @@ import socket
 import tempfile
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -27,6 +28,7 @@ import torch
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead, PortInUse
 from mooncake_engine.execution.node_connections import (
+    AuthenticatedListener,
     InstanceOver,
     KillRank,
     NodeHello,
@@ -35,7 +37,7 @@ from mooncake_engine.execution.node_connections import (
     NodeWelcome,
     RankEnded,
     RankHello,
-    accept_authenticated,
+    await_slow_reader,
     own_address,
     receive_message,
     send_message,
@@ -212,8 +214,12 @@ class NodeLauncher:
         self._key = config.nodes.secret.encode()
         self._token = secrets.token_hex(16)
         self._weights = weights_fingerprint(config.model)
-        self._listener = _listen(config.nodes.master_addr, config.nodes.master_port)
+        self._listener = AuthenticatedListener(
+            _listen(config.nodes.master_addr, config.nodes.master_port), self._key
+        )
         self._scratch = tempfile.mkdtemp(prefix="mooncake-ranks-")
+        # also if the process ends without ``close``
+        self._remove = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         self.threads = config.threads or max(1, torch.get_num_threads() // self._num_own)
 
     @property
@@ -228,7 +234,7 @@ class NodeLauncher:
             ConfigError: a node did not join in time.
             EngineDead: a node left before the ranks were started.
         """
-        with self._listener:
+        with closing(self._listener):
             self._await_nodes()
             connections = self._welcome()
         nodes = [self._nodes[number] for number in sorted(self._nodes)]
@@ -253,15 +259,16 @@ class NodeLauncher:
         self._listener.close()
         for node in self._nodes.values():
             node.send_message(InstanceOver())
+        deadline = time.monotonic() + _KILL_TIMEOUT_S
         for thread in self._threads:  # it ends when the node has closed its connection
-            thread.join(_KILL_TIMEOUT_S)
+            thread.join(max(0.0, deadline - time.monotonic()))
         for node in self._nodes.values():
             shut_down(node.control)
         for thread in self._threads:
             thread.join()
         for node in self._nodes.values():
             node.control.close()
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._remove()
 
     def _await_nodes(self) -> None:
         wanted, nodes = self._config.nodes, self._nodes
@@ -276,9 +283,8 @@ class NodeLauncher:
                     f"{JOIN_TIMEOUT_S:g} s: start serve with --node-rank {missing[0]} there, or "
                     "check its log for the reason"
                 )
-            self._listener.settimeout(min(left, _REMINDER_INTERVAL_S))
             try:
-                self._admit(accept_authenticated(self._listener, self._key))
+                self._admit(self._listener.accept(min(left, _REMINDER_INTERVAL_S)))
             except TimeoutError:
                 logger.info("waiting at %s for node %s of %d", where, names, wanted.nnodes)
 
@@ -360,8 +366,7 @@ class NodeLauncher:
             try:
                 if left <= 0:
                     raise TimeoutError("only others connected")
-                self._listener.settimeout(left)
-                connection = accept_authenticated(self._listener, self._key)
+                connection = self._listener.accept(left)
             except TimeoutError as exc:
                 raise EngineDead(
                     f"ranks of the other nodes did not connect within {_START_TIMEOUT_S:g} s; "
@@ -378,6 +383,8 @@ class NodeLauncher:
             end = hello.rank, hello.is_orders
             if end not in ends:
                 deadline = time.monotonic() + _START_TIMEOUT_S
+            if hello.is_orders:
+                await_slow_reader(connection)
             ends[end] = connection
         return {rank: (ends[rank, True], ends[rank, False]) for rank, _ in ends}
 

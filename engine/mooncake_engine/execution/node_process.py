@@ -21,6 +21,7 @@ from mooncake_engine.execution.node_connections import (
     NodeWelcome,
     RankEnded,
     RankHello,
+    await_slow_reader,
     connect_authenticated,
     own_address,
     receive_message,
@@ -215,6 +216,8 @@ class _Node:
     def _connect_rank(self, token: str, rank: int, *, is_orders: bool) -> Connection:
         connection = connect_authenticated(self._address, self._key)
         send_message(connection, RankHello(token, rank, is_orders))
+        if is_orders:
+            await_slow_reader(connection)
         return connection
 
     def _follow(self, control: Connection) -> None:

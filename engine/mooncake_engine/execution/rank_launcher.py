@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
@@ -309,6 +310,8 @@ class LocalLauncher:
         self._count = config.num_all_ranks
         self._ranks = ranks
         self._scratch = Path(tempfile.mkdtemp(prefix="mooncake-ranks-"))
+        # also if the process ends without ``close``
+        self._remove = weakref.finalize(self, shutil.rmtree, self._scratch, ignore_errors=True)
         self.threads = config.threads or max(1, torch.get_num_threads() // self._count)
 
     def rendezvous(self, name: str) -> str:
@@ -320,4 +323,4 @@ class LocalLauncher:
         return self._ranks or start_local_ranks(self._count)
 
     def close(self) -> None:
-        shutil.rmtree(self._scratch, ignore_errors=True)
+        self._remove()

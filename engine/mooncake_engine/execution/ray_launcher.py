@@ -6,6 +6,7 @@ connections, authenticated by a key that is sent only to the actors.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
@@ -13,12 +14,19 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Sequence
-from multiprocessing.connection import Client, Connection
+from multiprocessing.connection import Connection
 from typing import Any
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, EngineDead
-from mooncake_engine.execution.node_connections import accept_authenticated
+from mooncake_engine.execution.node_connections import (
+    AuthenticatedListener,
+    RankHello,
+    await_slow_reader,
+    connect_authenticated,
+    receive_message,
+    send_message,
+)
 from mooncake_engine.execution.parallel_state import RankInfo
 from mooncake_engine.execution.rank_launcher import Rank, config_on_host, find_ports
 from mooncake_hal.command_line import import_path
@@ -45,9 +53,12 @@ class RankActor:
         """Find ``count`` free ports of the host."""
         return find_ports(_ray().util.get_node_ip_address(), count)
 
-    def serve(self, address: tuple[str, int], key: bytes) -> int:
+    def serve(self, address: tuple[str, int], key: bytes, rank: int) -> int:
         """Connect to the executor and run a rank until it is stopped; returns its exit status."""
-        orders, messages = (Client(address, authkey=key) for _ in range(2))
+        orders, messages = (connect_authenticated(address, key) for _ in range(2))
+        send_message(orders, RankHello("", rank, True))
+        send_message(messages, RankHello("", rank, False))
+        await_slow_reader(orders)
         from mooncake_engine.execution.rank_process import ignore_sigterm, serve
 
         return serve(orders, messages, ignore_sigterm)
@@ -174,12 +185,16 @@ class RayLauncher:
         except ray.exceptions.RayError as exc:
             raise EngineDead(f"Ray could not start the ranks: {exc}") from exc
         our_host = ray.util.get_node_ip_address()
-        with socket.create_server((our_host, 0)) as listener:
-            listener.settimeout(_CONNECT_TIMEOUT_S)
-            return [
-                self._connect_rank(listener, rank, actor, RankLocation(host, our_host, pid))
-                for rank, (actor, (host, pid)) in enumerate(zip(actors, described, strict=True))
-            ]
+        listening = socket.create_server((our_host, 0))
+        address = listening.getsockname()[:2]
+        with contextlib.closing(AuthenticatedListener(listening, self._key)) as listener:
+            ranks = []
+            for rank, (actor, (host, pid)) in enumerate(zip(actors, described, strict=True)):
+                running = actor.serve.remote(address, self._key, rank)
+                location = RankLocation(host, our_host, pid)
+                ends = accept_rank(listener, rank, location)
+                ranks.append(RayRank(rank, ends, actor, running, location))
+            return ranks
 
     def rendezvous(self, name: str) -> str:
         return self._rendezvous[name]
@@ -220,19 +235,30 @@ class RayLauncher:
             .remote()
         )
 
-    def _connect_rank(
-        self, listener: socket.socket, rank: int, actor: Any, location: RankLocation
-    ) -> RayRank:
-        running = actor.serve.remote(listener.getsockname()[:2], self._key)
-        try:
-            orders, messages = (accept_authenticated(listener, self._key) for _ in range(2))
-        except TimeoutError as exc:
-            raise EngineDead(
-                f"rank {rank} on {location.host} did not connect to {location.our_host} within "
-                f"{_CONNECT_TIMEOUT_S:g} s: check that it can reach this host"
-            ) from exc
-        logger.info("rank %d runs on %s, process %d", rank, location.host, location.pid)
-        return RayRank(rank, (orders, messages), actor, running, location)
+
+def accept_rank(
+    listener: AuthenticatedListener, rank: int, location: RankLocation
+) -> tuple[Connection, Connection]:
+    """Accept a rank's connections, for orders and for messages.
+
+    Raises:
+        EngineDead: the rank did not connect in time.
+    """
+    ends: dict[bool, Connection] = {}
+    try:
+        while len(ends) < 2:
+            connection = listener.accept(_CONNECT_TIMEOUT_S)
+            hello = receive_message(connection, _CONNECT_TIMEOUT_S)
+            assert isinstance(hello, RankHello), f"a rank says {hello}"
+            ends[hello.is_orders] = connection
+    except (EOFError, OSError) as exc:
+        raise EngineDead(
+            f"rank {rank} on {location.host} did not connect to {location.our_host} within "
+            f"{_CONNECT_TIMEOUT_S:g} s: check that it can reach this host"
+        ) from exc
+    await_slow_reader(ends[True])
+    logger.info("rank %d runs on %s, process %d", rank, location.host, location.pid)
+    return ends[True], ends[False]
 
 
 def _ray() -> Any:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import logging
 import socket
-import threading
-from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from multiprocessing import Pipe
-from multiprocessing.connection import Client, Connection
 from pathlib import Path
 
 import pytest
 
 from mooncake_engine.config import EngineConfig, Role
 from mooncake_engine.errors import ConfigError
-from mooncake_engine.execution import node_connections
-from mooncake_engine.execution.ray_launcher import RankLocation, RayRank
+from mooncake_engine.execution.node_connections import (
+    AuthenticatedListener,
+    RankHello,
+    connect_authenticated,
+    send_message,
+)
+from mooncake_engine.execution.ray_launcher import RankLocation, RayRank, accept_rank
 from mooncake_hal.port_range import PortRange
 from mooncake_kv.config import KVTransferConfig
 
@@ -59,39 +61,17 @@ def test_loopback_for_a_rank_on_another_host_is_rejected() -> None:
         adapted("127.0.0.1", "127.0.0.1")
 
 
-KEY = b"0123456789abcdef0123456789abcdef"
-
-
-@pytest.mark.parametrize("drips", [False, True])
-def test_silent_or_slow_connection_does_not_block_ranks(
-    drips: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(node_connections, "_AUTH_TIMEOUT_S", 0.3)
-    is_over = threading.Event()
-
-    def drip(outsider: socket.socket) -> None:
-        length, byte = (100).to_bytes(4, "big"), b"x"
-        for piece in [length, *[byte] * 90]:
-            if is_over.wait(0.05):
-                return
-            try:
-                outsider.sendall(piece)
-            except OSError:
-                return
-
-    with (
-        caplog.at_level(logging.WARNING),
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as outsider,
-        ThreadPoolExecutor(2) as threads,
-    ):
-        if drips:
-            threads.submit(drip, outsider)
-        connecting = threads.submit(Client, listener.getsockname(), authkey=KEY)
-        ours: Connection = node_connections.accept_authenticated(listener, KEY)
-        is_over.set()
-        with ours, connecting.result(60) as theirs:
-            theirs.send("a rank")
-            assert ours.poll(60)
-            assert ours.recv() == "a rank"
-    assert "that is not authenticated" in caplog.text
+def test_connections_of_a_rank_are_told_apart() -> None:
+    """They may be authenticated in either order."""
+    key = b"0123456789abcdef0123456789abcdef"
+    listening = socket.create_server(("127.0.0.1", 0))
+    address = listening.getsockname()
+    with closing(AuthenticatedListener(listening, key)) as listener:
+        messages, orders = (connect_authenticated(address, key) for _ in range(2))
+        send_message(messages, RankHello("", 3, False))
+        send_message(orders, RankHello("", 3, True))
+        ours = accept_rank(listener, 3, RankLocation(THEIRS, OURS, 7))
+    with messages, orders, ours[0], ours[1]:
+        orders.send("done")
+        messages.send("emitted")
+        assert [end.recv() for end in ours] == ["done", "emitted"]
