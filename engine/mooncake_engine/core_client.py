@@ -61,8 +61,9 @@ _POLL_S = 0.1
 _TIMEOUT_FACTOR = 1.25
 """Timeout of steps here, as a multiple of the core's own. The core's watchdog comes first, because
 it knows more about what hangs."""
-_EXIT_TIMEOUT_S = 8.0
-"""Seconds that the core's process has to exit before it is killed."""
+_EXIT_TIMEOUT_S = 20.0
+"""Seconds that the core's process has to exit before it is killed. That is more than it gives its
+ranks (10 s) and other nodes (5 s), so that it can end them in order."""
 _DUMP_S = 2.0
 """Seconds that a hung core's process has to dump its stacks before it is killed."""
 _START_ERRORS = (PortInUse, ConfigError, CheckpointError)

@@ -20,9 +20,9 @@ import struct
 import sys
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from mmap import mmap
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
@@ -75,6 +75,18 @@ BEHIND = (
 """Error of requests whose updates were dropped."""
 
 
+def encode_message(message: Message) -> bytes:
+    """Encode a message other than updates."""
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+
+
+def send_report(report: CoreReport, fronts: Iterable[FrontEnd]) -> None:
+    """Send a report to front ends, and encode it once at most: loads of experts make it large."""
+    encode = cache(partial(encode_message, report))
+    for front in fronts:
+        front.send_report(report, encode)
+
+
 class FrontEnd:
     """The core's connection to a process that serves requests. Sending never blocks the caller:
     data that the front end does not accept at once is sent by a background thread.
@@ -99,7 +111,7 @@ class FrontEnd:
 
     def send_message(self, message: Message) -> None:
         """Send a message other than updates."""
-        self.send(OTHER, pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+        self.send(OTHER, encode_message(message))
 
     def send(self, kind: int, encoded: bytes) -> None:
         """Send a message in the framing of ``Connection.send_bytes``. Any thread."""
@@ -121,11 +133,16 @@ class FrontEnd:
         waiting = self._num_queued_bytes
         return not waiting or waiting + num_bytes <= MAX_UNSENT_BYTES
 
-    def send_report(self, report: CoreReport) -> None:
-        """Send a report if it has changed and no other message is still unsent."""
+    def send_report(self, report: CoreReport, encoded: Callable[[], bytes]) -> None:
+        """Send a report if it has changed and no other message is still unsent.
+
+        Args:
+            report: the report.
+            encoded: returns it encoded.
+        """
         if report != self.reported and not self._unsent:
             self.reported = report
-            self.send_message(report)
+            self.send(OTHER, encoded())
 
     def _send_now(self, data: bytes | memoryview) -> int:
         """Send what the socket accepts without blocking; returns the number of bytes."""
@@ -237,9 +254,7 @@ class CoreProcess:
         finished = [update.request_id for update in updates if update.finish is not None]
         ended = {self._served_by.pop(name) for name in finished}
         if ended:  # the report includes a finished request before its client sees the end
-            report = core.report()
-            for front in ended:
-                front.send_report(report)
+            send_report(core.report(), ended)
         for front, batch in batches.items():
             encoded = encode_updates(batch)
             if not self._dropped and front.can_queue(len(encoded)):
@@ -304,7 +319,7 @@ class CoreProcess:
 
     def _handle_message(self, core: Core, front: FrontEnd, message: Ask | Command) -> None:
         if isinstance(message, Ask) and isinstance(message.command, RefreshReport):
-            front.send_report(core.report())
+            send_report(core.report(), [front])
             front.send_message(Reply(message.number, True))
         elif isinstance(message, Ask):
             core.post(replace(message.command, reply=partial(self._reply, front, message.number)))
@@ -320,9 +335,7 @@ class CoreProcess:
     def _report(self, core: Core) -> None:
         """Thread main: send changed reports to all front ends."""
         while not self._stopping.wait(REPORT_INTERVAL_S):
-            report = core.report()
-            for front in self._fronts:
-                front.send_report(report)
+            send_report(core.report(), self._fronts)
 
     def _give_up(self, core: Core) -> None:
         """Give up a step that has timed out. Called on the watchdog's thread."""

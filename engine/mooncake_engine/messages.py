@@ -288,7 +288,8 @@ class EngineStats:
             only one rank, and in the sum over data-parallel ranks.
         pool_stores: what routers should know of the stores that it uses; see
             ``PoolStores.reports``.
-        by_dp_rank: snapshots of the data-parallel ranks; empty if there is only one.
+        by_dp_rank: snapshots of the data-parallel ranks, without ``experts``, of which each has the
+            same counts; empty if there is only one.
     """
 
     num_running: int = 0
@@ -340,7 +341,7 @@ def total_stats(parts: Sequence[EngineStats]) -> EngineStats:
         experts=_total_experts([part.experts for part in parts if part.experts]),
         pool_store=parts[0].pool_store,
         pool_stores=parts[0].pool_stores,
-        by_dp_rank=tuple(parts),
+        by_dp_rank=tuple(replace(part, experts=None) for part in parts),
     )
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.scripted_core import ScriptedExecutor, scripted_engine
 
-from mooncake_engine import assembly, core_process
+from mooncake_engine import assembly, core_client, core_process
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.core_messages import (
     UPDATES,
@@ -23,9 +23,17 @@ from mooncake_engine.core_messages import (
     Start,
     decode_updates,
 )
-from mooncake_engine.core_process import CoreProcess, FrontEnd
+from mooncake_engine.core_process import CoreProcess, FrontEnd, send_report
 from mooncake_engine.errors import EngineDead
-from mooncake_engine.messages import EngineRequest, FinishReason, TokenUpdate
+from mooncake_engine.execution import node_launcher, rank_processes
+from mooncake_engine.messages import (
+    EngineRequest,
+    EngineStats,
+    ExpertLoad,
+    FinishReason,
+    TokenUpdate,
+    total_stats,
+)
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.step_watchdog import STATE_BYTES
 from mooncake_hal.command_line import LogSettings
@@ -202,3 +210,40 @@ def test_failure_of_a_background_thread_ends_the_core(
                 running.result(10)
         finally:
             core._stopping.set()
+
+
+def test_a_report_is_encoded_once_for_all_front_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the loads of many experts it is large."""
+    encoded = []
+
+    def encode(report: CoreReport) -> bytes:
+        encoded.append(report)
+        return pickle.dumps(report)
+
+    monkeypatch.setattr(core_process, "encode_message", encode)
+    pairs = [Pipe() for _ in range(3)]
+    fronts = [FrontEnd(ours, f"front {n}") for n, (ours, _) in enumerate(pairs)]
+    report = CoreReport(EngineStats(num_running=1), None, None, None)
+    for _ in range(2):
+        send_report(report, fronts)
+    assert encoded == [report]
+    for front, (ours, theirs) in zip(fronts, pairs, strict=True):
+        assert pickle.loads(theirs.recv_bytes()[1:]) == report
+        assert not theirs.poll()
+        front._socket.close()
+        ours.close()
+        theirs.close()
+
+
+def test_only_the_total_has_the_load_of_experts() -> None:
+    """Each rank counts the choices of all ranks."""
+    load = ExpertLoad({0: (3, 1)}, 1.5, 4)
+    total = total_stats([EngineStats(experts=load), EngineStats(num_running=2, experts=load)])
+    assert total.experts is not None
+    assert total.experts.tokens == load.tokens
+    assert total.by_dp_rank == (EngineStats(), EngineStats(num_running=2))
+
+
+def test_core_has_the_time_to_end_its_ranks_and_nodes_in_order() -> None:
+    own_s = rank_processes._STOP_TIMEOUT_S + node_launcher._KILL_TIMEOUT_S
+    assert own_s < core_client._EXIT_TIMEOUT_S
