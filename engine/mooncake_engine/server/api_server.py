@@ -81,6 +81,26 @@ def _warn_of_unreachable_kv(kv_transfer: KVTransferConfig, host: str) -> None:
         )
 
 
+def _check_access(host: str, options: ServerOptions) -> None:
+    """Log a warning if other hosts may send requests without a key.
+
+    Raises:
+        ConfigError: the environment says how vLLM would have checked keys.
+    """
+    if options.api_keys or is_loopback_host(host):
+        return
+    if os.environ.get("VLLM_API_KEY"):
+        raise ConfigError(
+            f"--host {host} without --api-key-file, while VLLM_API_KEY is set: it is not read "
+            "here; put the key into a file for --api-key-file, or unset the variable"
+        )
+    logger.warning(
+        "--host %s without --api-key-file: whoever reaches the port can send requests; give "
+        "--api-key-file, or let only a proxy that checks keys reach it",
+        host,
+    )
+
+
 def check_before_loading(config: EngineConfig, host: str, options: ServerOptions) -> None:
     """Check what would otherwise fail only after the model has been loaded.
 
@@ -88,6 +108,7 @@ def check_before_loading(config: EngineConfig, host: str, options: ServerOptions
         PortInUse: the port of the side channel is in use.
         ConfigError: the options can't be served.
     """
+    _check_access(host, options)
     check_kv_port(config)
     if config.kv_transfer is not None:
         _warn_of_unreachable_kv(config.kv_transfer, host)

@@ -58,6 +58,27 @@ def test_kv_that_only_this_host_reaches_is_reported(
     assert ("peers on other hosts can't exchange KV" in caplog.text) is is_reported
 
 
+@pytest.mark.parametrize(
+    ("host", "keys", "is_reported"),
+    [("0.0.0.0", (), True), ("0.0.0.0", ("k" * 32,), False), ("127.0.0.1", (), False)],
+)
+def test_api_that_is_open_to_other_hosts_is_reported(
+    host: str, keys: tuple[str, ...], is_reported: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ServerOptions(api_keys=frozenset(keys))
+    check_before_loading(EngineConfig(TINY_LLAMA), host, options)
+    assert ("whoever reaches the port can send requests" in caplog.text) is is_reported
+
+
+def test_key_in_vllms_environment_does_not_leave_the_api_open(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    check_before_loading(EngineConfig(TINY_LLAMA), "localhost", ServerOptions())
+    with pytest.raises(ConfigError, match="VLLM_API_KEY is set: it is not read here"):
+        check_before_loading(EngineConfig(TINY_LLAMA), "0.0.0.0", ServerOptions())
+
+
 def test_model_is_loaded_while_the_tokenizer_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """A core in a process of its own has started to load by then; it ends if there is no tokenizer
     for its tokens."""
