@@ -66,3 +66,20 @@ def test_a_rank_that_loads_the_model_ends_with_its_parent() -> None:
             assert rank.wait(10.0) == PARENT_GONE
         finally:
             rank.kill()
+
+
+WITHOUT_CLOSE = """
+from pathlib import Path
+from mooncake_engine.config import EngineConfig
+from mooncake_engine.execution.rank_launcher import LocalLauncher
+launcher = LocalLauncher(EngineConfig(Path("model"), tp_size=2))
+print(launcher.rendezvous("").removeprefix("file://127.0.0.1"))
+"""
+
+
+def test_files_of_a_process_that_ends_without_close_are_removed(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": import_path(), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", WITHOUT_CLOSE]
+    script = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    assert Path(script.stdout).parent == tmp_path
+    assert not list(tmp_path.iterdir())
