@@ -75,9 +75,10 @@ class PoolSaves:
 
     A save does not pin its blocks: they may be freed and allocated again while they are copied. The
     block pool counts the allocations of each block, so a copy whose blocks have been allocated
-    again is known to be invalid, and is discarded. For the same reason, chunks that were rejected
-    when a request ended can be offered again while its blocks are still cached, and so can chunks
-    that the store had no memory for: one save at a time, after a delay, since it asks a full store.
+    again is known to be invalid, and is discarded; a request that was preempted offers these chunks
+    again once it has computed them again. For the same reason, chunks that were rejected when a
+    request ended can be offered again while its blocks are still cached, and so can chunks that the
+    store had no memory for: one save at a time, after a delay, since it asks a full store.
 
     Args:
         blocks: owner of the block tables.
@@ -194,6 +195,7 @@ class PoolSaves:
         for _ in range(len(self._refused)):
             refused = self._refused.popleft()
             if not refused.snapshot.is_unchanged(self._blocks.pool):
+                self._note_dropped(refused)
                 continue
             if not self._is_computed(refused):
                 self._refused.append(refused)
@@ -214,6 +216,14 @@ class PoolSaves:
         if self._queues.now >= self._retry_at:
             self._retry_at = self._queues.now + self._retry_s
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+
+    def _note_dropped(self, dropped: _OfferedSave) -> None:
+        """The blocks of a save were allocated again before they were copied. If its request was
+        preempted, its next offer begins with these chunks: later ones are useless without them."""
+        if dropped.save.copy is None:
+            request, first = dropped.request, dropped.save.first_chunk * self._pool.chunk_tokens
+            request.num_saved = min(request.num_saved, first)
+            request.num_offered = min(request.num_offered, first)
 
     def _again(self, offered: _OfferedSave, first: int) -> _OfferedSave:
         """The save of those chunks of ``offered`` that were not accepted: ``first`` and later."""
@@ -287,6 +297,8 @@ class PoolSaves:
         if event.is_complete:
             is_unchanged = offered.snapshot.is_unchanged(self._blocks.pool)
             self._pool.end_save(event.save_id, is_unchanged=is_unchanged)
+            if not is_unchanged:
+                self._note_dropped(offered)
         if event.save_id == self._retry:
             self._retry = None
         if event.refused_chunk is not None:

@@ -81,7 +81,7 @@ class Pool:
     def end_save(self, save_id, *, is_unchanged):
         save = self.saves.pop(save_id)
         if is_unchanged:
-            self.stored.update(save.keys)
+            self.stored.update(save.keys[save.first_chunk :])
 
 
 class PoolBench(Bench):
@@ -370,6 +370,22 @@ def test_save_from_reallocated_blocks_is_dropped():
     assert len(bench.pool.stored) == 3
 
 
+def test_preempted_request_offers_chunks_again_whose_save_was_dropped():
+    """All chunks that it computes later would be of no use without them."""
+    bench = PoolBench(num_blocks=14, block_size=4, token=None, prefix_caching=False)
+    bench.add("first", prompt_of(20), max_tokens=22, arrival=1.0)
+    lost = bench.add("second", prompt_of(8, seed=3), max_tokens=22, arrival=2.0)
+    while not (lost.num_preemptions and lost.num_computed):
+        bench.step()
+    bench.save_all()  # its blocks are other requests' by now
+    while bench.scheduler.has_work:
+        bench.step()
+        bench.save_all()
+    num_chunks = (lost.num_tokens - 1) // CHUNK
+    assert num_chunks == 3
+    assert bench.pool.stored.issuperset(bench.pool.keys(lost, num_chunks))
+
+
 def test_rejected_chunks_are_offered_again_with_the_next_chunk():
     """A gap would make all later chunks useless."""
     bench = PoolBench(num_blocks=32)
@@ -538,8 +554,10 @@ def test_chunks_without_memory_are_dropped_with_their_blocks():
     refused_by_full_store(bench, "short", seed=1)
     pool = bench.scheduler.blocks.pool
     pool.release(pool.allocate(64))
+    assert bench.tokens["short"].num_saved == 2 * CHUNK
     step_after(bench, pool_saves.MIN_RETRY_S)
     assert not bench.pool.saves
+    assert bench.tokens["short"].num_saved == 0, "a preempted request would offer them again"
 
 
 def test_chunks_refused_before_their_step_ends_are_offered_once_they_are_computed():
