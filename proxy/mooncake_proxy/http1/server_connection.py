@@ -9,11 +9,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import resource
 import sys
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
+from heapq import nsmallest
 from typing import Any, cast
 
 import httptools
@@ -31,6 +33,7 @@ _new_task: Callable[..., asyncio.Task[None]] = asyncio.Task
 if sys.version_info >= (3, 12):
     _new_task = partial(asyncio.Task, eager_start=True)
 
+_MAX_CONNECTIONS = 65_536
 _ORIGIN = re.compile(rb"^https?://[^/?]*", re.IGNORECASE)
 
 
@@ -39,7 +42,8 @@ class ServerLimits:
     """Limits on what a client may send: bytes, counts and timeouts in seconds."""
 
     max_body_bytes: int = 64 * 1024 * 1024
-    # For all connections together: bodies that are incomplete, or whose request is queued.
+    # For all connections together: bodies that are incomplete, or whose request is queued. Beyond
+    # it the connection that holds most is refused.
     max_held_bytes: int = 1024 * 1024 * 1024
     max_header_bytes: int = 64 * 1024
     max_headers: int = 200
@@ -70,13 +74,41 @@ class ServerContext:
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     is_closing: bool = False
     num_held_bytes: int = 0
+    # Open connections, of all listeners that share `connections`: at most half of the descriptors,
+    # as connections to instances need the rest.
+    max_connections: int = field(default_factory=lambda: _max_connections())
+
+    def largest_holder(self) -> ServerProtocol:
+        """The connection that holds most, of the client host that does: one that opens many
+        connections must not push out the others' by their size."""
+        holders = [each for each in self.connections if each.context is self]
+        by_host: Counter[str] = Counter()
+        for each in holders:
+            by_host[each.host] += each.num_held_bytes
+        [(worst, _)] = by_host.most_common(1)
+        of_worst = (each for each in holders if each.host == worst)
+        return max(of_worst, key=lambda each: each.num_held_bytes)
+
+    def make_room(self) -> bool:
+        """Close the connections that have been without a running request longest; False if there
+        are none. Many at once, so that a flood of connections costs little time."""
+        unused = [each for each in self.connections if not each.is_busy]
+        num_closed = 1 + self.max_connections // 16
+        for each in nsmallest(num_closed, unused, key=lambda each: each.since):
+            each.abort()
+        return bool(unused)
+
+
+def _max_connections() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return _MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(soft // 2, _MAX_CONNECTIONS)
 
 
 class ServerProtocol(asyncio.Protocol):
     """Parses the requests of one client connection, and runs the handler for one at a time."""
 
     def __init__(self, context: ServerContext) -> None:
-        self._context = context
+        self.context = context
         self._time = context.loop.time
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
@@ -85,7 +117,7 @@ class ServerProtocol(asyncio.Protocol):
         self._num_body_bytes = 0
         self._max_body_bytes = 0
         # This connection's share of `ServerContext.num_held_bytes`.
-        self._num_held_bytes = 0
+        self.num_held_bytes = 0
         self._num_head_bytes = 0
         self._has_two_hosts = False
         self._is_head_open = False
@@ -107,22 +139,28 @@ class ServerProtocol(asyncio.Protocol):
         self._is_read_paused = False
         self.is_write_paused = False
         self.since = 0.0
-        self.peer = ""
+        self.peer = self.host = ""
 
     # ------------------------------------------------ transport events
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Store the transport. uvloop sets TCP_NODELAY itself."""
+        """Store the transport. uvloop sets TCP_NODELAY itself. At the limit of connections, one
+        without a running request is closed for it; if there is none, it is closed itself."""
         # uvloop's transports have the methods but not the base class.
         self._transport = cast(asyncio.Transport, transport)
         peer = transport.get_extra_info("peername")
+        self.host = peer[0] if isinstance(peer, tuple) else "local"
         self.peer = f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "local"
         self.since = self._time()
-        self._context.connections.add(self)
+        context = self.context
+        if len(context.connections) >= context.max_connections and not context.make_room():
+            self._transport.abort()
+            return
+        context.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel the running request, unless it is answered: the client has disconnected."""
-        self._context.connections.discard(self)
+        self.context.connections.discard(self)
         self._transport = None
         self._drop_bodies()
         if self._task is not None and self._current is not None and not self._current.ended:
@@ -198,7 +236,7 @@ class ServerProtocol(asyncio.Protocol):
         if request is None:
             return
         self._is_head_open = False
-        parser, context = self._parser, self._context
+        parser, context = self._parser, self.context
         method = parser.get_method()
         if parser.should_upgrade() and method != b"CONNECT":
             return  # `_ignore_upgrade` parses the head again, without the upgrade
@@ -219,12 +257,12 @@ class ServerProtocol(asyncio.Protocol):
             self._expect_body(request, headers)
 
     def _expect_body(self, request: HttpRequest, headers: dict[bytes, bytes]) -> None:
-        if self._context.cross_origin is not None and b"origin" in headers:
-            policy, origin = self._context.cross_origin, headers[b"origin"]
+        if self.context.cross_origin is not None and b"origin" in headers:
+            policy, origin = self.context.cross_origin, headers[b"origin"]
             request.cross_origin_headers = policy.response_headers(origin)
         # The parser has checked that the value is a number.
         num_bytes = int(headers.get(b"content-length", 0))
-        limit_of, limits = self._context.body_limit, self._context.limits
+        limit_of, limits = self.context.body_limit, self.context.limits
         self._max_body_bytes = limits.max_body_bytes if limit_of is None else limit_of(request)
         if self._max_body_bytes == 0 and (num_bytes or b"transfer-encoding" in headers):
             request.keep_alive = False
@@ -246,15 +284,19 @@ class ServerProtocol(asyncio.Protocol):
         """Store a piece of the body, and refuse the request if it is too large."""
         if self._is_refused:
             return
-        context, num_bytes = self._context, len(data)
+        context, num_bytes = self.context, len(data)
         self._num_body_bytes += num_bytes
-        self._num_held_bytes += num_bytes
+        self.num_held_bytes += num_bytes
         context.num_held_bytes += num_bytes
         if self._num_body_bytes > self._max_body_bytes:
             self._refuse(413, f"body of {self._num_body_bytes} bytes or more: at most ")
-        elif context.num_held_bytes > max(context.limits.max_held_bytes, self._max_body_bytes):
-            self._refuse(503, "too many request bodies are in flight: try again later")
-        elif not self._body:
+            return
+        max_held_bytes = max(context.limits.max_held_bytes, self._max_body_bytes)
+        while context.num_held_bytes > max_held_bytes:
+            context.largest_holder().refuse_held()
+        if self._is_refused:
+            return
+        if not self._body:
             self._body = data  # nearly always the whole body
         else:  # one buffer: a list of 2-byte pieces would take twenty times their size
             gathered = self._body if isinstance(self._body, bytearray) else bytearray(self._body)
@@ -272,7 +314,7 @@ class ServerProtocol(asyncio.Protocol):
         request.body = bytes(self._body)
         self._body = b""
         self._waiting.append(request)
-        is_full = len(self._waiting) >= self._context.limits.max_pipelined
+        is_full = len(self._waiting) >= self.context.limits.max_pipelined
         if is_full and not self._is_read_paused and self._transport:
             self._is_read_paused = True
             self._transport.pause_reading()
@@ -284,14 +326,14 @@ class ServerProtocol(asyncio.Protocol):
             return
         request = self._current = self._waiting.popleft()
         num_bytes = len(request.body)
-        self._num_held_bytes -= num_bytes
-        self._context.num_held_bytes -= num_bytes
-        self._task = _new_task(self._run(request), loop=self._context.loop, name="request")
+        self.num_held_bytes -= num_bytes
+        self.context.num_held_bytes -= num_bytes
+        self._task = _new_task(self._run(request), loop=self.context.loop, name="request")
 
     async def _run(self, request: HttpRequest) -> None:
         """Run a request's task. The handler answers errors itself; one that escapes is a bug."""
         try:
-            await self._context.handler(request)
+            await self.context.handler(request)
         except Exception:
             logger.exception("request handler failed")
             self._answer_internal_error(request)
@@ -304,17 +346,17 @@ class ServerProtocol(asyncio.Protocol):
         self._current = None
         if self._transport is None:
             return
-        if not (request.keep_alive and request.ended) or self._context.is_closing:
+        if not (request.keep_alive and request.ended) or self.context.is_closing:
             self.close()
             return
         self.since = self._time()
         if self._wants_continue:
             self._invite_body()
-        if self._is_read_paused and len(self._waiting) < self._context.limits.max_pipelined:
+        if self._is_read_paused and len(self._waiting) < self.context.limits.max_pipelined:
             self._is_read_paused = False
             self._transport.resume_reading()
         if self._waiting:
-            self._context.loop.call_soon(self._start_next)
+            self.context.loop.call_soon(self._start_next)
 
     def _answer_internal_error(self, request: HttpRequest) -> None:
         """Answer 500, or close the connection if the response has started."""
@@ -364,7 +406,7 @@ class ServerProtocol(asyncio.Protocol):
 
     def sweep(self, now: float) -> None:
         """Close the connection if the client sends or reads too slowly, or is idle too long."""
-        limits, transport = self._context.limits, self._transport
+        limits, transport = self.context.limits, self._transport
         if transport is None:
             return
         if self._closing_since is not None or self.is_write_paused:
@@ -395,7 +437,7 @@ class ServerProtocol(asyncio.Protocol):
 
         Counts the reads within one message that contain nothing of its body.
         """
-        max_bytes = self._context.limits.max_header_bytes
+        max_bytes = self.context.limits.max_header_bytes
         if self._is_head_open:
             self._num_head_bytes += num_bytes
             if self._num_head_bytes > max_bytes:
@@ -441,8 +483,20 @@ class ServerProtocol(asyncio.Protocol):
         """Drop the bodies of requests that will not run."""
         self._waiting.clear()
         self._body = b""
-        self._context.num_held_bytes -= self._num_held_bytes
-        self._num_held_bytes = 0
+        self.context.num_held_bytes -= self.num_held_bytes
+        self.num_held_bytes = 0
+
+    def refuse_held(self) -> None:
+        """Refuse the request whose body is incomplete, and drop those that are queued."""
+        self._refuse(503, "too many request bodies are in flight: try again later")
+
+    def abort(self) -> None:
+        """Close the connection at once, and hold nothing for it from now on."""
+        self._is_refused = True
+        self._drop_bodies()
+        self.context.connections.discard(self)
+        if self._transport is not None:
+            self._transport.abort()
 
     def _refuse(self, status: int, message: str) -> None:
         """Refuse an invalid or incomplete request, and close the connection."""

@@ -187,10 +187,17 @@ def test_incomplete_bodies_are_bounded_over_all_connections() -> None:
         while context.num_held_bytes < 1998:  # noqa: ASYNC110
             await asyncio.sleep(0.001)
         await line.send(posted(1000, 600))
-        assert b"HTTP/1.1 503 " in await line.read()
-        assert context.num_held_bytes == 1998, "rejected data is not kept"
-        await loop.sock_sendall(others[0], b"x")
-        assert b" 200 " in await loop.sock_recv(others[0], 4096)
+        answers = await asyncio.wait(
+            [asyncio.ensure_future(loop.sock_recv(each, 4096)) for each in others],
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        [refused] = answers[0]
+        assert b"HTTP/1.1 503 " in refused.result(), "not the one that holds most"
+        assert context.num_held_bytes == 999 + 600
+        for each in answers[1]:
+            each.cancel()
+        await line.send(b"x" * 400)
+        assert b" 200 " in await line.read(b"ok")
         assert context.num_held_bytes == 999
         for each in others:
             each.close()
@@ -198,6 +205,47 @@ def test_incomplete_bodies_are_bounded_over_all_connections() -> None:
             await asyncio.sleep(0.001)
 
     talk(check, HELD)
+
+
+def test_connection_over_the_limit_replaces_one_without_a_request() -> None:
+    async def main() -> None:
+        wait = asyncio.Event()
+
+        async def handler(request: HttpRequest) -> None:
+            await wait.wait()
+            request.respond(200, b"ok", "text/plain")
+
+        context = ServerContext(handler, max_connections=2)
+        loop = asyncio.get_running_loop()
+
+        async def connected() -> socket.socket:
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            await loop.connect_accepted_socket(lambda: ServerProtocol(context), theirs)
+            return ours
+
+        started = [await connected()]
+        await loop.sock_sendall(started[0], posted(1000, 999))
+        while not context.num_held_bytes:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        started += [await connected(), await connected()]
+        assert await loop.sock_recv(started[0], 1) == b"", "it has waited longest"
+        assert (len(context.connections), context.num_held_bytes) == (2, 0)
+        for each in started[1:]:
+            await loop.sock_sendall(each, GET)
+        while not all(each.is_busy for each in context.connections):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        refused = await connected()
+        assert await loop.sock_recv(refused, 1) == b"", "all others have a request"
+        wait.set()
+        for each in started[1:]:
+            assert b" 200 " in await loop.sock_recv(each, 4096)
+        for each in (*started, refused):
+            each.close()
+        while context.connections:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(main(), 10))
 
 
 def test_bodies_queued_behind_running_request_are_bounded() -> None:
