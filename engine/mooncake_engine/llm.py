@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from argparse import ArgumentTypeError
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,15 +13,19 @@ import msgspec
 
 from mooncake_engine.checkpoints.model_source import find_model
 from mooncake_engine.config import EngineConfig
-from mooncake_engine.errors import InvalidRequest
+from mooncake_engine.errors import ConfigError, InvalidRequest
+from mooncake_engine.kv_connector import engine_errors
 from mooncake_engine.llm_engine import LLMEngine, OutputUpdate
 from mooncake_engine.messages import FinishReason, TokenLogprobs
 from mooncake_engine.process.progress_bar import ProgressBar
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.server.input_processor import tokenize_chat
 from mooncake_engine.server.openai_protocol import ChatRequest
+from mooncake_engine.speculative_config import SpeculativeConfig
 from mooncake_engine.text.completion_output import ChoiceOutput, best_choices
 from mooncake_engine.text.tokenizer import Tokenizer
+from mooncake_engine.vllm_flags import vllm_words, without_vllm_flags
+from mooncake_hal.options import Option, byte_count, options_of
 
 Message = Mapping[str, Any]
 
@@ -71,7 +76,8 @@ class LLM:
 
     Args:
         model: a directory, a GGUF file, or ``ORG/NAME[@REVISION]``.
-        options: fields of ``EngineConfig``.
+        options: fields of ``EngineConfig``; also under their names and with values as on the
+            command line, such as ``tensor_parallel_size`` and ``kv_cache_bytes="4G"``.
 
     Raises:
         ConfigError, CheckpointError: the engine can't be set up as configured.
@@ -79,8 +85,9 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
+        values = _engine_options(options)
         directory = find_model(model, "model").directory
-        self._engine = LLMEngine.from_config(EngineConfig(model=directory, **options))
+        self._engine = LLMEngine.from_config(EngineConfig(model=directory, **values))
         self._num_prompts = 0
 
     @classmethod
@@ -236,6 +243,59 @@ class _PromptOutputs:
             first.num_cached_tokens,
             tuple(first.prompt_logprobs),
         )
+
+
+def _engine_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    speculation = given.get("speculative_config")
+    if isinstance(speculation, Mapping):
+        found = _field_values(SpeculativeConfig, speculation)
+        if "method" not in found:
+            raise ConfigError(f"speculative_config {dict(speculation)} has no method")
+        given = {**given, "speculative_config": SpeculativeConfig(**found)}
+    with engine_errors():
+        return _field_values(EngineConfig, given)
+
+
+def _field_values(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of a dataclass's fields, which may be given as on the command line.
+
+    Raises:
+        ConfigError: there is no such option, or it has no such value.
+    """
+    options = options_of(config)
+    by_name = {name: option for option in options for name in option.names}
+    by_field = {option.field: option for option in options}
+    values: dict[str, Any] = {}
+    for name, value in given.items():
+        option = by_field.get(name) or by_name.get(name)
+        if name in {each.name for each in fields(config)}:
+            is_text = isinstance(value, str) and option is not None
+            values[name] = _read(option, name, value) if option and is_text else value
+        elif option is not None:
+            values[option.field] = _read(option, name, value)
+        elif value is False and (negative := by_name.get(f"no_{name}")) is not None:
+            values[negative.field] = _read(negative, name, True)
+        elif (words := vllm_words(name, value)) is None:
+            raise ConfigError(f"{name} is no option of {config.__name__}")
+        else:
+            without_vllm_flags(words)
+    return values
+
+
+def _read(option: Option, name: str, value: Any) -> Any:
+    """An option's value as its field has it."""
+    if isinstance(value, str) and (option.is_switch or value not in (option.choices or (value,))):
+        wanted = list(option.choices) or "True or False"
+        raise ConfigError(f"{name} must be {wanted}, got {value!r}")
+    try:
+        if isinstance(value, str):
+            if name.endswith("_bytes"):  # whatever the unit of its flag
+                return byte_count(value)
+            value = option.parse(value)
+            value = [value] if option.nargs or option.is_repeated else value
+        return value if option.to_field is None else option.to_field(value)
+    except (ValueError, TypeError, AttributeError, ArgumentTypeError) as exc:
+        raise ConfigError(f"{name} can't be {value!r}: {exc}") from exc
 
 
 def _completion(index: int, output: ChoiceOutput) -> CompletionOutput:

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import io
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from support.fake_engine import EOS, text_script
+from support.programs import TINY_LLAMA
 from support.scripted_core import ScriptedExecutor, scripted_engine
 
-from mooncake_engine.errors import DeadlineExceeded, EngineDead, InvalidRequest, PromptTooLong
+from mooncake_engine.config import EngineConfig, ExecutorKind, Role
+from mooncake_engine.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    EngineDead,
+    InvalidRequest,
+    PromptTooLong,
+)
 from mooncake_engine.llm import LLM
 from mooncake_engine.llm_engine import LLMEngine
 from mooncake_engine.messages import FinishReason
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.scheduling.step_plan import StepPlan
+from mooncake_engine.speculative_config import SpeculativeConfig, SpeculativeMethod
 from mooncake_engine.text.tokenizer import Tokenizer
 
 
@@ -443,6 +453,70 @@ def test_prompt_of_numpy_integers_runs_as_ints(llm: LLM, executor: ScriptedExecu
     [output] = llm.generate(np.frombuffer(b"tea", np.uint8)[None])  # type: ignore[arg-type]
     assert output.outputs[0].text == "TEA"
     assert {type(token_id) for token_id in executor.seen[0].token_ids} == {int}
+
+
+class Built(Exception):
+    """Carries the configuration that the engine would be built with."""
+
+
+@pytest.fixture
+def built(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EngineConfig]:
+    def stop(config: EngineConfig) -> None:
+        raise Built(config)
+
+    monkeypatch.setattr(LLMEngine, "from_config", stop)
+
+    def build(**options: Any) -> EngineConfig:
+        with pytest.raises(Built) as raised:
+            LLM(TINY_LLAMA, **options)
+        [config] = raised.value.args
+        assert isinstance(config, EngineConfig)
+        return config
+
+    return build
+
+
+def test_options_may_be_given_as_on_the_command_line(
+    built: Callable[..., EngineConfig], tmp_path: Path
+) -> None:
+    (tmp_path / "template.jinja").write_text("{{ messages }}")
+    found = built(
+        **{"tensor_parallel_size": 2, "gpu_memory_utilization": 0.5, "kv_cache_bytes": "1G"},
+        **{"dtype": "half", "role": "both", "executor": "ray", "served_model_name": "tiny"},
+        **{"chat_template": str(tmp_path / "template.jinja"), "swap_space": 2},
+        **{"speculative_config": {"method": "ngram", "prompt_lookup_max": 3}},
+        **{"enable_prefix_caching": False, "trust_remote_code": False, "max_logprobs": 5},
+    )
+    assert found == EngineConfig(
+        TINY_LLAMA,
+        **{"tp_size": 2, "memory_utilization": 0.5, "kv_cache_bytes": 1 << 30, "dtype": "float16"},
+        **{"role": Role.BOTH, "executor": ExecutorKind.RAY, "served_model_name": "tiny"},
+        **{"chat_template": "{{ messages }}", "swap_space_bytes": 2 << 30},
+        speculative_config=SpeculativeConfig(SpeculativeMethod.NGRAM, prompt_lookup_max=3),
+        prefix_caching=False,
+    )
+    assert type(found.executor) is ExecutorKind
+    pool = built(kv_pool="dram=1GiB").kv_pool
+    assert pool is not None
+    assert pool.dram_bytes == 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"executor": "slurm"}, r"executor must be \['local', 'ray'\], got 'slurm'"),
+        ({"kv_cache_bytes": "much"}, "kv_cache_bytes can't be 'much': wanted bytes"),
+        ({"kv_pool": "dram"}, "pool"),
+        ({"enforce_eager": "yes"}, "enforce_eager must be True or False"),
+        ({"chat_template": "/missing"}, "--chat-template /missing can't be read"),
+        ({"speculative_config": {"model": "m"}}, "has no method"),
+        ({"tp_sise": 2}, "tp_sise is no option of EngineConfig"),
+        ({"trust_remote_code": True}, "a checkpoint's code is never run"),
+    ],
+)
+def test_options_of_other_forms_are_rejected(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        LLM(TINY_LLAMA, **options)
 
 
 def test_closed_engine_runs_nothing(llm: LLM, engine: LLMEngine) -> None:
