@@ -128,7 +128,7 @@ class InputProcessor:
         sampling = chat_sampling(request, self.info, self.defaults)
         sampling = with_bad_words(sampling, self.tokenizer)
         structure = grammar_of(request, self.tokenizer)
-        tools = offered_tools(request, self.tool_format, structure)
+        tools = offered_tools(request, self.tool_format, structure, self.tokenizer)
         field = structure_field(request) if tools.grammar is structure else "tools"
         made = self._made_by_peer(request)
         if made is None:

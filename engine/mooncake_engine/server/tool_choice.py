@@ -9,7 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import msgspec
@@ -21,6 +21,8 @@ from mooncake_engine.server.sampling_fields import MAX_GRAMMAR_CHARACTERS
 from mooncake_engine.text.argument_types import types_of
 from mooncake_engine.text.completion_output import ChoiceOutput, TextUpdate
 from mooncake_engine.text.grammar_compiler import JSON_STYLE
+from mooncake_engine.text.grammars import lark_literal
+from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_engine.text.tool_call_forms import PARSERS, DeepseekParser
 from mooncake_engine.text.tool_call_parsers import Schemas
 
@@ -50,13 +52,17 @@ class OfferedTools:
 
 
 def offered_tools(
-    request: ChatRequest, tool_format: str | None, structure: Grammar | None
+    request: ChatRequest,
+    tool_format: str | None,
+    structure: Grammar | None,
+    tokenizer: Tokenizer,
 ) -> OfferedTools:
     """The tools that a request offers, and the grammar that its ``tool_choice`` implies.
 
     Args:
         tool_format: the format in which the model calls tools; None if it can't.
         structure: the grammar for an output without calls.
+        tokenizer: the model's tokenizer.
 
     Raises:
         InvalidRequest: ``tool_choice`` without tools or with an unknown one, two tools of the same
@@ -81,7 +87,8 @@ def offered_tools(
             param="tools",
         )
     shown = shown_tools(request.tools)
-    return OfferedTools(tool_format, shown, _grammar(request, tool_format, structure))
+    grammar = _grammar(request, tool_format, structure, tokenizer)
+    return OfferedTools(tool_format, shown, grammar)
 
 
 def shown_tools(tools: Sequence[Tool]) -> list[dict[str, Any]]:
@@ -170,7 +177,9 @@ def _call(call_id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": call_id, "type": "function", "function": function}
 
 
-def _grammar(request: ChatRequest, tool_format: str, structure: Grammar | None) -> Grammar | None:
+def _grammar(
+    request: ChatRequest, tool_format: str, structure: Grammar | None, tokenizer: Tokenizer
+) -> Grammar | None:
     """The grammar that the output must follow; None where it is free."""
     tools, choice = request.tools or [], request.tool_choice
     is_single = request.parallel_tool_calls is False
@@ -183,7 +192,7 @@ def _grammar(request: ChatRequest, tool_format: str, structure: Grammar | None) 
                 param="structured_outputs",
             )
         instead = f"%json {structure.source}"
-        return call_grammar(tools, tool_format, is_single=is_single, instead=instead)
+        return call_grammar(tools, tool_format, tokenizer, is_single=is_single, instead=instead)
     if structure is not None:
         raise InvalidRequest(
             "an answer that must call a tool can't have another structure: leave response_format "
@@ -191,43 +200,53 @@ def _grammar(request: ChatRequest, tool_format: str, structure: Grammar | None) 
             param="tool_choice",
         )
     if not isinstance(choice, NamedToolChoice):
-        return call_grammar(tools, tool_format, is_single=is_single)
+        return call_grammar(tools, tool_format, tokenizer, is_single=is_single)
     named = [tool for tool in tools if tool.function.name == choice.function.name]
     if not named:
         raise InvalidRequest(
             f"tool_choice names {choice.function.name!r}, which is not among the tools",
             param="tool_choice",
         )
-    return call_grammar(named, tool_format, is_single=True)
+    return call_grammar(named, tool_format, tokenizer, is_single=True)
 
 
 _ARGUMENTS_FIELD = {"hermes": "arguments", "llama3_json": "parameters", "mistral": "arguments"}
-_TAGGED = ('"<tool_call>\\n" call "\\n</tool_call>"', '"\\n"')
-_CALLS = {
-    "hermes": _TAGGED,
-    "qwen3_coder": _TAGGED,
-    "llama3_json": ("call", '"; "'),
-    "deepseek_v3": ("call", '"\\n"'),
-    "deepseek_v31": ("call", '""'),
-    "mistral": ("call", '", "'),
+_SEPARATORS = {
+    "hermes": "\n",
+    "qwen3_coder": "\n",
+    "llama3_json": "; ",
+    "deepseek_v3": "\n",
+    "deepseek_v31": "",
+    "mistral": ", ",
 }
-"""By format: one call as a Lark expression, and the separator between two calls."""
-_AROUND_CALLS = {
-    "mistral": ("[TOOL_CALLS][", "]"),
+"""By format: what is between two calls."""
+_Around = dict[str, tuple[tuple[str, ...], tuple[str, ...]]]
+_AROUND_CALL: _Around = dict.fromkeys(
+    ("hermes", "qwen3_coder"), (("<tool_call>", "\n"), ("\n", "</tool_call>"))
+)
+_AROUND_CALLS: _Around = {
+    "mistral": (("[TOOL_CALLS]", "["), ("]",)),
     **dict.fromkeys(
-        ("deepseek_v3", "deepseek_v31"), (DeepseekParser.opening, DeepseekParser.closing)
+        ("deepseek_v3", "deepseek_v31"), ((DeepseekParser.opening,), (DeepseekParser.closing,))
     ),
 }
-"""By format: the text before and after the list of calls, where there is any."""
+"""By format: what is before and after each call, and the list of calls, where there is anything.
+Tags are apart, because they are special tokens of some models."""
 _DEFINITIONS = ("$defs", "definitions")
 
 
 def call_grammar(
-    tools: Sequence[Tool], tool_format: str, *, is_single: bool, instead: str | None = None
+    tools: Sequence[Tool],
+    tool_format: str,
+    tokenizer: Tokenizer,
+    *,
+    is_single: bool,
+    instead: str | None = None,
 ) -> Grammar:
     """The Lark grammar of calls of these tools.
 
     Args:
+        tokenizer: the model's tokenizer, which knows the tags that are special tokens.
         is_single: whether at most one call is allowed.
         instead: the body of a Lark rule for an alternative output without calls; None where a call
             is required.
@@ -236,17 +255,19 @@ def call_grammar(
         InvalidRequest: the grammar is too long. A tool's definitions are repeated for each of its
             arguments, so that the grammar may be much longer than the tools.
     """
-    call, separator = _CALLS[tool_format]
-    calls = "one" if is_single else f"one ({separator} one)*"
-    if tool_format in _AROUND_CALLS:
-        before, after = map(_literal, _AROUND_CALLS[tool_format])
-        calls = f"{before} {calls} {after}"
+    written = partial(lark_literal, tokenizer=tokenizer)
+
+    def between(rule: str, around: _Around) -> str:
+        before, after = around.get(tool_format, ((), ()))
+        return " ".join((*map(written, before), rule, *map(written, after)))
+
+    calls = "one" if is_single else f"one ({written(_SEPARATORS[tool_format])} one)*"
     rules = ["start: calls" if instead is None else "start: calls | instead"]
-    rules += [f"calls: {calls}", f"one: {call}"]
+    rules += [f"calls: {between(calls, _AROUND_CALLS)}", f"one: {between('call', _AROUND_CALL)}"]
     rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
     num_characters = 0
     for i, tool in enumerate(tools):
-        for rule in _call_rules(tool, tool_format, f"call_{i}"):
+        for rule in _call_rules(tool, tool_format, f"call_{i}", written):
             rules.append(rule)
             num_characters += len(rule)
             if num_characters > MAX_GRAMMAR_CHARACTERS:
@@ -260,30 +281,32 @@ def call_grammar(
     return Grammar(GrammarKind.LARK, "\n".join(rules) + "\n")
 
 
-def _call_rules(tool: Tool, tool_format: str, rule: str) -> Iterator[str]:
-    """The rules of a call of one tool."""
+def _call_rules(
+    tool: Tool, tool_format: str, rule: str, written: Callable[[str], str]
+) -> Iterator[str]:
+    """The rules of a call of one tool; ``written`` is a tag's literal in the grammar."""
     if tool_format in _ARGUMENTS_FIELD:
         yield f"{rule}: %json {json.dumps(_schema(tool, _ARGUMENTS_FIELD[tool_format]))}"
     elif tool_format.startswith("deepseek"):
-        yield from _deepseek_call(tool, rule, is_fenced=tool_format == "deepseek_v3")
+        yield from _deepseek_call(tool, rule, written, is_fenced=tool_format == "deepseek_v3")
     else:
         yield from _tagged_call(tool, rule)
 
 
-def _literal(text: str) -> str:
-    """A text as a Lark string literal."""
-    return json.dumps(text, ensure_ascii=False)
-
-
-def _deepseek_call(tool: Tool, rule: str, *, is_fenced: bool) -> Iterator[str]:
+def _deepseek_call(
+    tool: Tool, rule: str, written: Callable[[str], str], *, is_fenced: bool
+) -> Iterator[str]:
     """The rules of a call in one of DeepSeek's formats."""
-    form, name = DeepseekParser, tool.function.name
-    before, after = f"{form.call}{name}{form.separator}", form.call_end
+    call, separator, end = map(
+        written, (DeepseekParser.call, DeepseekParser.separator, DeepseekParser.call_end)
+    )
+    name = json.dumps(tool.function.name, ensure_ascii=False)
+    before, after = f"{call} {name} {separator}", end
     if is_fenced:
-        before = f"{form.call}function{form.separator}{name}\n```json\n"
-        after = f"\n```{form.call_end}"
+        named = json.dumps(f"{tool.function.name}\n```json\n", ensure_ascii=False)
+        before, after = f'{call} "function" {separator} {named}', f'"\\n```" {end}'
     parameters = {"x-guidance": JSON_STYLE, **(tool.function.parameters or {"type": "object"})}
-    yield f"{rule}: {_literal(before)} {rule}_arguments {_literal(after)}"
+    yield f"{rule}: {before} {rule}_arguments {after}"
     yield f"{rule}_arguments: %json {json.dumps(parameters)}"
 
 

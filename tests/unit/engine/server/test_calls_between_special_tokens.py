@@ -16,6 +16,7 @@ from tokenizers import Tokenizer as HfTokenizer
 
 from mooncake_engine.server.app import create_app
 from mooncake_engine.server.server_options import ServerOptions
+from mooncake_engine.text.grammars import vocabulary_of
 from mooncake_engine.text.tokenizer import Tokenizer
 from mooncake_engine.text.tool_call_forms import PARSERS, DeepseekParser
 
@@ -104,6 +105,39 @@ def test_special_tokens_are_kept_where_tools_are_offered(
     if offers_tools:
         [call] = message["tool_calls"]
         assert json.loads(call["function"]["arguments"]) == {"cups": 2}
+
+
+SPECIAL = {
+    "mistral": ["[TOOL_CALLS]"],
+    "deepseek_v3": [TAGS.opening, TAGS.call, TAGS.separator, TAGS.call_end, TAGS.closing],
+    "deepseek_v31": [TAGS.opening, TAGS.call, TAGS.separator, TAGS.call_end, TAGS.closing],
+    "hermes": ["<tool_call>", "</tool_call>"],
+}
+HERMES = f"<tool_call>\n{ITEM}\n</tool_call>"
+
+
+@pytest.mark.parametrize("form", SPECIAL)
+def test_forced_calls_have_the_models_special_tokens(
+    form: str, engine: FakeEngine, tmp_path: Path
+) -> None:
+    """No text matches them: models had to spell the tags, which they never do by themselves."""
+    directory = write_byte_tokenizer(tmp_path)
+    written = HfTokenizer.from_file(str(directory / "tokenizer.json"))
+    written.add_special_tokens(SPECIAL[form])
+    written.save(str(directory / "tokenizer.json"))
+    tokenizer, size = Tokenizer.load(directory), written.get_vocab_size()
+    engine.info = replace(engine.info, vocab_size=size)
+    client = AsgiClient(create_app(engine, tokenizer, ServerOptions(form)))
+    answer = client.post(PATH, messages=[ASK], tools=[BREW], tool_choice="required")
+    assert answer.status_code == 200, answer.text
+    text = FORCED.get(form, f"{HERMES}\n{HERMES}")
+    tokens = written.encode(text, add_special_tokens=False).ids
+    assert {written.token_to_id(tag) for tag in SPECIAL[form]} <= {*tokens}
+    grammar = engine.seen[0].sampling.grammar
+    assert grammar is not None
+    matcher = vocabulary_of(tokenizer, size, (EOS,)).matcher(grammar)
+    for token in (*tokens, EOS):
+        matcher.accept(token)  # raises GrammarFailed if it does not fit
 
 
 def test_every_format_can_be_forced(engine: FakeEngine, tmp_path: Path) -> None:
