@@ -399,7 +399,9 @@ def _nucleus(
         return raised
     short = ((cumulative[:, -1:] < wanted) & (limits > count)).squeeze(1).nonzero().squeeze(1)
     count = min(count * 8, vocab_size)
-    for rows in short.split(max(1, _MAX_SORTED // count)) if len(short) else ():
+    at_once = max(1, _MAX_SORTED // count)
+    for start in range(0, len(short), at_once):
+        rows = short[start : start + at_once]
         some = logits[rows]
         kept = threshold[rows], limits[rows]
         raised[rows] = _nucleus(some, _largest(some, count), kept, wanted[rows])
