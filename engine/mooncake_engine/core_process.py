@@ -186,6 +186,7 @@ class CoreProcess:
         self._state = state
         self._core: Core | None = None
         self._stopping = threading.Event()
+        self._report_lock = threading.Lock()
         self._failure: EngineDead | None = None
         self._served_by: dict[str, FrontEnd] = {}
         self._dropped: set[str] = set()  # ended because of ``BEHIND``; last update pending
@@ -254,7 +255,7 @@ class CoreProcess:
         finished = [update.request_id for update in updates if update.finish is not None]
         ended = {self._served_by.pop(name) for name in finished}
         if ended:  # the report includes a finished request before its client sees the end
-            send_report(core.report(), ended)
+            self._send_report(core, ended)
         for front, batch in batches.items():
             encoded = encode_updates(batch)
             if not self._dropped and front.can_queue(len(encoded)):
@@ -319,7 +320,7 @@ class CoreProcess:
 
     def _handle_message(self, core: Core, front: FrontEnd, message: Ask | Command) -> None:
         if isinstance(message, Ask) and isinstance(message.command, RefreshReport):
-            send_report(core.report(), [front])
+            self._send_report(core, [front])
             front.send_message(Reply(message.number, True))
         elif isinstance(message, Ask):
             core.post(replace(message.command, reply=partial(self._reply, front, message.number)))
@@ -332,10 +333,15 @@ class CoreProcess:
     def _reply(front: FrontEnd, number: int, value: bool) -> None:
         front.send_message(Reply(number, value))
 
+    def _send_report(self, core: Core, fronts: Iterable[FrontEnd]) -> None:
+        """Send a report to front ends. Any thread."""
+        with self._report_lock:  # or an older report might follow a newer one
+            send_report(core.report(), fronts)
+
     def _report(self, core: Core) -> None:
         """Thread main: send changed reports to all front ends."""
         while not self._stopping.wait(REPORT_INTERVAL_S):
-            send_report(core.report(), self._fronts)
+            self._send_report(core, self._fronts)
 
     def _give_up(self, core: Core) -> None:
         """Give up a step that has timed out. Called on the watchdog's thread."""

@@ -247,3 +247,31 @@ def test_only_the_total_has_the_load_of_experts() -> None:
 def test_core_has_the_time_to_end_its_ranks_and_nodes_in_order() -> None:
     own_s = rank_processes._STOP_TIMEOUT_S + node_launcher._KILL_TIMEOUT_S
     assert own_s < core_client._EXIT_TIMEOUT_S
+
+
+def test_no_report_follows_a_newer_one(
+    peer: tuple[FrontEnd, Connection], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or metrics would lack a request that a client has seen to end."""
+    front, there = peer
+    process = Core(front, [], mmap(-1, STATE_BYTES))
+    core = scripted_engine(ScriptedExecutor()).core
+    is_made, is_overtaken = threading.Event(), threading.Event()
+    reports = [CoreReport(EngineStats(num_running=n), None, None, None) for n in (2, 1)]
+
+    def report() -> CoreReport:
+        made = reports.pop()
+        if not is_made.is_set():
+            is_made.set()
+            is_overtaken.wait(0.2)
+        return made
+
+    monkeypatch.setattr(core, "report", report)
+    with ThreadPoolExecutor(1) as threads:
+        older = threads.submit(process._send_report, core, [front])
+        assert is_made.wait(10)
+        process._send_report(core, [front])
+        is_overtaken.set()
+        older.result(10)
+    sent = [pickle.loads(there.recv_bytes()[1:]).stats.num_running for _ in range(2)]
+    assert sent == [1, 2]
