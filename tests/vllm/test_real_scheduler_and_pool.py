@@ -570,6 +570,26 @@ def test_error_for_lost_chunk_names_the_load_failure_policy(
 
 
 @pytest.mark.parametrize("store", [MANY], indirect=True)
+def test_prompt_beyond_the_memory_of_its_store_is_loaded_as_far_as_it_fits(
+    store: StoreService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM was promised all chunks that stores have, and failed every request with that prompt."""
+    with pooled(store, is_async=False) as first, pooled(store, is_async=False) as second:
+        pair = Pair((first, second))
+        pair.do("ask", 4, 0)
+        pair.do("settle", 0, 0)
+        wait_for_saved(first, (len(PROMPTS[4]) + 8) // CHUNK)
+        [side] = [each._scheduler for each in children(second.scheduler.connector)]
+        [user] = side._client._stores.all
+        monkeypatch.setattr(side._client, "chunk_bytes", user.arena.nbytes // 2)
+        pair.do("ask", 4, 1)
+        settle([second], 30)
+        assert second.answers["r1"].tokens == answer_to(PROMPTS[4], 9)
+        assert second.figures()["pool_num_failed_loads"] == 0
+        assert second.figures()["pool_num_loaded_chunks"] == 2
+
+
+@pytest.mark.parametrize("store", [MANY], indirect=True)
 @pytest.mark.parametrize("call", ["lookup", "start_load"])
 def test_load_that_can_not_be_started_is_recomputed(
     store: StoreService, monkeypatch: pytest.MonkeyPatch, call: str

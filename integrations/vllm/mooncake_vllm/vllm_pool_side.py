@@ -34,7 +34,7 @@ from mooncake_kv.pool.pool_events import (
     PoolLoadEnded,
 )
 from mooncake_kv.pool.pool_messages import CancelRuns, LayersArrived, LoadRuns, decode_to_rank
-from mooncake_kv.pool.pool_stores import PoolStores
+from mooncake_kv.pool.pool_stores import PoolStores, fitting_sources
 from mooncake_kv.pool.pool_worker import PoolWorker
 from mooncake_kv.store.chunk_keys import KVIdentity, num_loadable_chunks
 from mooncake_kv.store.store_events import StoreEventBuffer
@@ -213,6 +213,10 @@ class PoolSchedulerSide(SchedulerSideBase):
                 return None
             if pooled.state is not PoolState.FOUND:
                 return 0
+            # vLLM fails a request, or computes all of it, if fewer chunks are loaded than promised.
+            first = num_computed // self._chunk_tokens
+            stores, chunk_bytes = self._stores.all, self._client.chunk_bytes
+            pooled.sources = fitting_sources(pooled.sources, first, stores, chunk_bytes)
             return max(0, len(pooled.sources) * self._chunk_tokens - num_computed)
 
     def update_state_after_alloc(

@@ -25,7 +25,8 @@ from mooncake_kv.kv_events_config import KVEventsConfig
 from mooncake_kv.pool.device_staging import host_transports
 from mooncake_kv.pool.hinted_stores import HintRule
 from mooncake_kv.pool.pool_config import KVPoolConfig
-from mooncake_kv.pool.pool_events import StoreLocation, StoreReport
+from mooncake_kv.pool.pool_events import ChunkSource, StoreLocation, StoreReport
+from mooncake_kv.store.arena_allocator import rounded_up
 from mooncake_kv.store.chunk_store import ChunkStore, Residence, StoreObserver, StoreStats
 from mooncake_kv.store.chunk_table import QUARANTINE_MARGIN_S
 from mooncake_kv.store.mooncake_store import MooncakeChunkStore, MooncakeStoreConfig
@@ -74,6 +75,22 @@ def store_to_save_to(stores: Sequence[ChunkStore]) -> int | None:
     """Number of the store to save to: the first, or while it can't be reached the next one that
     can; None if none can."""
     return next((n for n, store in enumerate(stores) if store.arena is not None), None)
+
+
+def fitting_sources(
+    sources: Sequence[ChunkSource], first: int, stores: Sequence[ChunkStore], chunk_bytes: int
+) -> Sequence[ChunkSource]:
+    """The leading chunks of which a load that begins with chunk ``first`` can have all in their
+    stores' memory at once: the staging memory of a Mooncake Store, or the memory of a store with
+    more on SSDs, may be smaller than a prompt."""
+    arenas = {number: store.arena for number, store in enumerate(stores)}
+    num_taken: Counter[int] = Counter()
+    for position, source in enumerate(sources[first:], first):
+        num_taken[source.store] += 1
+        arena = arenas.get(source.store)
+        if arena is not None and num_taken[source.store] * rounded_up(chunk_bytes) > arena.nbytes:
+            return sources[:position]
+    return sources
 
 
 async def held_elsewhere(

@@ -74,9 +74,8 @@ class TableSettings:
     Args:
         make_policy: creates an eviction policy; called once per tenant with a quota, and for the
             groups of all others.
-        quarantine_s: seconds before memory is reused after a reader missed its deadline, or a write
-            failed or its writer died; longer for users with a longer timeout, see
-            ``set_transfer_timeout``.
+        quarantine_s: seconds before memory is reused after a reader missed its deadline, a write
+            failed or a writer died; more for some users, see ``set_transfer_timeout``.
         quotas: bytes by tenant. Other tenants share the rest, without a limit of their own.
     """
 
@@ -363,8 +362,7 @@ class ChunkTable:
 
     def end_user(self, user: int, now: float, *, is_drained: bool) -> None:
         """End a user that starts no more transfers. The memory of its unfinished writes is
-        quarantined, and unless it ``is_drained``, i.e. none of its transfers is in flight either,
-        that of its reads, too."""
+        quarantined, and that of its reads unless it ``is_drained``: has none in flight either."""
         self.expire(now)
         unsafe_until = now + self._quarantine_of(user)
         for entry, is_write in self._handles.end_user(user):
@@ -581,8 +579,7 @@ class ChunkTable:
             self._free(entry, now)
 
     def _free_unwritten(self, entry: Entry, now: float, unsafe_until: float) -> None:
-        """Free the memory of a write that has ended without a commit, once it has no readers and no
-        more data of it can arrive."""
+        """Free the memory of an aborted write at ``unsafe_until``, once it has no readers."""
         entry.state = _EVICTING
         entry.unsafe_until = max(entry.unsafe_until, unsafe_until)
         self._evicting[entry.generation] = entry

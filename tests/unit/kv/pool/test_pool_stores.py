@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec import structs
@@ -17,8 +18,9 @@ from mooncake_hal.transport import EndpointOptions
 from mooncake_kv.errors import KVConfigError
 from mooncake_kv.kv_events import KVEventEndpoints
 from mooncake_kv.pool.pool_config import KVPoolConfig
-from mooncake_kv.pool.pool_events import PoolStats, StoreReport
-from mooncake_kv.pool.pool_stores import PoolStores
+from mooncake_kv.pool.pool_events import ChunkSource, PoolStats, StoreReport
+from mooncake_kv.pool.pool_stores import PoolStores, fitting_sources
+from mooncake_kv.store.chunk_store import Tier
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.store_service import StoreAddress, StoreService
 
@@ -121,3 +123,19 @@ def test_port_in_use_is_named() -> None:
         config = KVPoolConfig(dram_bytes=1 << 20, port=port)
         with pytest.raises(KVConfigError, match=f"--kv-pool: port {port} on 127.0.0.1 is in use"):
             PoolStores(config, Registry.discover(), "here")
+
+
+@pytest.mark.parametrize(("first", "wanted"), [(0, 3), (1, 4), (3, 6), (5, 6), (6, 6)])
+def test_load_has_no_more_chunks_than_fit_into_the_memory_of_their_stores(
+    first: int, wanted: int
+) -> None:
+    """Store 0 has memory for three chunks, store 1 can't be reached, store 2 is a hinted one."""
+    stores: Any = [
+        SimpleNamespace(arena=SimpleNamespace(nbytes=3 << 20)),
+        SimpleNamespace(arena=None),
+    ]
+    on_ssd = [ChunkSource(0, Tier.SSD)] * 6
+    assert len(fitting_sources(on_ssd, first, stores, (1 << 20) - 1)) == wanted
+    for elsewhere in (1, 2):
+        far = [ChunkSource(elsewhere, Tier.DRAM)] * 6
+        assert fitting_sources(far, first, stores, 1 << 20) == far
