@@ -30,8 +30,9 @@ from mooncake_engine.server.server_options import ServerOptions
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.pool.pool_config import KVPoolConfig
 
-_SHUTDOWN_MARGIN_S = 10.0
-"""Seconds that a child has to shut down, in addition to the time for running requests."""
+_SHUTDOWN_MARGIN_S = 25.0
+"""Seconds that a child has to shut down, in addition to the time for running requests. More than an
+instance gives its core to end its ranks."""
 _HEALTHY_TIMEOUT_S = 60.0
 """Seconds that the proxy has to become healthy."""
 _REQUEST_TIMEOUT_S = 600.0
