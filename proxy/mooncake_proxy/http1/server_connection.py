@@ -488,7 +488,10 @@ class ServerProtocol(asyncio.Protocol):
 
     def refuse_held(self) -> None:
         """Refuse the request whose body is incomplete, and drop those that are queued."""
-        self._refuse(503, "too many request bodies are in flight: try again later")
+        if self._is_refused:  # what the client sends is no longer read, but requests are queued
+            self.abort()
+        else:
+            self._refuse(503, "too many request bodies are in flight: try again later")
 
     def abort(self) -> None:
         """Close the connection at once, and hold nothing for it from now on."""

@@ -207,6 +207,39 @@ def test_incomplete_bodies_are_bounded_over_all_connections() -> None:
     talk(check, HELD)
 
 
+def test_connection_whose_last_body_is_unwanted_gives_up_what_is_queued() -> None:
+    """Nothing more is read from it, so that it can't be refused: the search never ended."""
+
+    async def main() -> None:
+        async def handler(request: HttpRequest) -> None:
+            await asyncio.Event().wait()
+
+        def limit_of(request: HttpRequest) -> int:
+            return 0 if request.target == b"/none" else 1000
+
+        context = ServerContext(handler, HELD, limit_of)
+        loop = asyncio.get_running_loop()
+        ends = []
+        for _ in range(2):
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            await loop.connect_accepted_socket(lambda: ServerProtocol(context), theirs)
+            ends.append(ours)
+        unwanted = b"POST /none HTTP/1.1\r\nhost: proxy\r\ncontent-length: 5\r\n\r\nhello"
+        await loop.sock_sendall(ends[0], GET + posted(1000, 1000) * 2 + unwanted)
+        while context.num_held_bytes < 2000:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        await loop.sock_sendall(ends[1], posted(1000, 999))
+        assert await loop.sock_recv(ends[0], 1) == b""
+        assert context.num_held_bytes == 999
+        for each in ends:
+            each.close()
+        while context.connections:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(main(), 10))
+
+
 def test_connection_over_the_limit_replaces_one_without_a_request() -> None:
     async def main() -> None:
         wait = asyncio.Event()
