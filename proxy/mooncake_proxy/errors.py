@@ -349,7 +349,7 @@ class Rejected(UpstreamError):
     @property
     def is_client_fault(self) -> bool:
         """Whether every instance would refuse: 4xx other than 408, 425 and 429."""
-        return 400 <= self.status < 500 and self.status not in {408, 425, 429}
+        return _is_client_fault(self.status)
 
 
 class FailedStream(UpstreamError):
@@ -363,11 +363,20 @@ class FailedStream(UpstreamError):
         self.error = error
         self.status = status
 
+    @property
+    def is_client_fault(self) -> bool:
+        """Whether the request has ended for good: it was aborted, or would fail anywhere."""
+        return _is_client_fault(self.status)
+
 
 class Recomputed(UpstreamError):
     """D ran out of KV memory and returned the request (`stop_reason: "recomputed"`)."""
 
     reason = "recomputed"
+
+
+def _is_client_fault(status: int) -> bool:
+    return 400 <= status < 500 and status not in {408, 425, 429}
 
 
 def is_loss(error: UpstreamError) -> bool:

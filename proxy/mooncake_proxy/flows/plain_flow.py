@@ -15,6 +15,7 @@ from mooncake_proxy.errors import (
     DECODE_ERRORS,
     NO_PREFILL,
     ConnectionLost,
+    FailedStream,
     MalformedResponse,
     NoInstance,
     OutOfSockets,
@@ -161,7 +162,7 @@ def may_prefill_locally(
         return False
     if isinstance(error, OutOfSockets):
         return False
-    is_client_fault = isinstance(error, Rejected) and error.is_client_fault
+    is_client_fault = isinstance(error, Rejected | FailedStream) and error.is_client_fault
     is_early = router.now() < context.deadline
     return router.config.local_prefill and is_early and not is_client_fault
 

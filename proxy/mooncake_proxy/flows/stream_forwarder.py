@@ -173,12 +173,18 @@ def _rename_for(block: bytes, delivered_id: str | None) -> tuple[bytes, bytes] |
     return None if found is None else (found.group(), ours)
 
 
+_STATUS_BY_CODE = {"aborted": 409, "grammar_failed": 400, "deadline_exceeded": 504}
+"""The statuses of mooncake-engine's errors that end a request for good."""
+
+
 def _status_in(error: Raw) -> int:
-    """The HTTP status in an error object's `code`, or 502."""
+    """The HTTP status that an error object's `code` is or stands for, or 502."""
     try:
         code = msgspec.json.decode(error, type=ErrorFields).code
     except DECODE_ERRORS:
         return 502
+    if isinstance(code, str):
+        return _STATUS_BY_CODE.get(code, 502)
     return code if isinstance(code, int) and 400 <= code <= 599 else 502
 
 

@@ -194,6 +194,27 @@ def test_error_as_first_event_after_200_sets_response_status() -> None:
     uvloop.run(main())
 
 
+@pytest.mark.parametrize(
+    ("code", "status", "num_asked"),
+    [("aborted", 409, 1), ("grammar_failed", 400, 1), ("overloaded", 502, 2)],
+)
+def test_stream_that_was_ended_for_good_is_not_tried_elsewhere(
+    code: str, status: int, num_asked: int
+) -> None:
+    """What an operator has aborted must not come back on another instance, nor a grammar that is
+    too expensive go through all of them."""
+
+    async def main() -> None:
+        async with fake_deployment(num_prefills=0, num_decodes=0, num_both=2) as s:
+            for fake in s.decodes:
+                fake.behaviour.error_after, fake.behaviour.error_code = 0, code
+            answer = await post(s, STREAM)
+            assert (answer.status_code, answer.json()["error"]["code"]) == (status, code)
+            assert sum(len(fake.generated) for fake in s.decodes) == num_asked
+
+    uvloop.run(main())
+
+
 def test_decoder_lost_mid_stream_leaves_no_partial_event() -> None:
     async def main() -> None:
         async with fake_deployment() as s:
