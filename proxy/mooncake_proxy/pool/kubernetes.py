@@ -202,10 +202,8 @@ def _is_ready(pod: Pod) -> bool:
 
 
 def _port_of(pod: Pod) -> int | None:
-    named = pod.metadata.annotations.get(PORT_ANNOTATION, "")
-    if named.isdecimal() and 1 <= int(named) <= MAX_PORT:
-        return int(named)
-    return next((port.container_port for c in pod.spec.containers for port in c.ports), None)
+    first = next((port.container_port for c in pod.spec.containers for port in c.ports), None)
+    return _declared(pod.metadata.annotations, PORT_ANNOTATION, first)
 
 
 class KubernetesWatch:

@@ -229,7 +229,7 @@ def test_operators_role_of_pod_stays_until_label_changes() -> None:
     uvloop.run(main())
 
 
-@pytest.mark.parametrize("port", ["²", "99999", "http"])
+@pytest.mark.parametrize("port", ["²", "99999", "http", "9" * 5000])
 def test_invalid_port_annotation_is_ignored(port: str) -> None:
     pod = _pod("decode", 8101, ready=True)
     pod["metadata"]["annotations"] = {"mooncake-hal/port": port}
