@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -160,7 +161,7 @@ class PeerConnection:
     def fail_claimed(self, outcome: int) -> None:
         """Release a claimed connection after a failure; drops it unless ``outcome`` is DONE."""
         if outcome != StreamOutcome.DONE:
-            self._drop()
+            self._drop(discards_unsent=True)
         self.unclaim()
 
     def interrupt(self, part: TransferPart | None) -> None:
@@ -220,7 +221,7 @@ class PeerConnection:
             self._tasks.put(_wake_only)  # wakes the thread, which resumes first
             return
         if outcome != StreamOutcome.DONE:
-            self._drop()
+            self._drop(discards_unsent=True)
         if outcome == StreamOutcome.LATE:
             self._finish(part, part.transfer.late())
         else:
@@ -241,16 +242,25 @@ class PeerConnection:
                 self._sock = sock
         return self._sock
 
-    def _drop(self) -> None:
+    def _drop(self, *, discards_unsent: bool = False) -> None:
+        """Close the connection; after a failure without what the kernel has yet to send of a write,
+        which could arrive for another minute, when the memory may have another use."""
         with self._state_lock:
             sock, self._sock = self._sock, None
-        if sock is not None:
-            sock.close()
+        if sock is None:
+            return
+        if discards_unsent:
+            with contextlib.suppress(OSError):
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _NO_LINGER)
+        sock.close()
 
 
 def _wake_only() -> None:
     """Do nothing but wake a thread."""
 
+
+_NO_LINGER = struct.pack("ii", 1, 0)
+"""The kernel's ``struct linger``: closing resets the connection."""
 
 INLINE_BYTES = 64 * 1024
 """Transfers of up to this many bytes are moved in the caller's thread if a connection is idle."""
