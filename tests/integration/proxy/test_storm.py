@@ -149,7 +149,8 @@ def _unchunked(data: bytes) -> bytes:
 
 
 async def _settle(s: FakeDeployment) -> None:
-    """Wait for releases, cancellations and health checks that are still in flight."""
+    """Wait until no request runs and no connection is in use, but for health checks, which begin
+    again and again: a connection that stays in use is found here."""
 
     def is_busy() -> bool:
         return bool(s.app.admission.num_running) or any(c.is_busy for c in s.app.client.connections)
@@ -169,7 +170,6 @@ def _judge(s: FakeDeployment, outcome: Outcome) -> None:
     assert outcome.counts["left"] > NUM_STREAMS * DISCONNECTS / 2
     assert outcome.counts["whole"] > NUM_STREAMS * 0.7
     assert [instance.num_running for instance in s.app.router.pool] == [0] * 6
-    assert not [c.name for c in s.app.client.connections if c.is_busy]
     assert s.app.router.metaserver.sessions == {}
     leaked = [held for fake in s.prefills for held in _never_fetched(fake, s.decodes)]
     aborts = s.app.router.metrics.aborts.values

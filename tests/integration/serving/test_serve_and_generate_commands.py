@@ -211,7 +211,6 @@ def test_restarted_instance_can_bind_its_port_at_once() -> None:
     [
         (("--model", "no/such/model"), "no config.json in no/such/model"),
         ((*MODEL, "--block-size", "0"), "block_size must be at least 1, got 0"),
-        ((*MODEL, "--host", "203.0.113.1"), "can't listen on 203.0.113.1"),
         ((*MODEL, "--kv-secret-file", "no/such/file", "--role", "decode"), "--kv-secret-file"),
         ((*MODEL, "--backend", "abacus"), "abacus"),
     ],
@@ -220,6 +219,15 @@ def test_invalid_configuration_is_one_line_error(options: tuple[str, ...], words
     with running("mooncake_engine.cli", "serve", "--port", "0", *options) as program:
         assert program.wait() in (1, 2)
     assert words in one_line_error(program)
+
+
+def test_address_of_another_host_is_one_line_error(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    options = ("--host", "203.0.113.1", "--port", "0", "--api-key-file", str(keys))
+    with running("mooncake_engine.cli", "serve", *MODEL, *options) as program:
+        assert program.wait() == 1
+    assert "can't listen on 203.0.113.1" in one_line_error(program)
 
 
 def test_incomplete_checkpoint_is_one_line_error(tmp_path: Path) -> None:
