@@ -226,7 +226,7 @@ def test_address_of_another_host_is_one_line_error(tmp_path: Path) -> None:
     keys.write_text("secret\n")
     options = ("--host", "203.0.113.1", "--port", "0", "--api-key-file", str(keys))
     with running("mooncake_engine.cli", "serve", *MODEL, *options) as program:
-        assert program.wait() == 1
+        assert program.wait() == 2
     assert "can't listen on 203.0.113.1" in one_line_error(program)
 
 
