@@ -223,7 +223,7 @@ def test_invalid_configuration_is_one_line_error(options: tuple[str, ...], words
 
 def test_address_of_another_host_is_one_line_error(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("secret\n")
+    keys.write_text("a-key-that-is-long-enough-to-be-safe\n")
     options = ("--host", "203.0.113.1", "--port", "0", "--api-key-file", str(keys))
     with running("mooncake_engine.cli", "serve", *MODEL, *options) as program:
         assert program.wait() == 2
