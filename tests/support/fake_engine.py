@@ -56,7 +56,7 @@ class FakeEngine:
     """Generates ``script(request)``, one token per update.
 
     Args:
-        script: token ids of the answer, EOS included.
+        script: token ids of the answer, EOS included; with ``ignore_eos`` its end is the context's.
         refusal: raised on every submission.
         hold_at: requests are held before this token until ``release`` is set.
         die_at: the engine dies before this token.
@@ -210,7 +210,8 @@ class FakeEngine:
             if position + 1 == sampling.max_tokens:
                 return [*updates, replace(update, finish=FinishReason.LENGTH)]
             updates.append(update)
-        raise AssertionError("the script must end with EOS")
+        assert sampling.ignore_eos, "the script must end with EOS"
+        return [*updates[:-1], replace(updates[-1], finish=FinishReason.LENGTH)]  # as of a context
 
 
 def _prompt_updates(request: EngineRequest) -> list[TokenUpdate]:

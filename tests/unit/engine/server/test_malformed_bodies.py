@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, settings, strategies as st
+from hypothesis import example, given, settings, strategies as st
 from support.asgi import AsgiClient
 from support.fake_engine import FakeEngine
 
@@ -49,6 +49,7 @@ def status(tokenizer: Tokenizer, path: str, body: dict[str, Any]) -> int:
 
 
 @settings(max_examples=150)
+@example(body={"prompt": "0", "ignore_eos": True})
 @given(body=bodies(CompletionRequest.__struct_fields__))
 def test_completions(byte_tokenizer: Tokenizer, body: dict[str, Any]) -> None:
     assert status(byte_tokenizer, "/v1/completions", body) in (200, 400, 404)
