@@ -265,12 +265,14 @@ def _field_values(config: type, given: Mapping[str, Any]) -> dict[str, Any]:
     options = options_of(config)
     by_name = {name: option for option in options for name in option.names}
     by_field = {option.field: option for option in options}
+    names = {each.name for each in fields(config)}
     values: dict[str, Any] = {}
     for name, value in given.items():
         option = by_field.get(name) or by_name.get(name)
-        if name in {each.name for each in fields(config)}:
-            is_text = isinstance(value, str) and option is not None
-            values[name] = _read(option, name, value) if option and is_text else value
+        if name in names:
+            if option is not None and isinstance(value, str):
+                value = _read(option, name, value)
+            values[name] = value
         elif option is not None:
             values[option.field] = _read(option, name, value)
         elif value is False and (negative := by_name.get(f"no_{name}")) is not None:
