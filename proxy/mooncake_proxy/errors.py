@@ -284,6 +284,12 @@ class UpstreamError(ProxyError):
         self.instance = instance
         self.detail = detail
 
+    @property
+    def is_client_fault(self) -> bool:
+        """Whether every instance would refuse, or the request was aborted: 4xx other than 408, 425
+        and 429."""
+        return 400 <= self.status < 500 and self.status not in {408, 425, 429}
+
 
 class ConnectFailed(UpstreamError):
     """No connection could be made."""
@@ -346,11 +352,6 @@ class Rejected(UpstreamError):
         self.headers = headers
         self.body = body
 
-    @property
-    def is_client_fault(self) -> bool:
-        """Whether every instance would refuse: 4xx other than 408, 425 and 429."""
-        return _is_client_fault(self.status)
-
 
 class FailedStream(UpstreamError):
     """A stream with status 200 that ended with an error event; `event` is that event, unchanged."""
@@ -363,20 +364,11 @@ class FailedStream(UpstreamError):
         self.error = error
         self.status = status
 
-    @property
-    def is_client_fault(self) -> bool:
-        """Whether the request has ended for good: it was aborted, or would fail anywhere."""
-        return _is_client_fault(self.status)
-
 
 class Recomputed(UpstreamError):
     """D ran out of KV memory and returned the request (`stop_reason: "recomputed"`)."""
 
     reason = "recomputed"
-
-
-def _is_client_fault(status: int) -> bool:
-    return 400 <= status < 500 and status not in {408, 425, 429}
 
 
 def is_loss(error: UpstreamError) -> bool:

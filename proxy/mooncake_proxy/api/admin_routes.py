@@ -22,7 +22,6 @@ from mooncake_proxy.errors import (
     ConfigError,
     Forbidden,
     NoInstance,
-    Rejected,
     UpstreamError,
 )
 from mooncake_proxy.http1.http_request import HttpRequest
@@ -359,7 +358,7 @@ class AdminHandlers:
                 )
             except UpstreamError as error:
                 last = error
-                if isinstance(error, Rejected) and error.is_client_fault:
+                if error.is_client_fault:
                     break
         assert last is not None
         raise last

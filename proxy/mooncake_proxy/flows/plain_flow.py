@@ -15,11 +15,9 @@ from mooncake_proxy.errors import (
     DECODE_ERRORS,
     NO_PREFILL,
     ConnectionLost,
-    FailedStream,
     MalformedResponse,
     NoInstance,
     OutOfSockets,
-    Rejected,
     UpstreamError,
     is_loss,
 )
@@ -162,7 +160,7 @@ def may_prefill_locally(
         return False
     if isinstance(error, OutOfSockets):
         return False
-    is_client_fault = isinstance(error, Rejected | FailedStream) and error.is_client_fault
+    is_client_fault = isinstance(error, UpstreamError) and error.is_client_fault
     is_early = router.now() < context.deadline
     return router.config.local_prefill and is_early and not is_client_fault
 

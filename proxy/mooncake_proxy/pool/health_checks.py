@@ -240,7 +240,7 @@ class HealthChecker:
             if published.engine_id == engine_id:
                 topology = published
         except UpstreamError as exc:
-            if not (isinstance(exc, Rejected) and exc.is_client_fault):
+            if not exc.is_client_fault:
                 topology = None
                 message = f"its topology is not known yet, {TOPOLOGY_PATH}: {exc}"
                 instance.warn_once(f"topology {engine_id}", message)

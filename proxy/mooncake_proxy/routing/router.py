@@ -18,11 +18,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from mooncake_proxy.api.proxied_request import FORWARDED, RequestContext, forwarded_headers
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import (
-    FailedStream,
     OutOfSockets,
     Quarantined,
     Recomputed,
-    Rejected,
     UpstreamError,
     is_draining,
     is_loss,
@@ -518,9 +516,7 @@ class RequestRouter:
     def _may_retry(
         self, role: Role, context: RequestContext, tried: Sequence[Instance], error: UpstreamError
     ) -> bool:
-        if context.is_committed:
-            return False
-        if isinstance(error, Rejected | FailedStream) and error.is_client_fault:
+        if context.is_committed or error.is_client_fault:
             return False
         if context.num_losses >= MAX_LOSSES or isinstance(error, OutOfSockets):
             return False
