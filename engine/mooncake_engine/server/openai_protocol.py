@@ -184,6 +184,23 @@ class RefusalPart(msgspec.Struct, kw_only=True, tag_field="type", tag="refusal")
     text: str = msgspec.field(name="refusal")
 
 
+class InputTextPart(TextPart, kw_only=True, tag_field="type", tag="input_text"):
+    """Text as the Responses API has it; vLLM takes it in chats, too, as it does the next two."""
+
+
+class OutputTextPart(TextPart, kw_only=True, tag_field="type", tag="output_text"):
+    """What a model answered, as the Responses API has it."""
+
+
+class ThinkingPart(msgspec.Struct, kw_only=True, tag_field="type", tag="thinking"):
+    """What a model thought, as the Messages API has it."""
+
+    text: str = msgspec.field(name="thinking")
+
+
+ContentPart = TextPart | RefusalPart | InputTextPart | OutputTextPart | ThinkingPart
+
+
 class FunctionCall(msgspec.Struct, kw_only=True):
     """The function that an earlier response called; its arguments are JSON text."""
 
@@ -234,7 +251,7 @@ class ChatMessage(msgspec.Struct, kw_only=True):
     the role ``function`` are OpenAI's older form of tool calls."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[str | TextPart | RefusalPart] | None = None
+    content: str | list[str | ContentPart] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None

@@ -127,6 +127,16 @@ def test_an_earlier_answer_can_be_sent_back_unchanged(client: AsgiClient) -> Non
         ({"content": "tea?", "annotations": [], "audio": {"id": "a"}}, "tea?"),
         ({"content": None, "refusal": "No."}, "No."),
         ({"content": [{"type": "refusal", "refusal": "No."}, "tea?"]}, "No.\ntea?"),
+        ({"content": [{"type": "input_text", "text": "Tea?", "annotations": []}]}, "Tea?"),
+        (
+            {
+                "content": [
+                    {"type": "thinking", "thinking": "Hm.", "signature": "c2ln"},
+                    {"type": "output_text", "text": "Yes."},
+                ]
+            },
+            "Hm.\nYes.",
+        ),
     ],
 )
 def test_an_answer_of_another_server_can_be_sent_back(
