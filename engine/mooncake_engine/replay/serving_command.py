@@ -210,7 +210,8 @@ async def _bench_serve(args: argparse.Namespace) -> str:
         args.seed,
     )
     name, tokenizer_id = await _model(args, server)
-    requests = dataset_of(args).requests(PromptTokenizer.load(tokenizer_id))
+    tokenizer = PromptTokenizer.load(tokenizer_id)
+    requests = dataset_of(args).requests(tokenizer)
     setting = _setting(args, name, tokenizer_id)
     path = _result_path(args, setting)
     run = ServingRun(requests, _client(args, server, name), traffic, args.request_id_prefix)
@@ -218,6 +219,7 @@ async def _bench_serve(args: argparse.Namespace) -> str:
     records, duration_s = await run.run(ProgressBar())
     if all(record.error is not None for record in records):
         raise AllRequestsFailed(f"all requests failed; the first with: {records[0].error}")
+    _count_unreported(requests, records, tokenizer)
     result = serving_result(records, duration_s, targets)
     table = serving_table(result, targets, setting)
     if path is not None:
@@ -227,6 +229,17 @@ async def _bench_serve(args: argparse.Namespace) -> str:
         except OSError as exc:
             raise ResultsNotWritten(path, exc, table) from exc
     return table
+
+
+def _count_unreported(
+    requests: Sequence[TraceRequest], records: Sequence[Record], tokenizer: PromptTokenizer
+) -> None:
+    """Fill in the lengths of answers whose endpoint reports no usage in streams, as vLLM does: the
+    prompt's is the dataset's, the answer's that of its text."""
+    for request, record in zip(requests, records, strict=True):
+        if record.error is None and not record.num_output:
+            record.num_input = request.num_input
+            record.num_output = tokenizer.count("".join(record.pieces)) - tokenizer.num_added
 
 
 def _server(args: argparse.Namespace) -> TargetServer:

@@ -55,6 +55,17 @@ def test_vllm_example_runs_against_engine(
     assert "Mean TTFT (ms):" in capsys.readouterr().out
 
 
+def test_answers_without_usage_are_counted_by_their_text(served: Any, tmp_path: Path) -> None:
+    options = ("--tokenizer", str(TINY_LLAMA), "--num-prompts", "2", "--input-len", "20")
+    reported = run(served.url, tmp_path, *options, "--output-len", "3", "--save-detailed")
+    silent = ("--extra-body", '{"stream_options": {"include_usage": false}}')
+    counted = run(served.url, tmp_path, *options, "--output-len", "3", "--save-detailed", *silent)
+    assert counted["generated_texts"] == reported["generated_texts"]
+    assert counted["input_lens"] == [20, 20]
+    assert min(counted["output_lens"]) > 0
+    assert counted["total_output_tokens"] == sum(counted["output_lens"])
+
+
 def test_requests_beyond_the_descriptor_limit_of_the_shell(served: Any) -> None:
     words = [sys.executable, "-m", "mooncake_engine", "bench", "serve", "--base-url", served.url]
     words += ["--tokenizer", str(TINY_LLAMA), "--num-prompts", "150"]
