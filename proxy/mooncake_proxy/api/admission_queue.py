@@ -1,10 +1,11 @@
 """The admission queue: bounds how many requests run at once, with fair shares between API keys.
 
 The order follows virtual token counters (Sheng et al., "Fairness in Serving Large Language Models",
-OSDI'24): the next request is one of the key with the least cost so far, relative to its weight. The
-requests of one key are served first come, first served. Counters are compared with a virtual time
-as in start-time fair queueing (Goyal et al., SIGCOMM'96): a key that was idle has no credit, and
-what a key was served while nobody waited is no debt.
+OSDI'24): the next request is one of the key with the least cost so far, relative to its weight;
+what a request used replaces the cost expected of it when it ends. The requests of one key are
+served first come, first served. Counters are compared with a virtual time as in start-time fair
+queueing (Goyal et al., SIGCOMM'96): a key that was idle has no credit, and what a key was served
+while nobody waited is no debt.
 """
 
 from __future__ import annotations
@@ -42,11 +43,13 @@ class _TenantQueue:
     Args:
         weight: weight of its share.
         served: virtual counter: tokens served so far, divided by the weight.
+        joined_at: the virtual time when it last began to compete; `served` never falls below it.
         waiting: a future and the cost in tokens of each waiting request.
     """
 
     weight: float
     served: float = 0.0
+    joined_at: float = 0.0
     waiting: deque[tuple[asyncio.Future[bool], float]] = field(default_factory=deque)
 
 
@@ -94,8 +97,18 @@ class AdmissionQueue:
         if self.is_bounded and self._displaced_by(self._queue_of(tenant)) is None:
             raise self._full()
 
-    def leave(self) -> None:
-        """End a request, and admit the next one."""
+    def leave(self, tenant: Tenant = NO_KEY, unspent: float = 0.0) -> None:
+        """End a request, and admit the next one.
+
+        Args:
+            tenant: the key that the request was charged to.
+            unspent: how much of its cost it did not use; negative if it used more. Most clients
+                don't say how long an answer may be, or say far more than they get.
+        """
+        if unspent and self.is_bounded:
+            queue = self._queue_of(tenant)
+            queue.served = max(queue.joined_at, queue.served - unspent / queue.weight)
+            self._most_served = max(self._most_served, queue.served)
         while self.num_waiting:
             queue = min((t for t in self._queues.values() if t.waiting), key=lambda t: t.served)
             turn, cost = queue.waiting.popleft()
@@ -127,7 +140,7 @@ class AdmissionQueue:
             is_admitted = await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled() and not turn.exception() and turn.result():
-                self.leave()
+                self.leave(tenant, cost)
             raise
         finally:
             timer.cancel()
@@ -151,7 +164,8 @@ class AdmissionQueue:
         requests, or with all others from the same counter if there are none."""
         if not self.num_waiting:
             self._virtual_time = self._most_served
-        queue.served = max(queue.served, self._virtual_time)
+        queue.joined_at = self._virtual_time
+        queue.served = max(queue.served, queue.joined_at)
 
     def _charge(self, queue: _TenantQueue, cost: float) -> None:
         self._virtual_time = max(self._virtual_time, queue.served)

@@ -443,7 +443,8 @@ class ProxyApplication:
         try:
             await self._flow(router, context)
         finally:
-            admission.leave()
+            unspent = 0 if tenant is None else context.cost_tokens - context.spent_tokens
+            admission.leave(share, unspent)
             if router.conductor is not None:
                 router.conductor.ended(context)
         if self.router.suspects.by_hash:

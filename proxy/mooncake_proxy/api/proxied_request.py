@@ -225,6 +225,15 @@ class RequestContext(Struct, eq=False):
         return self.num_client_tokens + min(requested, MAX_COST_TOKENS)
 
     @property
+    def spent_tokens(self) -> int:
+        """Tokens that the request has really used so far: those of the answer's `usage`, or else
+        its prompt, if an instance was asked, and one for each event of the stream."""
+        if self.num_used_tokens is not None:
+            return self.num_used_tokens
+        prompt = self.num_client_tokens if self.prefiller or self.decoder else 0
+        return prompt + max(self.num_events, int(self.timing.first_at is not None))
+
+    @property
     def num_client_tokens(self) -> int:
         """Length of the client's prompt in tokens, estimated or counted."""
         return self.prompt_tokens - self.num_generated

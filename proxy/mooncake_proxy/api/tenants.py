@@ -58,15 +58,11 @@ class Tenants:
             context.limit_headers = self.limits.headers(tenant.name, self._now())
 
     def end(self, context: RequestContext) -> None:
-        """End a request: charge the tokens really used. In streams, each event counts as one."""
+        """End a request: charge the tokens really used."""
         tenant = context.tenant
         if tenant is None or tenant.name not in self.limits or not context.limit_headers:
             return
-        timing, used = context.timing, context.num_used_tokens
-        if used is None:
-            used = context.num_client_tokens if context.prefiller or context.decoder else 0
-            used += max(context.num_events, int(timing.first_at is not None))
-        self.limits.settle(tenant.name, used - context.cost_tokens)
+        self.limits.settle(tenant.name, context.spent_tokens - context.cost_tokens)
 
 
 class _Usage(Struct):

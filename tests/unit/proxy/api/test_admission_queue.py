@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
 from unittest.mock import Mock
 
 import pytest
@@ -19,20 +21,27 @@ HEAVY, LIGHT = ApiKey("a", "heavy"), ApiKey("b", "light")
 
 
 async def served(
-    queue: AdmissionQueue, waiting: list[tuple[ApiKey, float]], turns: int
+    queue: AdmissionQueue,
+    waiting: list[tuple[ApiKey, float]],
+    turns: int,
+    unspent: Mapping[ApiKey, float] = MappingProxyType({}),
 ) -> list[str]:
-    """The order in which queued requests are served, one at a time."""
+    """The order in which queued requests are served, one at a time; `unspent` is how much of their
+    cost the requests of a key don't use."""
     order: list[str] = []
-    assert queue.enter(ApiKey("x", "first"))
+    first = ApiKey("x", "first")
+    running = [first]
+    assert queue.enter(first)
 
     async def wait(key: ApiKey, cost: float) -> None:
         await queue.queue(key, cost)
         order.append(key.name)
+        running.append(key)
 
     tasks = [asyncio.ensure_future(wait(*each)) for each in waiting]
     await asyncio.sleep(0)
     for _ in range(turns):
-        queue.leave()
+        queue.leave(running[-1], unspent.get(running[-1], 0.0))
         await asyncio.sleep(0)
     for task in tasks:
         task.cancel()
@@ -155,6 +164,46 @@ def test_key_that_was_idle_gets_no_credit_from_a_request_that_found_room() -> No
         assert queue.enter(LIGHT, 100.0), "there is room for it"
         order = await served(queue, [(LIGHT, 100.0)] * 20 + [(HEAVY, 100.0)] * 20, 10)
         assert Counter(order) == {"heavy": 5, "light": 5}
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(
+    ("unspent", "num_light"),
+    [
+        (0.0, 10),
+        pytest.param(90.0, 18, id="tenth-of-the-cost"),
+        pytest.param(-100.0, 7, id="twice-the-cost"),
+    ],
+)
+def test_shares_follow_what_requests_used(unspent: float, num_light: int) -> None:
+    async def main() -> None:
+        waiting = [(LIGHT, 100.0)] * 20 + [(HEAVY, 100.0)] * 20
+        queue = AdmissionQueue(AdmissionConfig(1))
+        order = await served(queue, waiting, 20, unspent={LIGHT: unspent})
+        assert Counter(order)["light"] == pytest.approx(num_light, abs=1)
+
+    asyncio.run(main())
+
+
+def test_what_was_not_used_is_no_credit_for_a_time_without_requests() -> None:
+    async def main() -> None:
+        queue = AdmissionQueue(AdmissionConfig(2))
+        assert queue.enter(LIGHT, 1e6)
+        await served(queue, [(HEAVY, 100.0)] * 20, 20)
+        light, heavy = (
+            [asyncio.ensure_future(queue.queue(key, 100.0)) for _ in range(20)]
+            for key in (LIGHT, HEAVY)
+        )
+        await asyncio.sleep(0)
+        queue.leave(LIGHT, 1e6)
+        for _ in range(9):
+            queue.leave(HEAVY)
+        await asyncio.sleep(0)
+        assert [sum(task.done() for task in tasks) for tasks in (light, heavy)] == [5, 5]
+        for task in (*light, *heavy):
+            task.cancel()
+        await asyncio.gather(*light, *heavy, return_exceptions=True)
 
     asyncio.run(main())
 
