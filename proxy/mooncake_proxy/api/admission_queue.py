@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,13 +44,13 @@ class _TenantQueue:
         weight: weight of its share.
         served: virtual counter: tokens served so far, divided by the weight.
         joined_at: the virtual time when it last began to compete; `served` never falls below it.
-        waiting: a future and the cost in tokens of each waiting request.
+        waiting: the waiting requests' futures in their order, and each one's cost in tokens.
     """
 
     weight: float
     served: float = 0.0
     joined_at: float = 0.0
-    waiting: deque[tuple[asyncio.Future[bool], float]] = field(default_factory=deque)
+    waiting: OrderedDict[asyncio.Future[bool], float] = field(default_factory=OrderedDict)
 
 
 class AdmissionQueue:
@@ -111,7 +111,7 @@ class AdmissionQueue:
             self._most_served = max(self._most_served, queue.served)
         while self.num_waiting:
             queue = min((t for t in self._queues.values() if t.waiting), key=lambda t: t.served)
-            turn, cost = queue.waiting.popleft()
+            turn, cost = queue.waiting.popitem(last=False)
             self.num_waiting -= 1
             if not turn.done():
                 self._charge(queue, cost)
@@ -132,8 +132,7 @@ class AdmissionQueue:
         turn: asyncio.Future[bool] = loop.create_future()
         if not queue.waiting:
             self._join(queue)
-        entry = (turn, cost)
-        queue.waiting.append(entry)
+        queue.waiting[turn] = cost
         self.num_waiting += 1
         timer = loop.call_later(config.max_wait_s, _answer, turn, False)
         try:
@@ -144,8 +143,7 @@ class AdmissionQueue:
             raise
         finally:
             timer.cancel()
-            if entry in queue.waiting:
-                queue.waiting.remove(entry)
+            if queue.waiting.pop(turn, None) is not None:
                 self.num_waiting -= 1
         if not is_admitted:
             raise Overloaded(
@@ -181,7 +179,7 @@ class AdmissionQueue:
         longest = self._displaced_by(newcomer)
         if longest is None:
             return False
-        turn, _ = longest.waiting.pop()
+        turn, _ = longest.waiting.popitem()
         self.num_waiting -= 1
         if not turn.done():
             turn.set_exception(self._full())

@@ -88,15 +88,16 @@ class PrefixIndex:
     def cached_tokens(self, hashes: tuple[int, ...]) -> dict[str, int]:
         """Approximate number of leading tokens that each instance holds, by name."""
         found: dict[str, int] = {}
-        still: set[str] | None = None
-        for position, value in enumerate(hashes, 1):
-            holders = self._holders.get(value)
-            still = holders if still is None or holders is None else still & holders
-            if not holders or not still:
+        still = set(self._holders.get(hashes[0], ())) if hashes else set()
+        for position, value in enumerate(hashes):
+            holders = self._holders.get(value, frozenset())
+            # Most blocks of a prefix are where the one before is: then there is nothing to copy.
+            if not still <= holders:
+                found |= dict.fromkeys(still - holders, position * TOKENS_PER_BLOCK)
+                still &= holders
+            if not still:
                 break
-            for name in still:
-                found[name] = position * TOKENS_PER_BLOCK
-        return found
+        return found | dict.fromkeys(still, len(hashes) * TOKENS_PER_BLOCK)
 
     def forget(self, names: Collection[str]) -> None:
         """Forget the blocks of an instance and its ranks: it is gone or restarted with no cache."""
