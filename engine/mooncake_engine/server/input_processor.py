@@ -23,6 +23,7 @@ from mooncake_engine.sampling_params import Grammar, SamplingParams
 from mooncake_engine.server.kv_transfer_requests import (
     KVTransferRequest,
     check_same_tokenizer,
+    is_prefill,
     prompt_of_peer,
     read_kv_transfer_request,
 )
@@ -104,7 +105,7 @@ class InputProcessor:
         sampling = completion_sampling(request, self.info, self.defaults)
         sampling = with_bad_words(sampling, self.tokenizer)
         sampling = await self._structured(
-            sampling, grammar_of(request, self.tokenizer), structure_field(request)
+            request, sampling, grammar_of(request, self.tokenizer), structure_field(request)
         )
         made = self._made_by_peer(request)
         if made is not None and isinstance(request.prompt, str):
@@ -141,7 +142,7 @@ class InputProcessor:
         if self.has_reasoning:
             reasoning = reasoning_state(self.tokenizer, prompt.token_ids)
             grammar = grammar and after_reasoning(grammar, reasoning, self.tokenizer)
-        sampling = await self._structured(sampling, grammar, field)
+        sampling = await self._structured(request, sampling, grammar, field)
         context = self._context(request, request_id, headers, sampling, [prompt])
         return replace(
             context,
@@ -168,11 +169,18 @@ class InputProcessor:
         return prompt_of_peer(request.kv_transfer_params, self.tokenizer.fingerprint, num_generated)
 
     async def _structured(
-        self, sampling: SamplingParams, grammar: Grammar | None, field: str
+        self,
+        request: GenerationFields,
+        sampling: SamplingParams,
+        grammar: Grammar | None,
+        field: str,
     ) -> SamplingParams:
         if grammar is None:
             return sampling
-        structured = replace(sampling, grammar=grammar)
+        # Routers set min_tokens to 1 for a prefill, lest its only token end the output: here only
+        # a token that completes the structure does.
+        min_tokens = 0 if is_prefill(request.kv_transfer_params) else sampling.min_tokens
+        structured = replace(sampling, grammar=grammar, min_tokens=min_tokens)
         info = self.info
         if not is_compiled(grammar, self.tokenizer, info.vocab_size, info.eos_token_ids):
             check_grammar_size(grammar, field)

@@ -109,6 +109,12 @@ def read_kv_transfer_request(
     )
 
 
+def is_prefill(params: KVTransferDict | None) -> bool:
+    """Whether a router asks for the first token only, and for the KV to be kept for a decode
+    instance."""
+    return bool(params) and _flag(params, "do_remote_decode")
+
+
 def prompt_of_peer(
     params: KVTransferDict | None, tokenizer: str, num_generated: int = 0
 ) -> tuple[int, ...] | None:

@@ -11,6 +11,7 @@ from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.messages import EngineInfo
 from mooncake_engine.sampling_defaults import NO_DEFAULTS, SamplingDefaults
 from mooncake_engine.sampling_params import Grammar, GrammarKind, SamplingParams
+from mooncake_engine.server.kv_transfer_requests import is_prefill
 from mooncake_engine.server.openai_protocol import (
     ChatRequest,
     CompletionRequest,
@@ -134,6 +135,9 @@ def _sampling(
     if request.store:
         raise InvalidRequest("answers are not stored: leave store out", param="store")
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    if max_tokens is not None and is_prefill(request.kv_transfer_params):
+        # Some routers set max_tokens to 1 and leave the client's min_tokens, which D will honour.
+        given["min_tokens"] = min(request.min_tokens or 0, max_tokens)
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequest(
             "prompt_logprobs can't be streamed: use stream: false, or echo with logprobs",

@@ -202,6 +202,26 @@ def test_leases_of_the_step_in_which_another_choice_fails_are_released(
     assert sorted(engine.aborted) == ["req-1-1", "req-1-2"]
 
 
+@pytest.mark.parametrize(("path", "body"), FORMS)
+@pytest.mark.parametrize(
+    ("fields", "min_tokens"),
+    [
+        # What llm-d's routing sidecar and vLLM-Ascend's proxies send to a prefill instance: the
+        # client's own number as far as version 0.9 of the one, 1 for every request from the others.
+        ({"min_tokens": 5}, 1),
+        ({"min_tokens": 1}, 1),
+        ({"min_tokens": 1, "response_format": {"type": "json_object"}}, 0),
+        ({}, 0),
+    ],
+)
+def test_min_tokens_of_a_router_do_not_refuse_a_prefill(
+    tokenizer: Tokenizer, path: str, body: Json, fields: Json, min_tokens: int
+) -> None:
+    engine = FakeEngine(text_script("tea"))
+    prefill(serve(engine, tokenizer), path, body | fields)
+    assert engine.seen[0].sampling.min_tokens == min_tokens
+
+
 def test_a_different_tokenizer_is_rejected(tokenizer: Tokenizer) -> None:
     params = {"do_remote_prefill": True, "tokenizer_fingerprint": "another"}
     client = serve(FakeEngine(), tokenizer)
