@@ -329,7 +329,6 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
         device = describe_device(current_platform, index)
         position = rank_position(ranks.rank_in_group, ranks.world_size, device, index)
         num_blocks, kv = self._kv_cache_config.num_blocks, model_kv(model, groups)
-        convert_rope_order = None  # on Ascend a vendor's op decides the rope order
         if is_split:
             check_ascend(self._vllm_config.additional_config, npu_formats(kv_caches))
             heads_first = os.environ.get("VLLM_KV_CACHE_LAYOUT") in HEADS_FIRST
@@ -339,7 +338,6 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             named = {name: layers[name] for name in kv_caches}
             packing = page_format(device.kind, named, kv_caches, kv.plane_dims)
             view = view_caches(kv_caches, kv, position, num_blocks, packing)
-            convert_rope_order = rope_order_converter(kv_caches, kv)
         rank = stage.rank_in_group * ranks.world_size + ranks.rank_in_group
         path = worker_sockets(self._vllm_config, type(self).__name__)[rank]
         self._worker = WorkerSide(
@@ -350,7 +348,7 @@ class HalConnector(KVConnectorBase_V1):  # type: ignore[misc]  # as above
             device,
             kind=self._worker_kind(),
             wait=step_wait(self._vllm_config),
-            convert_rope_order=convert_rope_order,
+            convert_rope_order=rope_order_converter(kv_caches, kv),
         )
 
     @guarded(_return_none)

@@ -335,19 +335,23 @@ def _window(spec: Any) -> int:
 
 
 def rope_order_converter(
-    caches: Mapping[str, torch.Tensor], kv: ModelKV
+    caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], kv: ModelKV
 ) -> ConvertRopeOrder | None:
     """Return the function that converts the rope rows of latents in a rank's caches; None if the
     model has no latents.
 
     Args:
-        caches: as in ``view_caches``.
+        caches: as in ``view_caches``, or in ``view_ascend_caches``, where latents and rope rows are
+            tensors of their own with tokens before heads.
         kv: the model's KV.
     """
     if kv.kind is not AttentionKind.MLA:
         return None
     latent_dim = kv.plane_dims[0]
-    rows = [cache.transpose(1, 2)[..., latent_dim:] for cache in caches.values()]
+    rows = [
+        cache.transpose(1, 2)[..., latent_dim:] if isinstance(cache, torch.Tensor) else cache[1]
+        for cache in caches.values()
+    ]
     return partial(convert_rope_order, rows)
 
 

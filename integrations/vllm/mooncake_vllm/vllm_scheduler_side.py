@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mooncake_hal.kv.geometry import AttentionKind
-from mooncake_hal.latents import PAIRS
+from mooncake_hal.latents import HALVES, PAIRS
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector import (
     Connector,
@@ -55,8 +55,6 @@ from mooncake_vllm.vllm_scheduler_base import Instance, SchedulerSideBase
 
 logger = logging.getLogger(__name__)
 
-VENDOR_ORDER = "the vendor's"
-"""An unknown rope order; KV with it is only exchanged between instances of the same kind."""
 COMPLETE = ("FINISHED_LENGTH_CAPPED",)
 COMPLETE_FOR_WAITING = ("FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED")
 """Finish statuses of a prefill whose KV is transferred. If the first token ends the answer, no
@@ -516,14 +514,14 @@ class SchedulerSide(SchedulerSideBase):
 
 def rope_order(info: RankInfo) -> str:
     """The order in which vLLM keeps the rope part of latents; empty if the model has none. vLLM
-    keeps pairs, as the checkpoint does; other engines permute the weights and keep halves. On
-    Ascend a vendor's op decides."""
+    keeps pairs, as the checkpoint does; other engines permute the weights and keep halves, and so
+    does the op with which vLLM-Ascend writes its cache (npu_kv_rmsnorm_rope_cache)."""
     if info.geometry.kind is not AttentionKind.MLA:
         return ""
-    return VENDOR_ORDER if info.hardware.backend == "ascend" else PAIRS
+    return HALVES if info.hardware.backend == "npu" else PAIRS
 
 
 def _numerics(info: RankInfo) -> Numerics:
     """The properties of vLLM's KV in which engines may differ."""
     order = rope_order(info)
-    return Numerics({} if order in ("", VENDOR_ORDER) else {ROPE_ORDER: order})
+    return Numerics({ROPE_ORDER: order} if order else {})

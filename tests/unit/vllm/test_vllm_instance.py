@@ -372,6 +372,22 @@ def test_rope_part_of_latents_is_reordered() -> None:
     assert rope_order_converter(caches, ModelKV(AttentionKind.GQA, 2, 1, (6, 6), "float32")) is None
 
 
+def test_rope_rows_in_tensors_of_their_own_are_reordered() -> None:
+    latents, rows = torch.zeros(3, 4, 1, 8), torch.arange(4.0).repeat(3, 4, 1, 1)
+    kv = ModelKV(AttentionKind.MLA, 1, 1, (8, 4), "float32")
+    turn = rope_order_converter({"layers.0": (latents, rows)}, kv)
+    assert turn is not None
+    turn((2, 0), (3, 6), PAIRS)
+    turned = {
+        (block, at)
+        for block in range(3)
+        for at in range(4)
+        if rows[block, at, 0].tolist() == [0, 2, 1, 3]
+    }
+    assert turned == {(2, 3), (0, 0), (0, 1)}
+    assert not latents.any()
+
+
 def test_layers_with_sliding_window_have_their_own_blocks() -> None:
     assert model_kv(model(), groups(spec(), SLIDING)).groups == (
         KVGroup((0, 2, 4)),
