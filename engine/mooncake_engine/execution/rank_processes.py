@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from multiprocessing.connection import Connection, Pipe, wait
 
@@ -25,10 +26,16 @@ from mooncake_hal.backend import GroupSpec
 from mooncake_hal.command_line import LogSettings
 
 _GROUP_TIMEOUT_S = 60.0
-"""Timeout of collectives of the stage and expert groups."""
+"""Least timeout of collectives of the stage and expert groups, which a rank that loads more slowly
+than the others may use up."""
 _STAGE_TIMEOUT_S = 600.0
-"""Timeout of the pipeline group: how long a stage may compute while the next one waits for it. A
-stage that died is noticed at once, without this timeout."""
+"""Least timeout of the pipeline group: how long a stage may compute while the next one waits for
+it. A stage that died is noticed at once, without this timeout."""
+_WATCH_MARGIN_S = 30.0
+"""How much later than the watch over steps collectives time out: the watch names the rank that did
+not answer, a collective only the one that waited for it."""
+_UNLIMITED_S = 7 * 86400.0
+"""Timeout of collectives if steps may take any time."""
 _STOP_TIMEOUT_S = 10.0
 """How long ranks may take to exit after Stop before they are killed."""
 _CAUSE_TIMEOUT_S = 1.0
@@ -171,17 +178,25 @@ class RankProcesses:
         self.ranks = self._launcher.start()
         log = LogSettings.current()
         log = replace(log, level=max(log.level, logging.WARNING))  # or each rank would log it all
+        timeout_s = partial(_collective_timeout_s, plan.config.step_timeout_s)
         for rank, info in zip(self.ranks, self.infos, strict=True):
             rank_plan = replace(plan, config=rank.adapt(plan.config))
             num_expert_ranks = info.dp_size * info.tp_size if plan.config.has_expert_rounds else 1
             start = wire.Start(
                 plan=pickle.dumps(rank_plan),
                 info=info,
-                stage=self._group(info.stage_name, info.tp_rank, info.tp_size),
-                pipeline=self._group(
-                    info.pipeline_name, info.stage, info.pp_size, _STAGE_TIMEOUT_S
+                stage=self._group(
+                    info.stage_name, info.tp_rank, info.tp_size, timeout_s(_GROUP_TIMEOUT_S)
                 ),
-                experts=self._group(info.experts_name, info.expert_rank, num_expert_ranks),
+                pipeline=self._group(
+                    info.pipeline_name, info.stage, info.pp_size, timeout_s(_STAGE_TIMEOUT_S)
+                ),
+                experts=self._group(
+                    info.experts_name,
+                    info.expert_rank,
+                    num_expert_ranks,
+                    timeout_s(_GROUP_TIMEOUT_S),
+                ),
                 extension=self._options[info.dp_rank].extension,
                 threads=self._launcher.threads,
                 log=log,
@@ -189,9 +204,7 @@ class RankProcesses:
             self._open_orders[rank.rank] += 1
             rank.send_order(wire.encode(start))
 
-    def _group(
-        self, name: str, rank: int, world_size: int, timeout_s: float = _GROUP_TIMEOUT_S
-    ) -> GroupSpec | None:
+    def _group(self, name: str, rank: int, world_size: int, timeout_s: float) -> GroupSpec | None:
         if world_size == 1:
             return None
         return GroupSpec(rank, world_size, self._launcher.rendezvous(name), timeout_s)
@@ -295,3 +308,13 @@ class _GrammarOrder:
 
     awaited: set[int]
     on_ready: Callable[[], None]
+
+
+def _collective_timeout_s(step_timeout_s: float, least_s: float) -> float:
+    """The timeout of a group's collectives: longer than a step may take, as far as it is limited.
+
+    Args:
+        step_timeout_s: how long a step may take; 0 is no limit.
+        least_s: the least timeout of the group.
+    """
+    return max(least_s, step_timeout_s + _WATCH_MARGIN_S) if step_timeout_s else _UNLIMITED_S

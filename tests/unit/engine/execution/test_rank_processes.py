@@ -90,10 +90,11 @@ class Plan:
     config: EngineConfig
 
 
-def start(launcher: PlayedRanks) -> RankProcesses:
+def start(launcher: PlayedRanks, step_timeout_s: float = 300.0) -> RankProcesses:
     """Ranks that share experts, each of a data-parallel rank of its own."""
     count = len(launcher.ranks)
-    plan: Any = Plan(EngineConfig(Path("m"), dp_size=count, ep_size=count))
+    config = EngineConfig(Path("m"), dp_size=count, ep_size=count, step_timeout_s=step_timeout_s)
+    plan: Any = Plan(config)
     return RankProcesses(plan, [ExecutorOptions()] * count, launcher)
 
 
@@ -128,6 +129,26 @@ def test_lost_rank_ends_the_wait_for_others_and_is_named(
     assert all(rank.wait(0.0) for rank in ranks), "the others are ended"
     with pytest.raises(EngineDead, match="rank 1 of 3 died: exit of 1"):
         processes.failure.check()
+
+
+@pytest.mark.parametrize(
+    ("step_timeout_s", "least_s"), [(5.0, 60.0), (300.0, 301.0), (0.0, 86400.0)]
+)
+def test_collectives_time_out_after_the_watch_over_steps(
+    step_timeout_s: float, least_s: float
+) -> None:
+    """The watch names the rank that does not answer; a collective blames the one that waits."""
+    launcher = PlayedRanks(2)
+    for rank in launcher.ranks:
+        rank.report(wire.OrderDone(), wire.Ready(KV))
+    processes = start(launcher, step_timeout_s)
+    order = launcher.ranks[0].receive_order()
+    assert isinstance(order, wire.Start)
+    assert order.experts is not None
+    assert order.experts.timeout_s >= least_s
+    for rank in launcher.ranks:
+        rank.kill()
+    processes.close()
 
 
 def test_no_rank_runs_before_all_have_loaded() -> None:
