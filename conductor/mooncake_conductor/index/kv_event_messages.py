@@ -1,9 +1,9 @@
 """Decodes KV events as published by vLLM and SGLang to one set of types.
 
-A message has three frames: topic, sequence number (8 bytes, big-endian), msgpack. Since its PR
-42892 vLLM encodes each event as a map with a ``type``; older versions and SGLang as an array that
-starts with the tag. A batch is an array ``[ts, events, data_parallel_rank]`` or a map with these
-names. All variants are accepted.
+A message has three frames: topic, sequence number (8 bytes, big-endian), msgpack. vLLM (since its
+PR 42892) and SGLang (since its PR 37482) encode each event as a map with a ``type``; older versions
+as an array that starts with the tag. A batch is an array ``[ts, events, data_parallel_rank]`` or a
+map with these names. All variants are accepted.
 """
 
 from __future__ import annotations
@@ -184,20 +184,27 @@ def _fields(raw: Any) -> tuple[str, Mapping[str, Any]]:
         raise MalformedEvent(f"an event is a map or an array, found {_shown(raw)}")
     tag, *values = raw
     names = {"BlockStored": _STORED, "BlockRemoved": _REMOVED}.get(tag, ())
-    return tag, dict(zip(names, values, strict=False))
+    fields = dict(zip(names, values, strict=False))
+    # SGLang has a map of its own fields where vLLM has the adapter's name.
+    if isinstance(others := fields.get("lora_name"), Mapping):
+        fields |= {"lora_name": None, "cache_salt": others.get("cache_salt")}
+    return tag, fields
 
 
 def _stored(fields: Mapping[str, Any]) -> BlocksStored:
     parent = fields.get("parent_block_hash")
     lora_name = fields.get("lora_name")
     is_nameless = lora_name is None and fields.get("lora_id") is not None
-    salt = _salt_in(fields.get("extra_keys"), lora_name)
+    # SGLang names the salt, vLLM has it among the extra keys.
+    salt = fields.get("cache_salt") or _salt_in(fields.get("extra_keys"), lora_name)
     kind = fields.get("kv_cache_spec_kind")
     block_size = fields["block_size"]
     if not isinstance(block_size, int) or block_size < 1:
         raise MalformedEvent(f"block_size is a positive number, found {_shown(block_size)}")
-    if not isinstance(lora_name, str | None):
-        raise MalformedEvent(f"lora_name is a string, found {_shown(lora_name)}")
+    if not isinstance(lora_name, str | None) or not isinstance(salt, str | None):
+        raise MalformedEvent(
+            f"lora_name and cache_salt are strings, found {_shown(lora_name)}, {_shown(salt)}"
+        )
     return BlocksStored(
         _keys(fields["block_hashes"]),
         None if parent is None else normalise_key(parent),

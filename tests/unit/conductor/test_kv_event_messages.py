@@ -57,6 +57,22 @@ def test_defaults_are_optional_and_unknown_types_are_counted() -> None:
     assert (found.data_parallel_rank, found.num_skipped) == (None, 1)
 
 
+@pytest.mark.parametrize(
+    "event",
+    [
+        AS_MAPS[0] | {"cache_salt": "tenant"},
+        [*AS_ARRAYS[0][:7], {"cache_salt": "tenant"}],
+        AS_MAPS[0] | {"extra_keys": [["tenant"], None]},
+    ],
+    ids=["SGLang's map", "SGLang's array", "vLLM's map"],
+)
+def test_salt_is_found_where_each_engine_has_it(event) -> None:
+    (stored,) = decode_batch(PACK([1, [event]])).events
+    assert isinstance(stored, BlocksStored)
+    assert (stored.cache_salt, stored.lora_name) == ("tenant", None)
+    assert stored.token_ids == (1, 2, 3, 4)
+
+
 @pytest.mark.parametrize("medium", ["STORAGE", "DISK", "TAPE"])
 def test_storage_and_unknown_media_are_the_disk_tier(medium: str) -> None:
     """The name that vLLM uses, the one of SGLang and our older stores, and an unknown one."""
