@@ -44,6 +44,9 @@ class KVPoolConfig:
             node stores; empty for none.
         staging_bytes: memory of this instance for chunks in transit to and from a Mooncake Store.
         protocol: transfer protocol of a Mooncake Store: tcp or rdma.
+        metadata: metadata server of that store's transfer engines, such as
+            ``http://10.0.0.1:8080/metadata``, the same for all its clients; empty for none.
+        devices: RDMA devices to use for it; empty for all.
         chunk_tokens: tokens per chunk, a multiple of the block size; must be the same in all
             instances that share KV.
         always_loads: whether to load all chunks that are found, even where recomputing them is
@@ -67,6 +70,8 @@ class KVPoolConfig:
     mooncake_store: str = ""
     staging_bytes: int = DEFAULT_STAGING_BYTES
     protocol: str = "tcp"
+    metadata: str = ""
+    devices: tuple[str, ...] = ()
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS
     always_loads: bool = False
     network: KVTransferConfig = field(default_factory=KVTransferConfig)
@@ -78,13 +83,15 @@ class KVPoolConfig:
             if self.ssd or self.connect or self.port is not None:
                 raise KVConfigError(
                     "--kv-pool: ssd, port and connect apply to node stores only; with "
-                    "mooncake-store=... the master places KV: use dram, staging and protocol"
+                    "mooncake-store=... the master places KV: use dram, staging, protocol, metadata "
+                    "and device"
                 )
             return
-        if (self.staging_bytes, self.protocol) != (DEFAULT_STAGING_BYTES, "tcp"):
+        of_mooncake = (self.staging_bytes, self.protocol, self.metadata, self.devices)
+        if of_mooncake != (DEFAULT_STAGING_BYTES, "tcp", "", ()):
             raise KVConfigError(
-                "--kv-pool: staging and protocol apply to a Mooncake Store only; add its master: "
-                "mooncake-store=10.0.0.1:50051"
+                "--kv-pool: staging, protocol, metadata and device apply to a Mooncake Store only; "
+                "add its master: mooncake-store=10.0.0.1:50051"
             )
         if not self.dram_bytes and not self.connect:
             raise KVConfigError(
@@ -126,8 +133,8 @@ class KVPoolConfig:
 
 
 def read_kv_pool(text: str) -> KVPoolConfig:
-    """Parse ``--kv-pool``: settings separated by commas. ``ssd``, ``tenant-quota``, ``connect`` and
-    ``source-allow`` may be repeated.
+    """Parse ``--kv-pool``: settings separated by commas. ``ssd``, ``tenant-quota``, ``connect``,
+    ``device`` and ``source-allow`` may be repeated.
 
         dram=4GiB
         dram=4GiB,ssd=/ssd0/kv:200GiB,port=7701,connect=10.0.0.2:7701
@@ -191,6 +198,8 @@ def _address(text: str) -> tuple[str, int]:
 
 
 def _master(text: str) -> str:
+    if "://" in text:  # several masters behind etcd, in Mooncake's clients
+        raise ValueError(f"wanted HOST:PORT of one master, got {text!r}")
     return host_and_port(*_address(text))
 
 
@@ -219,6 +228,8 @@ _SETTINGS: dict[str, tuple[str, Callable[[str], Any], bool]] = {
     "mooncake-store": ("mooncake_store", _master, False),
     "staging": ("staging_bytes", byte_count, False),
     "protocol": ("protocol", _protocol, False),
+    "metadata": ("metadata", str, False),
+    "device": ("devices", str, True),
     "chunk": ("chunk_tokens", positive_int, False),
     "load": ("always_loads", _is_always, False),
     "source-allow": ("source_allow", str, True),

@@ -29,7 +29,11 @@ from mooncake_kv.pool.pool_events import ChunkSource, StoreLocation, StoreReport
 from mooncake_kv.store.arena_allocator import rounded_up
 from mooncake_kv.store.chunk_store import ChunkStore, Residence, StoreObserver, StoreStats
 from mooncake_kv.store.chunk_table import QUARANTINE_MARGIN_S
-from mooncake_kv.store.mooncake_store import MooncakeChunkStore, MooncakeStoreConfig
+from mooncake_kv.store.mooncake_store import (
+    NO_METADATA_SERVER,
+    MooncakeChunkStore,
+    MooncakeStoreConfig,
+)
 from mooncake_kv.store.node_store import NodeStore, NodeStoreConfig
 from mooncake_kv.store.ssd_config import SsdConfig, SsdDirectoryConfig
 from mooncake_kv.store.store_client import StoreClient
@@ -269,7 +273,9 @@ def _open_mooncake_store(
             host=network.advertise_host or network.host,
             segment_bytes=config.dram_bytes,
             staging_bytes=config.staging_bytes,
+            metadata=config.metadata or NO_METADATA_SERVER,
             protocol=config.protocol,
+            devices=",".join(config.devices),
             quarantine_s=_quarantine_s(network),
         )
     )

@@ -62,6 +62,7 @@ MAX_WAITING = 1024
 """Upper bound of the calls that wait for the master; more are misses at once."""
 TIMER_S = 0.25
 USER = 1
+NO_METADATA_SERVER = "P2PHANDSHAKE"
 NO_KEY = bytes(16)
 """Looked up to see whether the master replies."""
 
@@ -73,7 +74,7 @@ class MooncakeStoreConfig:
     Args:
         master: HOST:PORT of ``mooncake_master``.
         host: address of this client, as its peers reach it.
-        metadata: URL of the metadata server, or ``P2PHANDSHAKE`` for none.
+        metadata: URL of the metadata server, or ``NO_METADATA_SERVER``.
         segment_bytes: memory that this host contributes to the pool; 0 for none.
         staging_bytes: memory for chunks in transit.
         protocol: ``tcp`` or ``rdma``.
@@ -84,7 +85,7 @@ class MooncakeStoreConfig:
 
     master: str
     host: str = "127.0.0.1"
-    metadata: str = "P2PHANDSHAKE"
+    metadata: str = NO_METADATA_SERVER
     segment_bytes: int = 1 << 30
     staging_bytes: int = 256 << 20
     protocol: str = "tcp"

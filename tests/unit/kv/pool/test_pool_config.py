@@ -55,6 +55,10 @@ def test_mooncake_store_replaces_node_stores():
     assert found == KVPoolConfig(
         1 << 30, mooncake_store="10.0.0.1:50051", staging_bytes=64 << 20, protocol="rdma"
     )
+    served = "metadata=http://10.0.0.1:8080/metadata,device=mlx5_0,device=mlx5_1"
+    found = read_kv_pool(f"mooncake-store=10.0.0.1:50051,{served}")
+    assert found.metadata == "http://10.0.0.1:8080/metadata"
+    assert found.devices == ("mlx5_0", "mlx5_1")
     assert read_kv_pool("mooncake-store=[::1]:9").mooncake_store == "[::1]:9"
 
 
@@ -91,9 +95,11 @@ def test_missing_mooncake_client_or_master_is_reported():
         ("dram=1G,load=never", "load: wanted always or faster, got 'never'"),
         ("chunk=64", "names no store"),
         ("mooncake-store=host", "wanted HOST:PORT"),
+        ("mooncake-store=etcd://10.0.0.1:2379", "wanted HOST:PORT of one master"),
         ("mooncake-store=a:1,connect=b:2", "ssd, port and connect apply to node stores only"),
         ("mooncake-store=a:1,protocol=hccs", "wanted tcp or rdma, got 'hccs'"),
-        ("dram=1G,staging=1G", "staging and protocol apply to a Mooncake Store only"),
+        ("dram=1G,staging=1G", "staging, protocol, metadata and device apply to a Mooncake Store"),
+        ("dram=1G,device=mlx5_0", "staging, protocol, metadata and device apply to a Mooncake"),
         ("connect=a:1,port=7", "ssd and port apply to a store in this instance"),
     ],
 )
