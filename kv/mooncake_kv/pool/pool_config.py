@@ -83,8 +83,8 @@ class KVPoolConfig:
             if self.ssd or self.connect or self.port is not None:
                 raise KVConfigError(
                     "--kv-pool: ssd, port and connect apply to node stores only; with "
-                    "mooncake-store=... the master places KV: use dram, staging, protocol, metadata "
-                    "and device"
+                    "mooncake-store=... the master places KV: use dram, staging, protocol, "
+                    "metadata and device"
                 )
             return
         of_mooncake = (self.staging_bytes, self.protocol, self.metadata, self.devices)
