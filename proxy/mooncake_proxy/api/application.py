@@ -53,7 +53,6 @@ from mooncake_proxy.flows.metaserver import PATH as METASERVER_PATH
 from mooncake_proxy.flows.pull_flow import pull
 from mooncake_proxy.flows.push_flow import push
 from mooncake_proxy.flows.sglang_flow import sglang
-from mooncake_proxy.http1.connection_pool import sweep_timeouts
 from mooncake_proxy.http1.cross_origin import CrossOriginPolicy, is_preflight
 from mooncake_proxy.http1.http_request import HttpRequest
 from mooncake_proxy.http1.http_wire import Origin, header_lines
@@ -66,6 +65,7 @@ from mooncake_proxy.http1.tls_contexts import server_tls, upstream_tls
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.ops.access_log import CLIENT_CLOSED_REQUEST, AccessLog
 from mooncake_proxy.ops.proxy_process import ProxyProcess, ShutdownSignals
+from mooncake_proxy.ops.sweep import Sweep
 from mooncake_proxy.ops.worker_link import WorkerLink
 from mooncake_proxy.pool.health_checks import HealthChecker
 from mooncake_proxy.pool.pool_file import PoolFileWatch
@@ -77,8 +77,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 Flow = Callable[[RequestRouter, RequestContext], Awaitable[None]]
 FLOWS: dict[str, Flow] = {"pull": pull, "push": push, "sglang": sglang}
-SWEEP_INTERVAL_S = 0.25
-FORGET_INTERVAL_S = 60.0
 DRAIN_POLL_S = 0.02
 # The largest body accepted for requests that need none.
 SHORT_BODY_BYTES = 64 * 1024
@@ -163,7 +161,10 @@ class ProxyApplication:
         # Only now, so that a port that can't be used ends the program without a check in flight.
         if config.health.interval_s > 0:
             self._tasks.append(loop.create_task(self.checker.run()))
-        self._tasks.append(loop.create_task(self._sweep()))
+        sweep = Sweep(
+            self.process, self.server.connections, self.access, self._try_to_open_metaserver
+        )
+        self._tasks.append(loop.create_task(sweep.run()))
         self._tasks.append(loop.create_task(self.process.keep_history()))
 
     def _start_peer_exchange(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -292,29 +293,6 @@ class ProxyApplication:
         if self._link is not None:
             self._link.close()
         self.access.flush()
-
-    async def _sweep(self) -> None:
-        """Enforce timeouts towards clients and instances, and do other periodic work.
-
-        One loop that runs a few times per second is cheaper than a timer per request.
-        """
-        forget_at, has_no_port = 0.0, False
-        while True:
-            await asyncio.sleep(SWEEP_INTERVAL_S)
-            sweep_timeouts(self.client)
-            self.routers.sweep()
-            if self.routers.needs_metaserver and not has_no_port:
-                has_no_port = not await self._try_to_open_metaserver()
-            self.process.change_roles()
-            self.process.registrations.expire()
-            now = self.router.now()
-            if now >= forget_at:
-                forget_at = now + FORGET_INTERVAL_S
-                names = {instance.name for instance in self.process.pools}
-                self.router.metrics.forget_instances(names, now)
-            for connection in tuple(self.server.connections):
-                connection.sweep(now)
-            self.access.flush()
 
     def poll(self) -> None:
         """Re-raise the exception of a background task that failed.

@@ -28,7 +28,7 @@ else:
 # Errors of connect() that are this host's fault, not the instance's.
 _LOCAL_ERRORS = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL}
 
-__all__ = ["ConnectionPool", "sweep_timeouts", "timeout"]
+__all__ = ["ConnectionPool", "postpone_timeouts", "sweep_timeouts", "timeout"]
 
 
 class ConnectionPool:
@@ -188,3 +188,13 @@ def sweep_timeouts(context: ClientContext) -> None:
             connection.fail(DeadlineExceeded(connection.name))
         else:
             connection.fail(UpstreamTimeout(connection.name, "silent for longer than its limit"))
+
+
+def postpone_timeouts(context: ClientContext, stopped_s: float) -> None:
+    """Don't count the last `stopped_s` seconds as silence: this process could not read in them.
+
+    The deadlines of requests stay, as their clients have waited.
+    """
+    now = context.loop.time()
+    for connection in context.connections:
+        connection.since = min(connection.since + stopped_s, now)

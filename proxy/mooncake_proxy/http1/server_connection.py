@@ -417,6 +417,13 @@ class ServerProtocol(asyncio.Protocol):
         elif self._current is None:
             self._sweep_idle(now, limits)
 
+    def postpone_timeouts(self, stopped_s: float) -> None:
+        """Don't count the last `stopped_s` seconds: this process could neither read nor write."""
+        self.since += stopped_s
+        self._write_paused_since += stopped_s
+        if self._closing_since is not None:
+            self._closing_since += stopped_s
+
     def _silent_for(self, now: float, transport: asyncio.Transport) -> float:
         """Seconds for which the client has read nothing of what was written to it."""
         num_left = transport.get_write_buffer_size()

@@ -168,6 +168,13 @@ class Registrations:
             return present  # keeps what operators and health checks have decided since
         return apply_change(self.pools, change)
 
+    def postpone_expiry(self, stopped_s: float) -> None:
+        """Extend all leases by `stopped_s` seconds, in which this process read no renewals."""
+        self._leases = {
+            name: (ends_at + stopped_s, lease_s)
+            for name, (ends_at, lease_s) in self._leases.items()
+        }
+
     def expire(self) -> None:
         """Drain and remove instances whose lease has expired; called a few times per second."""
         now = self.now()

@@ -88,6 +88,27 @@ def test_running_stream_completes_before_exit() -> None:
     asyncio.run(main())
 
 
+def test_streams_and_instances_survive_a_stop_of_the_proxy() -> None:
+    """What instances have sent meanwhile is read before their silence is judged."""
+
+    async def main() -> None:
+        async with pair() as (p, d):
+            d.behaviour.token_delay_s = 0.05
+            flags = ("--prefill", p.url, "--decode", d.url, "--stall-timeout", "2")
+            async with proxy(*flags) as (url, process), httpx.AsyncClient(base_url=url) as client:
+                body = BODY | {"stream": True, "max_tokens": 100}
+                asked = [client.post("/v1/completions", json=body) for _ in range(4)]
+                running = asyncio.gather(*asked)
+                await d.wait_for(lambda: len(d.generated) == 4)
+                process.send_signal(signal.SIGSTOP)
+                await asyncio.sleep(3.5)
+                process.send_signal(signal.SIGCONT)
+                assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+                assert all(each.text.endswith("data: [DONE]\n\n") for each in await running)
+
+    asyncio.run(main())
+
+
 def test_sigterm_to_whole_process_group_lets_streams_complete() -> None:
     async def main() -> None:
         async with pair() as (p, d):
