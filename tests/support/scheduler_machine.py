@@ -274,6 +274,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         if hasattr(self, "scheduler"):
             self.scheduler.check_integrity()
 
+    @invariant()
+    def blocks_are_counted_by_what_they_are_held_for(self) -> None:
+        if not hasattr(self, "scheduler"):
+            return
+        blocks, outputs = self.scheduler.blocks, self.scheduler._outputs
+        leased = set[int]().union(*outputs._leased)
+        written = [
+            block
+            for request in self.scheduler._queues.transferring.values()
+            for block in request.block_ids[blocks.blocks_for(request.num_computed) :]
+        ]
+        for table in outputs._draining.values():
+            written += table.block_ids[len(table.block_ids) - table.num_unfilled :]
+        held = self.scheduler.held_blocks()
+        assert (held.leased, held.reserved) == (len(leased), len(written))
+        assert held.running == BLOCKS - blocks.pool.num_free - held.leased - held.reserved >= 0
+        assert all(blocks.pool.references[block] == 1 for block in written), "shared, yet written"
+
     def _end_load(self, name: str, error: str | None) -> None:
         request = self.scheduler._queues.requests.get(name)
         params = None if request is None else request.spec.kv_transfer_params

@@ -158,6 +158,11 @@ class BlockManager:
         wanted = -(-num_tokens // self.block_size) - len(request.block_ids)
         return max(wanted + self.writes_shared(request), 0)
 
+    def num_unfilled(self, request: Request) -> int:
+        """Returns the blocks of a table that hold no computed token: while a request loads its KV,
+        those that the load writes to, which no other table shares."""
+        return len(request.block_ids) - self.blocks_for(request.num_computed)
+
     def grow(self, request: Request, num_tokens: int) -> Growth | None:
         """Grow a table to hold ``num_tokens`` tokens, with blocks of its own from ``num_scheduled``
         on; None if too few blocks are free."""

@@ -14,7 +14,7 @@ from mooncake_engine.scheduling.output_processor import OutputProcessor
 from mooncake_engine.scheduling.request_queues import RequestQueues
 
 _INTERVAL_S = 0.1
-"""Seconds between two counts: counting takes time, and the numbers change little within that."""
+"""Seconds between two counts: the numbers change little within that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,8 @@ class HeldBlocks:
     """The numbers of blocks in use at one moment, by what they are held for.
 
     Args:
-        running: blocks of requests that run or are ready to.
+        running: all other blocks: of requests that run or are ready to, and the cached prefixes
+            of requests that load the rest.
         reserved: blocks that a load writes to, or may still write to after it was cancelled.
         leased: blocks of finished prompts that a peer has yet to fetch.
         swapped: blocks in host memory.
@@ -36,16 +37,18 @@ class HeldBlocks:
 
 def count_held(queues: RequestQueues, outputs: OutputProcessor, blocks: BlockManager) -> HeldBlocks:
     """Count a scheduler's blocks by what they are held for. A block with several reasons counts
-    once: as leased, else as reserved, else as running."""
+    once: as leased rather than as running. One that a load writes to has a single owner.
+
+    Looks at no block, since it runs between two steps: there may be a million of them."""
     pool, host_pool = blocks.pool, blocks.host_pool
-    leased = outputs.leased_blocks
-    tables = [request.block_ids for request in queues.transferring.values()]
-    reserved = outputs.draining_blocks.union(*tables) - leased
+    leased = outputs.num_leased_blocks
+    reserved = outputs.num_draining_blocks
+    reserved += sum(map(blocks.num_unfilled, queues.transferring.values()))
     num_used = pool.num_blocks - pool.num_free
     return HeldBlocks(
-        running=num_used - len(leased) - len(reserved),
-        reserved=len(reserved),
-        leased=len(leased),
+        running=num_used - leased - reserved,
+        reserved=reserved,
+        leased=leased,
         swapped=host_pool.num_blocks - host_pool.num_free,
     )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from operator import attrgetter
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -21,6 +23,61 @@ PromptLogprobs = tuple[TokenLogprobs, ...]
 _NUM_TIMED_TOKENS = 2
 """Number of first tokens whose updates carry times: a peer's first token precedes the load, so the
 times of the load come with the second one."""
+
+
+class LeasedTables:
+    """The block tables of finished prompts that peers have yet to read.
+
+    Tables share the blocks of equal prefixes, so the blocks are counted as tables come and go.
+
+    Args:
+        num_blocks: number of blocks on the device.
+
+    Attributes:
+        num_blocks: how many blocks are in at least one of the tables.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = 0
+        self._tables: dict[str, list[int]] = {}
+        self._num_leases = [0] * num_blocks
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._tables
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter(self._tables.values())
+
+    def add(self, request_id: str, table: list[int]) -> None:
+        """Add the table of a request that has none here."""
+        self._tables[request_id] = table
+        num_leases, num_new = self._num_leases, 0
+        for block_id in table:
+            num_new += not num_leases[block_id]
+            num_leases[block_id] += 1
+        self.num_blocks += num_new
+
+    def pop(self, request_id: str) -> list[int]:
+        """Remove and return a request's table; an empty one if there is none."""
+        table = self._tables.pop(request_id, [])
+        num_leases, num_gone = self._num_leases, 0
+        for block_id in table:
+            num_leases[block_id] -= 1
+            num_gone += not num_leases[block_id]
+        self.num_blocks -= num_gone
+        return table
+
+
+class _DrainingTable(NamedTuple):
+    """A block table that a cancelled load may still write to.
+
+    Args:
+        block_ids: the table.
+        num_unfilled: how many of its blocks the load writes to.
+    """
+
+    block_ids: list[int]
+    num_unfilled: int
 
 
 class OutputProcessor:
@@ -50,8 +107,8 @@ class OutputProcessor:
         self._blocks = blocks
         self._connector = connector
         self._updates: list[TokenUpdate] = []
-        self._leased: dict[str, list[int]] = {}  # finished; a peer has yet to read them
-        self._draining: dict[str, list[int]] = {}  # load cancelled, but not drained
+        self._leased = LeasedTables(blocks.pool.num_blocks)
+        self._draining: dict[str, _DrainingTable] = {}  # load cancelled, but not drained
         self._finished_in_flight: list[Request] = []  # steps in flight write to their blocks
         self._with_limit = RequestQueue(attrgetter("expiry"))
 
@@ -65,17 +122,18 @@ class OutputProcessor:
         """Block tables held for peers, until a cancelled load is drained, or until the last step
         that writes to them completes."""
         unsettled = [request.block_ids for request in self._finished_in_flight]
-        return [*self._leased.values(), *self._draining.values(), *unsettled]
+        draining = [table.block_ids for table in self._draining.values()]
+        return [*self._leased, *draining, *unsettled]
 
     @property
-    def leased_blocks(self) -> set[int]:
-        """Blocks that peers have yet to read."""
-        return set().union(*self._leased.values())
+    def num_leased_blocks(self) -> int:
+        """Number of blocks that peers have yet to read."""
+        return self._leased.num_blocks
 
     @property
-    def draining_blocks(self) -> set[int]:
-        """Blocks of cancelled loads that may still be written to."""
-        return set().union(*self._draining.values())
+    def num_draining_blocks(self) -> int:
+        """Number of blocks that cancelled loads may still write to."""
+        return sum([table.num_unfilled for table in self._draining.values()])
 
     def take_updates(self) -> list[TokenUpdate]:
         """Returns and clears the updates since the last call."""
@@ -235,7 +293,9 @@ class OutputProcessor:
             request: the request.
             load_id: id of the load from the KVCache pool; None if the load is from a peer.
         """
-        self._draining[load_id or request.request_id] = self._blocks.detach(request)
+        num_unfilled = self._blocks.num_unfilled(request)
+        table = _DrainingTable(self._blocks.detach(request), num_unfilled)
+        self._draining[load_id or request.request_id] = table
 
     def is_draining(self, load_id: str) -> bool:
         """Whether blocks are held for a load that is not drained.
@@ -247,7 +307,7 @@ class OutputProcessor:
 
     def end_drain(self, load_id: str) -> None:
         """Free the blocks of a load that is drained."""
-        self._blocks.pool.release(self._draining.pop(load_id))
+        self._blocks.pool.release(self._draining.pop(load_id).block_ids)
 
     def _cancel_pool_load(self, request: Request) -> None:
         if request.pool_load is not None and self._pool is not None:
@@ -260,7 +320,7 @@ class OutputProcessor:
 
     def release(self, request_id: str) -> None:
         """Free the blocks held for a peer, which has read them or never will. Idempotent."""
-        self._blocks.pool.release(self._leased.pop(request_id, []))
+        self._blocks.pool.release(self._leased.pop(request_id))
 
     def _finish_reason(self, request: Request, token_id: int) -> FinishReason | None:
         num_tokens = len(request.token_ids)
@@ -272,7 +332,7 @@ class OutputProcessor:
         self._blocks.drop_swapped(request)
         if request.sends_kv:
             assert self._connector is not None, "a request that sends its KV needs a connector"
-            self._leased[request.request_id] = self._blocks.detach(request)
+            self._leased.add(request.request_id, self._blocks.detach(request))
             self._connector.cancel_send(request.request_id)
             return
         self._blocks.release(request)
@@ -281,7 +341,7 @@ class OutputProcessor:
     def _hold_for_peer(self, request: Request, update: TokenUpdate) -> TokenUpdate:
         assert self._connector is not None, "a request that keeps its KV needs a connector"
         table = self._blocks.detach(request)
-        self._leased[request.request_id] = table
+        self._leased.add(request.request_id, table)
         params = self._connector.request_finished(request, table)
         return replace(update, kv_transfer_params=params)
 

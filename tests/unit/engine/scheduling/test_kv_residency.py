@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
+from support.scheduling import Bench
 from support.scripted_core import ScriptedExecutor, scripted_engine
 
 from mooncake_engine.core_messages import AddRequest
@@ -38,3 +41,50 @@ def test_core_counts_the_blocks_of_its_requests() -> None:
     assert held["running"] % 3000 == 0, "three blocks, for whole seconds"
     assert held["leased"] == held["reserved"] == held["swapped"] == 0
     core.close()
+
+
+def test_block_in_several_leased_prompts_counts_once() -> None:
+    bench = Bench()
+    system, prompts = list(range(10, 18)), {"a": [20, 21, 22, 23], "b": [30, 31, 32, 33]}
+    for name, rest in prompts.items():
+        bench.add(name, system + rest, max_tokens=1, keeps_kv=True)
+        bench.run()
+    bench.add("runs", [*system, 40])
+    bench.step()
+    assert bench.scheduler.held_blocks() == HeldBlocks(running=1, reserved=0, leased=4, swapped=0)
+    bench.scheduler.release("a")
+    assert bench.scheduler.held_blocks() == HeldBlocks(running=1, reserved=0, leased=3, swapped=0)
+    bench.scheduler.release("b")
+    assert bench.scheduler.held_blocks() == HeldBlocks(running=3, reserved=0, leased=0, swapped=0)
+
+
+def test_blocks_that_a_load_writes_to_are_reserved_until_it_is_drained() -> None:
+    bench = Bench()
+    prompt = list(range(10, 22))
+    bench.add("first", prompt[:8], max_tokens=1)
+    bench.run()
+    bench.add("d", prompt, pulls_kv=True)
+    bench.step()
+    loading = HeldBlocks(running=2, reserved=1, leased=0, swapped=0)  # two are cached
+    assert bench.scheduler.held_blocks() == loading
+    bench.scheduler.abort("d")
+    assert bench.scheduler.held_blocks() == loading
+    bench.end_load("d", "cancelled")
+    assert bench.scheduler.held_blocks() == HeldBlocks(0, 0, 0, 0)
+
+
+class UnreadTable(list[int]):
+    """A block table that must not be read block by block."""
+
+    def __iter__(self) -> NoReturn:
+        raise AssertionError("a million blocks are read between two steps")
+
+
+def test_counting_reads_no_block_table() -> None:
+    bench = Bench()
+    request = bench.add("d", list(range(10, 22)), pulls_kv=True)
+    bench.step()
+    request.block_ids = UnreadTable(request.block_ids)
+    assert bench.scheduler.held_blocks().reserved == 3
+    bench.scheduler.abort("d")
+    assert bench.scheduler.held_blocks().reserved == 3
