@@ -242,24 +242,28 @@ def read_secret_file(path: Path, flag: str, advice: str, refused: type[Exception
     """Read a secret from a file; a command line would be visible to every user of the host.
 
     Args:
-        path: the file; leading and trailing white space in it is ignored.
+        path: the file, with one secret per line; white space around it is ignored.
         flag: the option that named the file, for messages.
         advice: what to do about an empty file, for messages.
-        refused: exception type to raise if the file can't be read, or holds less than
+        refused: exception type to raise if the file can't be read, or holds a secret of less than
             MIN_SECRET_BYTES.
+
+    Returns:
+        The secrets, one per line. The first one is the newest: see ``split_secrets``.
     """
     try:
-        secret = path.read_text().strip()
+        lines = [line.strip() for line in path.read_text().splitlines()]
     except (OSError, UnicodeDecodeError) as exc:
         raise refused(f"can't read {flag}: {exc}") from exc
-    if not secret:
+    found = [line for line in lines if line]
+    if not found:
         raise refused(f"{flag} {path} is empty; {advice}")
-    if (length := len(secret.encode())) < MIN_SECRET_BYTES:
+    if (length := min(len(line.encode()) for line in found)) < MIN_SECRET_BYTES:
         raise refused(
             f"{flag} {path} holds a secret of {length} bytes, which can be guessed: at least "
             f"{MIN_SECRET_BYTES} are needed; openssl rand -hex 32 makes one"
         )
-    return secret
+    return "\n".join(found)
 
 
 def port_range(text: str) -> PortRange:

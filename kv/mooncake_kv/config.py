@@ -19,7 +19,7 @@ class LoadFailurePolicy(str, Enum):
 
 
 def read_secret(path: Path) -> str:
-    """Read a deployment's secret from a file.
+    """Read a deployment's secret, or several, one per line, from a file.
 
     Raises:
         KVConfigError: the file can't be read, is empty, or holds a secret that is too short.
@@ -99,7 +99,8 @@ class KVTransferConfig:
             to_field=read_secret,
             default=None,
             metavar="FILE",
-            help="file with the secret that all instances of a deployment share",
+            help="file with the secret that all instances of a deployment share; with several, one "
+            "per line, the first proves, and all are accepted",
         ),
     )
     allow_no_secret: bool = field(

@@ -16,14 +16,22 @@ import hmac
 import secrets
 from collections.abc import Generator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from mooncake_hal.errors import AccessDenied, PeerLost, TransferError, VersionMismatch
+from mooncake_hal.options import MIN_SECRET_BYTES
 
 NONCE_BYTES = 32
 EPOCH_BYTES = 16
+
+DIGEST_BYTES = 2
+DIGEST_ROUNDS = 200_000
+"""Length and cost of a published digest. The network may read it, so it must not tell whether a
+guess of a weak secret is right: one in 65,536 wrong guesses has the same digest, and each takes a
+tenth of a second. Two deployments with the same digest are told apart by the handshake."""
 
 UNREADABLE = (msgspec.DecodeError, UnicodeDecodeError)
 """The exceptions that msgspec raises for bytes that are not the expected message."""
@@ -91,12 +99,38 @@ def fresh_epoch() -> bytes:
     return secrets.token_bytes(EPOCH_BYTES)
 
 
+def split_secrets(secret: bytes) -> tuple[bytes, ...]:
+    """Return the secrets that ``secret`` holds, one per line, so that a deployment can go over to
+    another one: instances are given both, old first, then new first, then the new one alone.
+
+    Bytes with a line of fewer than MIN_SECRET_BYTES are one secret: random ones may hold line
+    ends, and a part of them could be guessed.
+    """
+    lines = secret.split(b"\n")
+    return (secret,) if min(map(len, lines)) < MIN_SECRET_BYTES else tuple(lines)
+
+
+@lru_cache(maxsize=8)
+def secret_digests(secret: bytes) -> tuple[str, ...]:
+    """Return a short digest of each secret, in order, to be published: two ends whose first ones
+    are not among the other's can't connect. "none" if there is no secret."""
+    if not secret:
+        return ("none",)
+    return tuple(
+        hashlib.pbkdf2_hmac(
+            "sha256", each, b"mooncake-hal published digest", DIGEST_ROUNDS, DIGEST_BYTES
+        ).hex()
+        for each in split_secrets(secret)
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Credentials:
     """The credentials of a session, which must be the same on both ends.
 
     Args:
-        secret: the deployment's shared secret.
+        secret: the deployment's shared secret, or several: see ``split_secrets``. The first one
+            proves who we are, and a peer may prove itself with any of them.
         protocol: name of the protocol, such as a transport's name.
         version: version of that protocol.
     """
@@ -163,22 +197,23 @@ class Credentials:
                 f"{self.protocol}: the peer at this address has restarted (another epoch); "
                 "get its new address"
             )
-        nonce = fresh_nonce()
-        return ClientHello(self.version, nonce, self._derive(b"client proof", challenge, nonce))
+        nonce, first = fresh_nonce(), split_secrets(self.secret)[0]
+        proof = self._derive(first, b"client proof", challenge, nonce)
+        return ClientHello(self.version, nonce, proof)
 
     def check_client(self, challenge: Challenge, hello: ClientHello) -> ServerWelcome:
         """Server: check the client's proof; return our own.
 
         Raises:
             VersionMismatch: the client uses another version of the protocol.
-            AccessDenied: the client does not know the secret.
+            AccessDenied: the client knows none of our secrets.
         """
         if hello.version != self.version:
             raise VersionMismatch(_versions(self.protocol, self.version, hello.version))
-        wanted = self._derive(b"client proof", challenge, hello.nonce)
-        if len(hello.nonce) != NONCE_BYTES or not hmac.compare_digest(wanted, hello.proof):
+        secret = self._proven_secret(challenge, hello)
+        if len(hello.nonce) != NONCE_BYTES or secret is None:
             raise AccessDenied(self._denied("the client"))
-        return ServerWelcome(proof=self._derive(b"server proof", challenge, hello.nonce))
+        return ServerWelcome(proof=self._derive(secret, b"server proof", challenge, hello.nonce))
 
     def check_server(
         self, challenge: Challenge, hello: ClientHello, welcome: ServerWelcome
@@ -190,18 +225,29 @@ class Credentials:
         """
         if welcome.refusal:
             raise AccessDenied(f"{self.protocol}: the peer rejected us: {welcome.refusal}")
-        wanted = self._derive(b"server proof", challenge, hello.nonce)
+        first = split_secrets(self.secret)[0]
+        wanted = self._derive(first, b"server proof", challenge, hello.nonce)
         if not hmac.compare_digest(wanted, welcome.proof):
             raise AccessDenied(self._denied("the server"))
 
     def session_keys(self, challenge: Challenge, hello: ClientHello) -> SessionKeys:
         """Return the session keys of a connection whose two ends have proved themselves."""
+        secret = self._proven_secret(challenge, hello)
+        assert secret is not None, "the client has proved itself"
         return SessionKeys(
-            self._derive(b"client frames", challenge, hello.nonce),
-            self._derive(b"server frames", challenge, hello.nonce),
+            self._derive(secret, b"client frames", challenge, hello.nonce),
+            self._derive(secret, b"server frames", challenge, hello.nonce),
         )
 
-    def _derive(self, purpose: bytes, challenge: Challenge, nonce: bytes) -> bytes:
+    def _proven_secret(self, challenge: Challenge, hello: ClientHello) -> bytes | None:
+        """Return the one of our secrets that the client has proved to know, if any."""
+        for secret in split_secrets(self.secret):
+            wanted = self._derive(secret, b"client proof", challenge, hello.nonce)
+            if hmac.compare_digest(wanted, hello.proof):
+                return secret
+        return None
+
+    def _derive(self, secret: bytes, purpose: bytes, challenge: Challenge, nonce: bytes) -> bytes:
         # Every part is prefixed with its length, so that no two lists of parts give the same text.
         parts = [
             purpose,
@@ -211,7 +257,7 @@ class Credentials:
             nonce,
         ]
         text = b"".join(len(part).to_bytes(4, "big") + part for part in parts)
-        return hmac.digest(self.secret or b"\0", text, hashlib.sha256)
+        return hmac.digest(secret or b"\0", text, hashlib.sha256)
 
     def _denied(self, who: str) -> str:
         return (

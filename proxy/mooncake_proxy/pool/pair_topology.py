@@ -37,6 +37,8 @@ class PairTopology(Struct, frozen=True):
     # Whether D serves all choices of a request from one reservation.
     splits_choices: bool = False
     dp_size: int = 1
+    # Short digests of the secrets that it accepts from peers; it proves that it knows the first.
+    secret_digests: tuple[str, ...] = ()
 
     @property
     def num_devices(self) -> int:
@@ -51,6 +53,9 @@ class PairTopology(Struct, frozen=True):
 
 def incompatibility_reason(prefill: PairTopology, decode: PairTopology) -> str | None:
     """The reason why the two instances can't exchange KV; None if none is known."""
+    mine, others = prefill.secret_digests, decode.secret_digests
+    if mine and others and not (mine[0] in others and others[0] in mine):
+        return "the deployment's secret differs: give both the same --kv-secret-file"
     for name, ours in prefill.must_match.items():
         theirs = decode.must_match.get(name)
         if theirs is not None and theirs != ours:

@@ -18,6 +18,7 @@ from mooncake_hal.options import (
     markdown_table,
     option,
     options_of,
+    read_secret_file,
 )
 
 
@@ -168,3 +169,28 @@ def test_numbers_are_finite_and_sizes_not_negative(
     with pytest.raises(SystemExit):
         parse("--path", "x", f"{words[0]}={words[1]}")
     assert message in capsys.readouterr().err
+
+
+def read_secret(tmp_path: Path, text: str) -> str:
+    path = tmp_path / "secret"
+    path.write_text(text)
+    return read_secret_file(path, "--secret-file", "put it there", ValueError)
+
+
+def test_secret_file_holds_one_secret_per_line(tmp_path: Path) -> None:
+    assert read_secret(tmp_path, "  the secret of all \n") == "the secret of all"
+    two = read_secret(tmp_path, "\nthe secret of this year\n \r\nthe secret of last year\r\n")
+    assert two == "the secret of this year\nthe secret of last year"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("\n \n", "is empty; put it there"),
+        ("fifteen letters", "holds a secret of 15 bytes, which can be guessed"),
+        ("the secret of all\nshort", "holds a secret of 5 bytes, which can be guessed"),
+    ],
+)
+def test_file_without_a_good_secret_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_secret(tmp_path, text)

@@ -18,6 +18,8 @@ from mooncake_hal.session.authentication import (
     decode_address,
     encode,
     fresh_epoch,
+    secret_digests,
+    split_secrets,
 )
 from mooncake_hal.transports.tcp.tcp_sockets import TcpAddress
 
@@ -40,9 +42,57 @@ def test_other_deployment_is_denied_on_both_sides(other: Credentials) -> None:
     with pytest.raises(AccessDenied, match="does not know this deployment's secret"):
         OURS.check_client(challenge, other.respond(challenge, EPOCH))
     hello = OURS.respond(challenge, EPOCH)
-    forged = ServerWelcome(proof=other._derive(b"server proof", challenge, hello.nonce))
+    proof = other._derive(other.secret, b"server proof", challenge, hello.nonce)
+    forged = ServerWelcome(proof=proof)
     with pytest.raises(AccessDenied, match="the server does not know"):
         OURS.check_server(challenge, hello, forged)
+
+
+OLD, NEW = b"the secret of last year", b"the secret of this year"
+BOTH = OLD + b"\n" + NEW
+NEW_FIRST = NEW + b"\n" + OLD
+
+
+@pytest.mark.parametrize(
+    ("client", "server"),
+    [
+        (OLD, BOTH),
+        (BOTH, OLD),
+        (BOTH, NEW_FIRST),
+        (NEW_FIRST, BOTH),
+        (NEW_FIRST, NEW),
+        (NEW, NEW_FIRST),
+    ],
+)
+def test_deployment_can_go_over_to_another_secret(client: bytes, server: bytes) -> None:
+    """Instance by instance: old, both with the old one first, both with the new one first, new."""
+    ours, theirs = replace(OURS, secret=client), replace(OURS, secret=server)
+    challenge = theirs.challenge(EPOCH)
+    hello = ours.respond(challenge, EPOCH)
+    ours.check_server(challenge, hello, theirs.check_client(challenge, hello))
+    assert ours.session_keys(challenge, hello) == theirs.session_keys(challenge, hello)
+
+
+def test_only_the_first_secret_proves() -> None:
+    challenge = OURS.challenge(EPOCH)
+    hello = replace(OURS, secret=BOTH).respond(challenge, EPOCH)
+    with pytest.raises(AccessDenied):
+        replace(OURS, secret=NEW).check_client(challenge, hello)
+
+
+@pytest.mark.parametrize("secret", [b"", b"\n", b"random \n bytes of one secret", b"\n" + OLD])
+def test_bytes_with_a_line_that_could_be_guessed_are_one_secret(secret: bytes) -> None:
+    assert split_secrets(secret) == (secret,)
+
+
+def test_published_digests_are_those_of_each_secret_and_short() -> None:
+    """Four digits rule out no more than 65,535 of 65,536 guesses of a weak secret."""
+    old, new = secret_digests(BOTH)
+    assert secret_digests(OLD) == (old,)
+    assert secret_digests(NEW_FIRST) == (new, old)
+    assert old != new
+    assert len(old) == 4
+    assert secret_digests(b"") == ("none",)
 
 
 def test_recorded_hello_cannot_be_replayed() -> None:

@@ -38,6 +38,30 @@ def test_differing_metadata(changes: dict[str, object], words: str | None) -> No
 
 
 @pytest.mark.parametrize(
+    ("prefill", "decode", "fits"),
+    [
+        (("old",), ("old",), True),
+        (("old",), ("new",), False),
+        (("old",), ("none",), False),
+        (("old",), (), True),
+        (("old", "new"), ("old",), True),
+        (("old", "new"), ("new", "old"), True),
+        (("new",), ("new", "old"), True),
+        (("old",), ("new", "old"), False),
+        (("new", "old"), ("old",), False),
+    ],
+)
+def test_each_must_accept_the_secret_that_the_other_proves(
+    prefill: tuple[str, ...], decode: tuple[str, ...], fits: bool
+) -> None:
+    ours, theirs = (
+        msgspec.structs.replace(SAME, secret_digests=digests) for digests in (prefill, decode)
+    )
+    found = incompatibility_reason(ours, theirs)
+    assert found is None if fits else "the deployment's secret differs" in (found or "")
+
+
+@pytest.mark.parametrize(
     ("p_tp", "d_tp", "backends", "generations"),
     [
         (p_tp, d_tp, backends, generations)
@@ -79,7 +103,17 @@ def test_published_topology_is_parsed() -> None:
         ranks=ranks,
         transports={"hccs": rule},
         must_match={"model": "m"},
+        secret_digests=("12ab",),
     )
     found = msgspec.json.decode(msgspec.json.encode(published), type=PairTopology)
-    wanted = PairTopology("e", 2, "npu", "A2", {"hccs": HCCS}, {"model": "m"}, splits_choices=True)
+    wanted = PairTopology(
+        "e",
+        2,
+        "npu",
+        "A2",
+        {"hccs": HCCS},
+        {"model": "m"},
+        splits_choices=True,
+        secret_digests=("12ab",),
+    )
     assert found == wanted
