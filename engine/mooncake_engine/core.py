@@ -41,6 +41,7 @@ from mooncake_kv.connector import (
     ConnectorFailed,
     LeaseEnded,
     LoadEnded,
+    SendRefused,
 )
 from mooncake_kv.pool.pool_events import PoolEvent
 
@@ -303,6 +304,8 @@ class EngineCore:
             )
         elif isinstance(command, LeaseEnded):
             self._scheduler.release(command.request_id)
+        elif isinstance(command, SendRefused):
+            self._scheduler.fail(command.request_id, command.error)
         elif isinstance(command, ConnectorFailed):
             raise EngineDead(f"the KV connector died: {command.cause!r}") from command.cause
         elif isinstance(command, PoolEvent):

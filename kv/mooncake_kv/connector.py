@@ -45,6 +45,24 @@ class LeaseEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class SendRefused:
+    """The instance that waits for a prompt's KV refuses this one, so that nobody can read what is
+    computed for it. An engine that fails the request at once lets the proxy end that wait.
+
+    Args:
+        request_id: the request that computes the prompt.
+        error: the reason, for whoever sent it.
+    """
+
+    request_id: str
+    error: str
+
+
+REFUSED = "the decode instance that waits for its KV refuses this instance; its log says why"
+"""``SendRefused.error``. Clients may see it, so it names no address."""
+
+
+@dataclass(frozen=True, slots=True)
 class ConnectorFailed:
     """A background task of the connector died, which ends the engine too."""
 
@@ -83,7 +101,7 @@ TRANSFER_STATS_HELP: Mapping[str, str] = {
 }
 """What the names of ``Connector.stats`` count, in which unit: the help texts of their metrics."""
 
-Event = LoadEnded | LeaseEnded | ConnectorFailed
+Event = LoadEnded | LeaseEnded | SendRefused | ConnectorFailed
 PostEvent = Callable[[Event], None]
 """Receives the connector's events, on any thread; must not block."""
 
@@ -121,6 +139,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
         splits_choices: whether several choices of one prompt are served from one reservation.
         dp_size: number of data-parallel ranks. Each has its own side channel; this topology
             describes the first.
+        secret_digests: see ``mooncake_hal.session.authentication.secret_digests``.
     """
 
     engine_id: str
@@ -138,6 +157,7 @@ class Topology(msgspec.Struct, frozen=True, kw_only=True):
     rounding: dict[str, str] = {}
     splits_choices: bool = True
     dp_size: int = 1
+    secret_digests: tuple[str, ...] = ()
 
 
 class CompatibilityReport(msgspec.Struct, frozen=True):

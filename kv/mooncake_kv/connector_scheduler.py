@@ -16,6 +16,7 @@ import msgspec
 
 from mooncake_hal.kv.geometry import AttentionKind
 from mooncake_hal.session.addressing import host_identity
+from mooncake_hal.session.authentication import secret_digests
 from mooncake_hal.specs import TransportConstraints
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector import (
@@ -212,6 +213,7 @@ class ConnectorScheduler(ABC):
             transports=_common_transports(ready),
             converts_rope_order=instance.geometry.kind is AttentionKind.MLA,
         )
+        self._secret_digests = secret_digests(self._config.secret.encode())
         self._ranks = RankGroup(self._num_ranks, send)
         raise_descriptor_limit()
         self._loop = IoLoop(
@@ -315,6 +317,7 @@ class ConnectorScheduler(ABC):
             must_match=instance.must_match,
             pulls_early=self.pulls_early,
             rounding=instance.numerics.rounding,
+            secret_digests=self._secret_digests,
         )
 
     async def _open(self, context: ConnectorContext) -> None:

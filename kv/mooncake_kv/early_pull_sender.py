@@ -11,8 +11,9 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 
+from mooncake_kv.connector import REFUSED, SendRefused
 from mooncake_kv.connector_scheduler import ConnectorContext
-from mooncake_kv.errors import KVTransferError
+from mooncake_kv.errors import HandshakeRefused, KVTransferError, SessionRefused
 from mooncake_kv.params import FirstToken, PushTarget
 from mooncake_kv.peers import PeerTable
 from mooncake_kv.protocol import LeaseReply, LeaseStatus, PrefillProgress, Writer
@@ -117,8 +118,13 @@ class EarlyPullSender:
                     return
                 await pull.changed.wait()
         except KVTransferError as exc:
-            logger.warning("the reader of %s could not be notified: %s", request_id, exc)
+            if isinstance(exc, SessionRefused):
+                self._context.incompatible.note(remote.engine_id, str(exc))
+            level = self._context.incompatible.level(remote.engine_id)
+            logger.log(level, "the reader of %s could not be notified: %s", request_id, exc)
             self._sender.end(request_id, LeaseStatus.EXPIRED)
+            if isinstance(exc, HandshakeRefused):
+                self._context.post(SendRefused(request_id, REFUSED))
         finally:
             del self._pulls[request_id]
             self._peers.release(remote)

@@ -8,7 +8,7 @@ KVError
 ├── InvalidKVParams        a request's ``kv_transfer_params`` are wrong, or contradict its prompt
 └── KVTransferError        KV was not transferred; its request is recomputed or fails
     ├── HandshakeRefused   the peer's metadata contradict ours
-    ├── OtherSecret        the process at the peer's address has another secret
+    │   └── SessionRefused  the process at the peer's address has another secret or version
     ├── LeaseLost          the peer no longer holds the KV that it promised
     ├── PeerGone           that epoch of the peer is certainly dead
     ├── PeerAbsent         the peer is not at its address: dead, or the route has changed
@@ -75,8 +75,9 @@ class HandshakeRefused(KVTransferError):
     """The peer's metadata contradict ours; both values are in the message."""
 
 
-class OtherSecret(KVTransferError):
-    """What listens at a peer's address does not prove our secret, or does not accept our proof."""
+class SessionRefused(HandshakeRefused):
+    """What listens at a peer's address does not prove our secret, does not accept our proof, or
+    speaks another version of the side channel: no message reaches it."""
 
 
 class LeaseLost(KVTransferError):

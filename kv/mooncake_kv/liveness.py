@@ -18,7 +18,6 @@ from mooncake_kv.addresses import is_own_address
 from mooncake_kv.errors import (
     HandshakeRefused,
     KVTransferError,
-    OtherSecret,
     PeerAbsent,
     PeerGone,
     PeerUnreachable,
@@ -263,7 +262,7 @@ class StatusInquiry:
             reply = await self._peers.get(writer).client.ask(
                 lambda ticket: StatusRequest(ticket, named), StatusReply, tries=1
             )
-        except (HandshakeRefused, OtherSecret) as exc:
+        except HandshakeRefused as exc:
             self._disconnect(writer)
             # The writer has our secret and version, and does not reject this question. It may
             # still live if this is the work of something in between.

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from mooncake_kv.connector import LeaseEnded
+from mooncake_kv.connector import REFUSED, LeaseEnded, SendRefused
 from mooncake_kv.connector_scheduler import ConnectorContext, TransferCounts
 from mooncake_kv.errors import HandshakeRefused, KVTransferError, LeaseLost
 from mooncake_kv.liveness import MAX_PUSH_INTERVAL_S, Keepalive, KeepaliveInterval
@@ -205,6 +205,8 @@ class PushSender:
             level = self._context.incompatible.level(push.remote.engine_id)
             logger.log(level, "request %s can't be pushed: %s", request_id, exc)
             self._fail(request_id, push, str(exc))
+            if isinstance(exc, HandshakeRefused):
+                self._context.post(SendRefused(request_id, REFUSED))
             return
         if push.error is None:
             push.is_open = True

@@ -22,7 +22,7 @@ from mooncake_kv.errors import (
     BadFrame,
     HandshakeRefused,
     KVTransferError,
-    OtherSecret,
+    SessionRefused,
     SideChannelPortInUse,
 )
 from mooncake_kv.protocol import (
@@ -175,9 +175,8 @@ class SideChannelClient:
         Raises:
             KVTransferError: no answer, or one of another type; or this client was closed. Raised
                 without retries if the connection is refused and the peer has never answered.
-            OtherSecret: the peer has another secret.
-            HandshakeRefused: the peer rejected the request, with its reason as the message; or it
-                speaks another version.
+            HandshakeRefused: the peer rejected the request, with its reason as the message.
+            SessionRefused: the peer has another secret, or speaks another version.
         """
         if try_timeout_s is None:
             try_timeout_s = TRY_TIMEOUT_S
@@ -237,11 +236,11 @@ class SideChannelClient:
                 self._pause_s, self._has_answered = 0.0, True
                 return answer
             except AccessDenied as exc:
-                raise OtherSecret(
+                raise SessionRefused(
                     f"peer {self.url} has another secret; give every instance the same one"
                 ) from exc
             except VersionMismatch as exc:
-                raise HandshakeRefused(f"peer {self.url} refused: {exc}") from exc
+                raise SessionRefused(f"peer {self.url} refused: {exc}") from exc
             except BadFrame as exc:
                 raise KVTransferError(f"peer {self.url} answered with {exc}") from exc
             except TransferError as exc:

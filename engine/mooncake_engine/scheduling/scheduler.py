@@ -159,6 +159,12 @@ class Scheduler:
         else:
             self._outputs.finish(request, TokenUpdate(request_id, finish=FinishReason.ABORT))
 
+    def fail(self, request_id: str, reason: str) -> None:
+        """End a request with an error, unless it has ended already."""
+        request = self._queues.requests.get(request_id)
+        if request is not None:
+            self._outputs.fail(request, reason)
+
     def set_time(self, now: float) -> None:
         """Set the time of the events that are handled next, in seconds; between steps it may be
         long after the last one was planned."""

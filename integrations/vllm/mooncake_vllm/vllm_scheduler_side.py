@@ -498,7 +498,8 @@ class SchedulerSide(SchedulerSideBase):
             self._connector.cancel_send(request_id)
 
     def _on_event(self, event: Event) -> None:
-        """Process an event of the connector, on the connector's thread."""
+        """Process an event of the connector, on the connector's thread. There is nothing to do for
+        ``SendRefused``: a connector can't end a request of vLLM that runs."""
         if isinstance(event, ConnectorFailed):
             self._die(event.cause)
         elif isinstance(event, LeaseEnded):

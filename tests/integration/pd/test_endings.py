@@ -35,6 +35,7 @@ from support.pd import (
 )
 from support.pd_relay import Relay, dropping, relay, unreliable
 from support.pd_transport import Gate
+from support.push import ask_pushed, early_pull_pair, push_pair
 
 from mooncake_engine.config import Role
 from mooncake_engine.errors import ConfigError, InvalidRequest, PortInUse
@@ -42,11 +43,14 @@ from mooncake_engine.messages import FinishReason
 from mooncake_hal.testing.backends import free_port
 from mooncake_kv import side_channel
 from mooncake_kv.config import LoadFailurePolicy
+from mooncake_kv.connector import REFUSED
 from mooncake_kv.model_fingerprint import model_fingerprint
 from mooncake_kv.params import KVTransferDict
 
 PROMPT = prompt_of(100)
 LEASE_S = 1.0
+SLOW = {"max_num_batched_tokens": 1}
+"""One step per token, so that a prefill does not end before the peer was asked."""
 GATED: dict[str, Any] = {"transports": (pd_transport.NAME,), "lease_s": LEASE_S}
 
 
@@ -295,9 +299,27 @@ def merge_adapter(model: Path, merged: Path, modules: tuple[str, ...]) -> Path:
 
 
 def test_peer_with_other_secret_is_rejected(model: Path, gate: Gate) -> None:
-    check_mismatch(
-        model, model, {"secret": "one"}, {"secret": "two"}, "has another secret", is_connected=False
-    )
+    check_mismatch(model, model, {"secret": "one"}, {"secret": "two"}, "has another secret")
+
+
+@pytest.mark.parametrize("make_both", [early_pull_pair, push_pair])
+def test_prefill_whose_reader_has_another_secret_fails_at_once(
+    model: Path, make_both: Callable[..., Any]
+) -> None:
+    """A proxy then ends the wait of the reader, which has heard nothing."""
+    options = {"prefill": {"secret": "one", **SLOW}, "decode": {"secret": "two"}}
+
+    async def main() -> None:
+        async with make_both(model, lease_s=LEASE_S, **options) as both:
+            answer = await ask_pushed(both, PROMPT)
+            assert answer.finish is FinishReason.LENGTH, "it computes the prompt itself"
+            [prefill] = both.prefills.values()
+            assert prefill.finish is FinishReason.ERROR
+            assert prefill.error == REFUSED
+            assert both.prefill.stat("refused_peers") == 1
+            await both.check_clean()
+
+    asyncio.run(main())
 
 
 def test_other_dtype_is_rejected_naming_both(model: Path, gate: Gate) -> None:
@@ -318,8 +340,6 @@ def check_mismatch(
     prefill_options: Any,
     decode_options: Any,
     reason: str,
-    *,
-    is_connected: bool = True,
 ) -> str:
     """Both instances survive the rejection, which names the reason; returns it. The receiver of the
     metadata checks it."""
@@ -335,7 +355,7 @@ def check_mismatch(
             assert answer.finish is FinishReason.ERROR
             assert reason in str(answer.error)
             names = ("refused_peers", "refused_loads")
-            assert tuple(map(second.stat, names)) == ((1, 1) if is_connected else (0, 0))
+            assert tuple(map(second.stat, names)) == (1, 1)
             assert (await ask(second, PROMPT)).finish is FinishReason.LENGTH
             assert (await ask(first, PROMPT)).finish is FinishReason.LENGTH
             await both.check_clean(LEASE_S + 10.0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import httpx
 import pytest
 from support.pd_processes import serving
@@ -12,12 +14,15 @@ CONNECTORS = {"pull": "MooncakeConnector", "push": LAYERWISE}
 BODY = {"model": "tiny-llama", "prompt": "A language model answers", "max_tokens": 8}
 
 
-@pytest.mark.parametrize("flow", list(CONNECTORS))
-def test_proxy_avoids_incompatible_pair(flow: str) -> None:
+@pytest.mark.parametrize(
+    ("flow", "difference"), [("pull", "dtype"), ("push", "dtype"), ("pull", "secret")]
+)
+def test_proxy_avoids_incompatible_pair(flow: str, difference: str, tmp_path: Path) -> None:
+    own, other = ([], ["--dtype", "float32"]) if difference == "dtype" else secrets(tmp_path)
     options = ("--kv-connector", CONNECTORS[flow], "--num-kv-blocks", "512")
     with (
-        serving(TINY_LLAMA, "prefill", *options) as prefill,
-        serving(TINY_LLAMA, "decode", *options, "--dtype", "float32") as decode,
+        serving(TINY_LLAMA, "prefill", *options, *own) as prefill,
+        serving(TINY_LLAMA, "decode", *options, *other) as decode,
     ):
         proxy_options = ("--port", "0", "--flow", flow, "--prefill", prefill.url)
         with running("mooncake_proxy", *proxy_options, "--decode", decode.url) as proxy:
@@ -33,6 +38,14 @@ def test_proxy_avoids_incompatible_pair(flow: str) -> None:
             ask(proxy.wait_for("listens on").split()[-1])
             assert figure(decode.url, "mooncake:kv_transfer_refused_peers_total") == 1
             assert figure(decode.url, "mooncake:kv_transfer_refused_loads_total") == 1
+
+
+def secrets(folder: Path) -> list[list[str]]:
+    """The options of two instances with different secrets."""
+    paths = [folder / name for name in ("old", "new")]
+    for path in paths:
+        path.write_text(f"the {path.name} secret of all")
+    return [["--kv-secret-file", str(path)] for path in paths]
 
 
 def ask(url: str) -> None:

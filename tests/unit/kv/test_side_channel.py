@@ -20,7 +20,12 @@ from mooncake_hal.errors import PeerLost
 from mooncake_hal.session.aio import AsyncListener, AsyncSession, connect, listen
 from mooncake_hal.session.frames import frame
 from mooncake_kv import side_channel
-from mooncake_kv.errors import HandshakeRefused, KVTransferError, SideChannelPortInUse
+from mooncake_kv.errors import (
+    HandshakeRefused,
+    KVTransferError,
+    SessionRefused,
+    SideChannelPortInUse,
+)
 from mooncake_kv.io_loop import IoLoop
 from mooncake_kv.protocol import (
     PROTOCOL_VERSION,
@@ -210,7 +215,7 @@ def test_another_secret_fails_immediately_with_advice() -> None:
     async def main() -> None:
         async with serving() as port, connected_client(port, b"other") as client:
             began = time.monotonic()
-            with pytest.raises(KVTransferError, match="has another secret; give every instance"):
+            with pytest.raises(SessionRefused, match="has another secret; give every instance"):
                 await ask(client, try_timeout_s=30.0)
             assert time.monotonic() - began < 10.0
 
@@ -223,7 +228,7 @@ def test_another_version_fails_immediately_with_advice() -> None:
         listener = await listen(HOST, [0], older, lambda session, payload: payload)
         async with connected_client(listener.port) as client:
             pattern = f"we speak version {PROTOCOL_VERSION}, the peer 2; run one release"
-            with pytest.raises(HandshakeRefused, match=pattern):
+            with pytest.raises(SessionRefused, match=pattern):
                 await ask(client, try_timeout_s=30.0)
         listener.close()
         await settle()
