@@ -32,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     gc.set_threshold(GC_THRESHOLD)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # during startup there is nothing to drain
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nor to reload
     args = build_parser().parse_args(argv)
     begin_log(args.log_level, args.log_format)
     try:

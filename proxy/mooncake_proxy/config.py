@@ -42,6 +42,15 @@ class TlsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class KeyFiles:
+    """The files that the keys were read from, and their stamps (`ops/reloaded_files.py`) before."""
+
+    api: str | None = None
+    admin: str | None = None
+    stamps: tuple[tuple[int, ...] | None, ...] = (None, None)
+
+
+@dataclass(frozen=True, slots=True)
 class AdmissionConfig:
     """How many requests may run and wait, and for how long they may wait.
 
@@ -132,6 +141,7 @@ class ProxyConfig:
     # Entries of a structured keys file: names, limits, classes and models of keys.
     tenants: tuple[ApiKey, ...] = ()
     admin_keys: frozenset[str] = frozenset()
+    key_files: KeyFiles = field(default_factory=KeyFiles)
     # Origins of web pages that may use the API in a browser; `*`: all.
     allowed_origins: tuple[str, ...] = ()
     # Clients' smaller (more urgent) `priority` values are raised to this.

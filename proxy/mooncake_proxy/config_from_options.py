@@ -13,6 +13,7 @@ from mooncake_proxy.config import (
     CONDUCTOR_POLICIES,
     AdmissionConfig,
     ConductorConfig,
+    KeyFiles,
     ProxyConfig,
     RequestClass,
     TlsConfig,
@@ -21,6 +22,7 @@ from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.http1.http_wire import MAX_PORT, Origin
 from mooncake_proxy.http1.server_connection import ServerLimits
 from mooncake_proxy.http1.upstream_connection import ClientLimits
+from mooncake_proxy.ops.reloaded_files import classes_of, stamps_of
 from mooncake_proxy.pool.dp_ranks import MAX_DP_RANKS
 from mooncake_proxy.pool.health_checks import HealthConfig
 from mooncake_proxy.pool.instance_reports import KVEventEndpoints
@@ -36,6 +38,8 @@ logger = logging.getLogger(__name__)
 
 def config_from(args: argparse.Namespace) -> ProxyConfig:
     """Build the configuration. Raises ConfigError, which names the invalid option."""
+    # Before they are read: what is written meanwhile is read again.
+    stamps = stamps_of(args.api_key_file, args.admin_key_file)
     key_file = read_key_file(args.api_key_file)
     defaults = _instance_defaults(args)
     return ProxyConfig(
@@ -50,9 +54,10 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         prefill_policy=args.prefill_policy or args.policy,
         decode_policy=args.decode_policy or args.policy,
         tokenizers=_by_model("--tokenizer", args.tokenizer),
-        api_keys=frozenset(each.key for each in key_file.keys),
-        tenants=tuple(each for each in key_file.keys if each.name),
+        api_keys=key_file.accepted,
+        tenants=key_file.tenants,
         admin_keys=read_keys(args.admin_key_file),
+        key_files=KeyFiles(args.api_key_file, args.admin_key_file, stamps),
         allowed_origins=split_origins(args.allowed_origins),
         min_priority=args.min_priority,
         cache_salt_per_key=args.cache_salt_per_key,
@@ -142,8 +147,7 @@ def _read_secret(flag: str, path: str | None) -> str:
 def _classes(given: list[str], key_file: KeyFile) -> tuple[RequestClass, ...]:
     """Request classes from options and from the keys file."""
     classes = [RequestClass.parse(text) for text in given]
-    for name, each in key_file.classes.items():
-        classes.append(RequestClass(name, str(each.ttft), str(each.tbt), each.best_effort))
+    classes += classes_of(key_file)
     names = [each.name for each in classes]
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"class {', '.join(sorted(twice))}: declared twice")

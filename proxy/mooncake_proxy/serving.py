@@ -57,6 +57,7 @@ async def serve(config: ProxyConfig, link: WorkerLink | None = None) -> None:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, lambda: stop.signal(loop.time()))
+    loop.add_signal_handler(signal.SIGHUP, app.process.reload)
     await app.start()
     host = f"[{config.host}]" if ":" in config.host else config.host
     scheme = "https" if config.tls.certificate else "http"

@@ -255,6 +255,13 @@ class AdminHandlers:
         yield from self._rank_gauges(prefix, instances)
         yield from self._held_gauges(prefix)
         yield from self._load_gauges(prefix)
+        certificate = self._process.certificate
+        if certificate is not None and certificate.not_after is not None:
+            yield from gauge_lines(
+                f"{prefix}certificate_not_after_seconds",
+                "When the proxy's TLS certificate expires, as Unix time.",
+                [({}, certificate.not_after)],
+            )
         yield from gauge_lines(
             f"{prefix}running", "Requests being served.", [({}, self._process.num_running)]
         )

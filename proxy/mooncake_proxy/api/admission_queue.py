@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -150,6 +151,12 @@ class AdmissionQueue:
                 f"waited {config.max_wait_s:g} s in the queue (--max-wait)",
                 retry_after_s=self._retry_after(),
             )
+
+    def set_weights(self, tenants: Iterable[Tenant]) -> None:
+        """Apply changed weights. What a tenant has been served so far still counts."""
+        for tenant in tenants:
+            if (queue := self._queues.get(tenant.name)) is not None:
+                queue.weight = tenant.weight
 
     def _queue_of(self, tenant: Tenant) -> _TenantQueue:
         queue = self._queues.get(tenant.name)

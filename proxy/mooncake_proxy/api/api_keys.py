@@ -63,6 +63,16 @@ class KeyFile(Struct, frozen=True, forbid_unknown_fields=True):
     keys: tuple[ApiKey, ...] = ()
     classes: dict[str, KeyClass] = {}
 
+    @property
+    def accepted(self) -> frozenset[str]:
+        """All keys."""
+        return frozenset(each.key for each in self.keys)
+
+    @property
+    def tenants(self) -> tuple[ApiKey, ...]:
+        """The entries that have a name."""
+        return tuple(each for each in self.keys if each.name)
+
 
 @dataclass(frozen=True, slots=True)
 class NoKey:
@@ -93,7 +103,8 @@ def read_key_file(path: str | None) -> KeyFile:
             f"key file {path}: YAML needs PyYAML (pip install mooncake-proxy[yaml]); "
             "a file that ends in .json needs nothing"
         ) from exc
-    except DECODE_ERRORS as exc:
+    except (*DECODE_ERRORS, AttributeError) as exc:
+        # PyYAML raises AttributeError for a bad `!!timestamp`.
         raise ConfigError(f"key file {path}: {exc}") from exc
     if not found.keys:
         raise ConfigError(f"key file {path} holds no key: no client could send requests")
@@ -113,6 +124,8 @@ def read_keys(path: str | None) -> frozenset[str]:
         lines = Path(path).read_text("utf-8").splitlines()
     except OSError as exc:
         raise ConfigError(f"key file {path}: {exc.strerror}; wanted one key per line") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"key file {path}: {exc}; wanted one key per line") from exc
     keys = frozenset(line.strip() for line in lines if line.strip() and not line.startswith("#"))
     if not keys:
         raise ConfigError(f"key file {path} holds no key: wanted one per line")

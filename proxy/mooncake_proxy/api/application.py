@@ -61,7 +61,7 @@ from mooncake_proxy.http1.server_connection import (
     ServerContext,
     ServerProtocol,
 )
-from mooncake_proxy.http1.tls_contexts import server_tls, upstream_tls
+from mooncake_proxy.http1.tls_contexts import upstream_tls
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.ops.access_log import CLIENT_CLOSED_REQUEST, AccessLog
 from mooncake_proxy.ops.proxy_process import ProxyProcess, ShutdownSignals
@@ -166,6 +166,7 @@ class ProxyApplication:
         )
         self._tasks.append(loop.create_task(sweep.run()))
         self._tasks.append(loop.create_task(self.process.keep_history()))
+        self._tasks.append(loop.create_task(self.process.watch_files()))
 
     def _start_peer_exchange(self, loop: asyncio.AbstractEventLoop) -> None:
         """Start to exchange reservations with proxies on other hosts, if any are configured."""
@@ -211,13 +212,13 @@ class ProxyApplication:
         return server
 
     async def _listen(self, server: ServerContext, port: int) -> asyncio.Server:
-        tls = server_tls(self.config.tls)
+        certificate = self.process.certificate
         try:
             return await asyncio.get_running_loop().create_server(
                 lambda: ServerProtocol(server),
                 self.config.host,
                 port,
-                ssl=tls,
+                ssl=None if certificate is None else certificate.context,
                 backlog=4096,
                 reuse_port=self._link is not None,
             )
@@ -323,14 +324,15 @@ class ProxyApplication:
         Clients without credentials must not make the proxy buffer large bodies. 0: the request is
         answered without reading its body.
         """
-        longest, keys = self.config.server.max_body_bytes, self.config.api_keys
+        config = self.process.config  # its keys may change
+        longest, keys = config.server.max_body_bytes, config.api_keys
         if not keys and request.target in ENDPOINTS:
             return longest
         path = request.path
         if path.startswith(METASERVER_PATH):
             return longest if self.router.metaserver.is_open(path) else 0
         if path == admin_routes.INSTANCES_PATH:
-            return longest if holds_key(request.headers, self.config.admin_keys) else 0
+            return longest if holds_key(request.headers, config.admin_keys) else 0
         if path == admin_routes.RESERVATIONS_PATH:
             is_peer = self.peers is not None and self.peers.is_peer(request.headers)
             return longest if is_peer else 0
@@ -397,7 +399,7 @@ class ProxyApplication:
     async def _serve(self, active: _ActiveRequest, endpoint: OpenAIEndpoint) -> None:
         """Serve one request: check its key, wait for admission, run the flow."""
         request, admission = active.request, self.admission
-        tenant = self._check_key(request) if self.config.api_keys else None
+        tenant = self._check_key(request) if self.process.config.api_keys else None
         if self.process.is_draining:
             raise ShuttingDown("the proxy is shutting down and takes no new requests")
         if isinstance(request.translation, UntranslatedRequest):
@@ -434,7 +436,7 @@ class ProxyApplication:
         Raises:
             Unauthorized: there is no valid key.
         """
-        check_key(request.headers, self.config.api_keys)
+        check_key(request.headers, self.process.config.api_keys)
         return self.process.tenants.of(request.headers)
 
     def _context(self, active: _ActiveRequest, endpoint: OpenAIEndpoint) -> RequestContext:

@@ -58,16 +58,22 @@ class RateLimits:
     """
 
     def __init__(self, keys: Iterable[ApiKey], now: float) -> None:
-        self._buckets = {
-            key.name: {
-                "requests": Bucket(float(key.requests_per_minute), key.requests_per_minute, now),
-                "tokens": Bucket(float(key.tokens_per_minute), key.tokens_per_minute, now),
-            }
-            for key in keys
-            if key.requests_per_minute or key.tokens_per_minute
-        }
+        self._buckets: dict[str, dict[str, Bucket]] = {}
+        self.set_keys(keys, now)
         # Spent since the last report to the other workers.
         self._spent: Usage = {}
+
+    def set_keys(self, keys: Iterable[ApiKey], now: float) -> None:
+        """Replace the keys. What those that stay have spent stays spent, under new limits too."""
+        known, self._buckets = self._buckets, {}
+        for key in keys:
+            limits = {"requests": key.requests_per_minute, "tokens": key.tokens_per_minute}
+            if any(limits.values()):
+                before = known.get(key.name, {})
+                self._buckets[key.name] = {
+                    kind: _with_limit(before.get(kind), float(limit), now)
+                    for kind, limit in limits.items()
+                }
 
     def __contains__(self, name: str) -> bool:
         return name in self._buckets
@@ -116,6 +122,14 @@ class RateLimits:
         self._spent[name] = (before[0] + requests, before[1] + tokens)
         self._buckets[name]["requests"].spend(requests)
         self._buckets[name]["tokens"].spend(tokens)
+
+
+def _with_limit(bucket: Bucket | None, limit: float, now: float) -> Bucket:
+    """A bucket with this limit from which as much has been spent as from ``bucket``."""
+    if bucket is None:
+        return Bucket(limit, limit, now)
+    bucket.refill(now)
+    return Bucket(limit, limit - (bucket.limit - bucket.left), now)
 
 
 def duration(seconds: float) -> str:

@@ -19,11 +19,17 @@ class Tenants:
     def __init__(
         self, keys: tuple[ApiKey, ...], client: ClientContext, metrics: ProxyMetrics
     ) -> None:
-        self._by_key = {each.key.encode(): each for each in keys}
+        self._by_key: dict[bytes, ApiKey] = {}
         # Loop time in seconds.
         self._now = client.loop.time
         self._metrics = metrics
-        self.limits = RateLimits(keys, self._now())
+        self.limits = RateLimits((), self._now())
+        self.set_keys(keys)
+
+    def set_keys(self, keys: tuple[ApiKey, ...]) -> None:
+        """Replace the keys. The rate limits of those that stay are not reset."""
+        self._by_key = {each.key.encode(): each for each in keys}
+        self.limits.set_keys(keys, self._now())
 
     def of(self, headers: dict[bytes, bytes]) -> ApiKey | None:
         """The entry of the request's key, which must have been checked before; None without one."""

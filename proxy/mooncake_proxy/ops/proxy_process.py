@@ -15,9 +15,16 @@ from mooncake_proxy.api.admission_queue import AdmissionQueue
 from mooncake_proxy.api.tenants import Tenants
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import Refusal
+from mooncake_proxy.http1.tls_contexts import ServerCertificate
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.ops.live_history import SAMPLE_S, LiveHistory, Pair, Totals
 from mooncake_proxy.ops.proxy_metrics import ProxyMetrics
+from mooncake_proxy.ops.reloaded_files import (
+    LOOK_S,
+    ReloadedFiles,
+    stamps_of,
+    with_current_keys,
+)
 from mooncake_proxy.ops.worker_link import WorkerLink
 from mooncake_proxy.pool.instances import Instance, Role
 from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange, apply_change
@@ -48,6 +55,10 @@ class ProxyProcess:
         self.router = self.routers.first
         self.admission = AdmissionQueue(config.admission)
         self.tenants = Tenants(config.tenants, client, self.router.metrics)
+        # None: clients connect without TLS.
+        self.certificate: ServerCertificate | None = None
+        self._reloaded: list[ReloadedFiles] = []
+        self._read_files(config)
         self.is_draining = False
         self.history = LiveHistory()
         self.registrations = Registrations(
@@ -56,6 +67,34 @@ class ProxyProcess:
         if link is not None:
             self.registrations.forward = link.broadcast
             link.on_registration = self.registrations.apply
+
+    def _read_files(self, config: ProxyConfig) -> None:
+        keys, tls = config.key_files, config.tls
+        paths = (keys.api, keys.admin)
+        self._reloaded.append(ReloadedFiles("keys", paths, self._reload_keys, keys.stamps))
+        if tls.certificate is not None:
+            paths = (tls.certificate, tls.key)
+            stamps = stamps_of(*paths)  # before they are read
+            self.certificate = certificate = ServerCertificate(tls)
+            read = certificate.reload
+            self._reloaded.append(ReloadedFiles("TLS certificate", paths, read, stamps))
+
+    async def watch_files(self) -> None:
+        """Read changed files of keys and certificates, until cancelled."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for files in self._reloaded:
+                files.look()
+
+    def reload(self) -> None:
+        """Read the files of keys and certificates again."""
+        for files in self._reloaded:
+            files.reload()
+
+    def _reload_keys(self) -> None:
+        self.config = with_current_keys(self.config)
+        self.tenants.set_keys(self.config.tenants)
+        self.admission.set_weights(self.config.tenants)
 
     def change(self, change: MembershipChange) -> Instance | None:
         """Apply a change of the pool, and publish it to the other workers."""

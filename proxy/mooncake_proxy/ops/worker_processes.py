@@ -20,6 +20,7 @@ from dataclasses import replace
 from mooncake_proxy.config import ProxyConfig
 from mooncake_proxy.errors import AddressInUse, ConfigError, cannot_listen
 from mooncake_proxy.ops.background_stderr import background_stderr
+from mooncake_proxy.ops.reloaded_files import LOOK_S, ReloadedFiles, with_current_keys
 from mooncake_proxy.ops.worker_link import (
     MAX_MESSAGE_BYTES,
     ChangeLog,
@@ -87,6 +88,11 @@ class WorkerSupervisor:
         # Workers that missed messages, and for each the workers that have ended since.
         self._missed: dict[int, set[int]] = {}
         self._is_stopping = False
+        self._is_reloading = False
+        # For workers that start later; those that run look at the files themselves.
+        files = self.config.key_files
+        self._keys = ReloadedFiles("keys", (files.api, files.admin), self._read_keys, files.stamps)
+        self._looked_at = time.monotonic()
         self._status = 0
         self._selector = selectors.DefaultSelector()
 
@@ -100,6 +106,7 @@ class WorkerSupervisor:
         """
         for number in STOP_SIGNALS:
             signal.signal(number, self._stop)
+        signal.signal(signal.SIGHUP, self._note_reload)
         for _ in range(self.config.workers):
             self._start()
         while self._pids:
@@ -107,6 +114,7 @@ class WorkerSupervisor:
                 self._relay(key.data)
             self._reap_workers()
             self._resend_missed()
+            self._look_at_files()
         self._reserved.close()
         return self._status
 
@@ -148,6 +156,7 @@ class WorkerSupervisor:
         try:
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until it serves
             signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
             parents.close()
             for other in self._links.values():
@@ -237,6 +246,23 @@ class WorkerSupervisor:
                 logger.error("worker %d died, %s: starting a new one", worker, how)
                 time.sleep(RESTART_PAUSE_S)
                 self._start()
+
+    def _note_reload(self, number: int, frame: object) -> None:
+        self._is_reloading = True
+
+    def _look_at_files(self) -> None:
+        if self._is_reloading:
+            self._is_reloading = False
+            self._keys.reload()
+            for pid in self._pids.values():
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGHUP)
+        elif time.monotonic() - self._looked_at > LOOK_S:
+            self._looked_at = time.monotonic()
+            self._keys.look()
+
+    def _read_keys(self) -> None:
+        self.config = with_current_keys(self.config)
 
     def _stop(self, number: int, frame: object) -> None:
         self._is_stopping = True

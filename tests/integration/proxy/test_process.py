@@ -486,3 +486,88 @@ def test_workers_share_quarantined_requests() -> None:
         await drops.kill()
 
     asyncio.run(main())
+
+
+async def _served_certificates(url: str) -> set[str]:
+    """What several connections get: one each, so that all workers answer some."""
+    address = ("127.0.0.1", int(url.rpartition(":")[2]))
+    return {await asyncio.to_thread(ssl.get_server_certificate, address) for _ in range(10)}
+
+
+async def _statuses(url: str, key: str) -> set[int]:
+    found = set()
+    for _ in range(10):
+        async with httpx.AsyncClient(base_url=url, verify=False) as client:
+            headers = {"authorization": f"Bearer {key}"}
+            found.add(
+                (await client.post("/v1/completions", json=BODY, headers=headers)).status_code
+            )
+    return found
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_sighup_reloads_keys_and_certificate(workers: str, tmp_path: Path) -> None:
+    certificate, key, keys = tmp_path / "cert.pem", tmp_path / "key.pem", tmp_path / "keys"
+
+    async def main() -> None:
+        async with pair() as (p, d):
+            flags = ["--prefill", p.url, "--decode", d.url, "--workers", workers]
+            flags += ["--tls-cert", str(certificate), "--tls-key", str(key)]
+            flags += ["--api-key-file", str(keys)]
+            async with proxy(*flags, stderr=asyncio.subprocess.PIPE) as (url, process):
+                assert process.stderr is not None
+                await asyncio.sleep(0.5)  # until the other worker serves
+                old = certificate.read_text()
+                assert await _served_certificates(url) == {old}
+                make_certificate(certificate, key)
+                keys.write_text("a-new-key-of-clients\n")
+                process.send_signal(signal.SIGHUP)
+                while await _served_certificates(url) != {certificate.read_text()}:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+                assert await _statuses(url, "a-new-key-of-clients") == {200}
+                assert await _statuses(url, "the-first-key-of-clients") == {401}
+
+                new = certificate.read_text()
+                certificate.write_text(old)  # does not fit the key
+                keys.write_text("")
+                process.send_signal(signal.SIGHUP)
+                said = b""
+                while b"key values mismatch" not in said or b"holds no key" not in said:
+                    said += await asyncio.wait_for(process.stderr.readline(), 10)
+                assert await _served_certificates(url) == {new}
+                assert await _statuses(url, "a-new-key-of-clients") == {200}
+                assert process.returncode is None
+
+    make_certificate(certificate, key)
+    keys.write_text("the-first-key-of-clients\n")
+    asyncio.run(main())
+
+
+def test_restarted_worker_has_the_current_keys(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+
+    async def main() -> None:
+        flags = ("--workers", "2", "--backend-url", "http://127.0.0.1:1")
+        options = (*flags, "--admin-key-file", str(keys))
+        async with proxy(*options, stderr=asyncio.subprocess.DEVNULL) as (url, process):
+            await _ready(url)
+            keys.write_text("a-new-key-of-admins\n")
+            process.send_signal(signal.SIGHUP)
+            async with httpx.AsyncClient(base_url=url) as client:  # the parent reads them first
+                asked = {"authorization": "Bearer a-new-key-of-admins"}
+                while (await client.get("/instances", headers=asked)).status_code != 200:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            before = _children(process.pid)
+            for pid in before:
+                os.kill(pid, signal.SIGKILL)
+            while len(now := _children(process.pid)) < 2 or set(now) & set(before):  # noqa: ASYNC110
+                await asyncio.sleep(0.1)
+            await _listening(url)
+            for key, status in (("a-new-key-of-admins", 200), ("the-first-of-admins", 401)):
+                headers = {"authorization": f"Bearer {key}"}
+                for _ in range(8):  # one connection each, so that both workers answer some
+                    async with httpx.AsyncClient(base_url=url, headers=headers) as client:
+                        assert (await client.get("/instances")).status_code == status
+
+    keys.write_text("the-first-of-admins\n")
+    asyncio.run(main())

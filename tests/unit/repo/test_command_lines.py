@@ -171,8 +171,11 @@ def test_pod_and_unit_of_proxy_read_their_keys() -> None:
     assert volume["secret"]["defaultMode"] == 0o440, "for the group"
     assert pod["securityContext"]["fsGroup"] == pod["securityContext"]["runAsGroup"]
     unit = (SYSTEMD / "mooncake-proxy.service").read_text()
-    assert "LoadCredential=api-keys:/etc/mooncake/api-keys\n" in unit
-    assert parse(UNITS["proxy"]).api_key_file == "/run/credentials/api-keys"
+    copied = "install -m 444 /etc/mooncake/api-keys /run/mooncake-proxy/\n"
+    assert f"\nExecStartPre=+{copied}" in unit
+    assert f"\nExecReload=+{copied}ExecReload=kill -HUP $MAINPID\n" in unit
+    assert "\nRuntimeDirectory=mooncake-proxy\nRuntimeDirectoryMode=0700\n" in unit
+    assert parse(UNITS["proxy"]).api_key_file == "/run/mooncake-proxy/api-keys"
 
 
 def test_compose_waits_for_healthy_instances() -> None:

@@ -252,3 +252,17 @@ def test_absurd_limits_of_a_request_leave_shares_fair() -> None:
         assert Counter(order) == {"heavy": 10, "light": 10}
 
     asyncio.run(main())
+
+
+def test_changed_weight_applies_to_what_is_served_from_then_on() -> None:
+    async def main() -> None:
+        queue = AdmissionQueue(AdmissionConfig(1))
+        waiting = [(HEAVY, 100.0)] * 20 + [(LIGHT, 100.0)] * 20
+        order = await served(queue, waiting, 8)
+        assert Counter(order) == {"heavy": 4, "light": 4}
+        queue.leave(LIGHT)  # the last one
+        queue.set_weights([ApiKey("a", "heavy", weight=3.0), ApiKey("n", "never seen")])
+        order = await served(queue, waiting, 8)
+        assert Counter(order) == {"heavy": 6, "light": 2}
+
+    asyncio.run(main())

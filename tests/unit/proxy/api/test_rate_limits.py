@@ -47,6 +47,22 @@ def test_request_larger_than_bucket_runs_when_bucket_is_full() -> None:
     limits.take("team", 9000, now=90.0)
 
 
+def test_replaced_keys_keep_what_they_have_spent() -> None:
+    limits = RateLimits([KEY, ApiKey("other", "gone", requests_per_minute=1)], now=0.0)
+    limits.take("team", 4000, now=0.0)
+    limits.set_keys([KEY], now=0.0)
+    assert "gone" not in limits
+    limits.take("team", 2000, now=0.0)
+    with pytest.raises(RateLimited, match="tokens per min"):
+        limits.take("team", 1, now=0.0)
+    more = ApiKey("secret", "team", requests_per_minute=0, tokens_per_minute=12_000)
+    limits.set_keys([more, ApiKey("new", "new", tokens_per_minute=100)], now=0.0)
+    limits.take("team", 6000, now=0.0)
+    limits.take("new", 100, now=0.0)
+    with pytest.raises(RateLimited):
+        limits.take("team", 1, now=0.0)
+
+
 @given(st.lists(st.tuples(st.floats(0, 5), st.integers(1, 4000)), max_size=60))
 def test_usage_never_exceeds_limit_plus_one_minute(requests: list[tuple[float, int]]) -> None:
     limits, now, taken = RateLimits([KEY], now=0.0), 0.0, 0
