@@ -53,6 +53,9 @@ class RequestPhase:
 class ChoiceStats:
     """Token counts and times of one choice, which starts when this is created.
 
+    Its first token, for ``first_token_at`` and the gaps behind it, is the first that this instance
+    computed: a peer's may be reported before the KV behind which this one goes on has arrived.
+
     Args:
         num_prompt_tokens: the length of the prompt that the engine receives.
     """
@@ -84,17 +87,24 @@ class ChoiceStats:
 
     def advance(self, update: TextUpdate, now: float) -> float | None:
         """Process an update received at ``now``. Returns the seconds since the previous token; None
-        for the first token, and for an update without tokens."""
+        up to the first token, and for an update without tokens."""
         self.finish = update.finish
         self.times = update.times or self.times
         self.num_cached_tokens = max(self.num_cached_tokens, update.num_cached_tokens)
         if not update.token_ids:
             return None
-        gap = None if self.last_token_at is None else now - self.last_token_at
-        self.first_token_at = self.first_token_at or now
-        self.last_token_at = now
         self.num_tokens += len(update.token_ids)
-        return gap
+        last, self.last_token_at = self.last_token_at, now
+        if self.first_token_at is None:
+            self.first_token_at = now if self.num_computed_tokens else None
+            return None
+        return None if last is None else now - last
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """The number of tokens that this instance computed: all but a peer's first one."""
+        has_peer_token = self.times is not None and self.times.has_peer_token
+        return max(0, self.num_tokens - has_peer_token)
 
     def phases(self) -> list[RequestPhase]:
         """The phases so far: ``queue`` (waiting to be scheduled), ``kv_transfer`` (loading KV from
@@ -110,9 +120,9 @@ class ChoiceStats:
                 phases.append(RequestPhase("kv_transfer", times.load_started_at, times.loaded_at))
         elif times.scheduled_at is not None:
             phases.append(RequestPhase("queue", times.arrived_at, times.scheduled_at))
-        if times.scheduled_at is None or self.first_token_at is None or self.last_token_at is None:
+        if times.scheduled_at is None or self.last_token_at is None:
             return phases
-        if times.has_peer_token:
+        if times.has_peer_token or self.first_token_at is None:
             return [*phases, RequestPhase("decode", times.scheduled_at, self.last_token_at)]
         phases.append(RequestPhase("prefill", times.scheduled_at, self.first_token_at))
         if self.num_tokens > 1:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -65,7 +64,11 @@ _GAUGES = frozenset(
 )
 """The statistics of connector and KVCache pool that are gauges; the others are counters."""
 _HISTOGRAMS = {
-    "first_token": ("vllm:time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S),
+    "first_token": (
+        "vllm:time_to_first_token_seconds",
+        "Arrival to the first token that this instance computed.",
+        _FIRST_TOKEN_S,
+    ),
     "between_tokens": (
         "vllm:inter_token_latency_seconds",
         "Time between consecutive tokens.",
@@ -126,7 +129,7 @@ class LatencyObjectives:
     """The latency objectives (SLO) by which answers are counted, in seconds; None is no objective.
 
     Args:
-        ttft_s: time to first token.
+        ttft_s: time to the first token that this instance computed.
         tbt_s: time between tokens, which nine in ten gaps of an answer must meet.
     """
 
@@ -143,9 +146,11 @@ class LatencyObjectives:
     def verdicts(self, stats: ChoiceStats) -> Iterator[tuple[str, bool]]:
         """For each configured objective, its name and whether a finished answer has met it."""
         is_whole = stats.finish in (FinishReason.STOP, FinishReason.LENGTH)
-        if self.ttft_s is not None:
-            first = math.inf if stats.first_token_at is None else stats.first_token_at
-            yield "ttft", is_whole and first - stats.started <= self.ttft_s
+        first = stats.first_token_at
+        # nothing to judge in a whole answer without a token of this instance
+        if self.ttft_s is not None and not (is_whole and first is None):
+            is_met = is_whole and first is not None and first - stats.started <= self.ttft_s
+            yield "ttft", is_met
         if self.tbt_s is not None:
             yield "tbt", is_whole and 10 * stats.num_late_gaps <= stats.num_gaps
 
@@ -283,9 +288,10 @@ class ServerMetrics:
             self._observe(phase.name, phase.duration_s)
         if phases and stats.times is not None and stats.times.scheduled_at is not None:
             self._observe("inference", phases[-1].end - stats.times.scheduled_at)
-        if stats.num_tokens > 1 and stats.first_token_at and stats.last_token_at:
+        num_tokens = stats.num_computed_tokens
+        if num_tokens > 1 and stats.first_token_at and stats.last_token_at:
             decode_s = stats.last_token_at - stats.first_token_at
-            self._observe("per_token", decode_s / (stats.num_tokens - 1))
+            self._observe("per_token", decode_s / (num_tokens - 1))
 
     def count_response(self, method: str, handler: str, status: int) -> None:
         """Count the status of an HTTP response; ``handler`` is the path of its route."""

@@ -384,6 +384,7 @@ def _split_first_token(update: TokenUpdate) -> tuple[TokenUpdate, TokenUpdate]:
         update.token_ids[:1],
         logprobs and logprobs[:1],
         num_cached_tokens=update.num_cached_tokens,
+        times=update.times,
     )
     rest = replace(update, token_ids=update.token_ids[1:], logprobs=logprobs and logprobs[1:])
     return first, rest

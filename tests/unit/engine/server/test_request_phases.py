@@ -15,6 +15,7 @@ from support.fake_engine import FakeEngine
 from mooncake_engine.messages import FinishReason, RequestTimes
 from mooncake_engine.server.app import create_app
 from mooncake_engine.server.request_context import ChoiceStats
+from mooncake_engine.server.request_metrics import LatencyObjectives
 from mooncake_engine.server.request_tracing import Tracing
 from mooncake_engine.text.completion_output import TextUpdate
 from mooncake_engine.text.tokenizer import Tokenizer
@@ -81,6 +82,66 @@ def test_gaps_begin_with_the_second_token() -> None:
     assert stats.advance(TextUpdate("a", (1,)), 2.0) is None
     assert stats.advance(TextUpdate("b", (2, 3)), 2.5) == 0.5
     assert (stats.first_token_at, stats.last_token_at, stats.num_tokens) == (2.0, 2.5, 3)
+
+
+PEER_TIMES = RequestTimes(1.0, 1.5, 2.0, 2.5, has_peer_token=True)
+
+
+def test_a_peers_token_is_not_the_first_one() -> None:
+    """It may be reported before the KV has arrived; the wait for that is no gap between tokens."""
+    stats = ChoiceStats(7)
+    assert stats.advance(TextUpdate("a", (1,), times=PEER_TIMES), 1.0) is None
+    assert (stats.first_token_at, stats.num_tokens, stats.num_computed_tokens) == (None, 1, 0)
+    assert stats.advance(TextUpdate("b", (2,), times=PEER_TIMES), 4.0) is None
+    assert (stats.first_token_at, stats.num_tokens, stats.num_computed_tokens) == (4.0, 2, 1)
+    assert stats.advance(TextUpdate("c", (3,)), 4.5) == 0.5
+
+
+def test_a_peers_token_in_one_update_with_the_next() -> None:
+    stats = ChoiceStats(7)
+    assert stats.advance(TextUpdate("ab", (1, 2), times=PEER_TIMES), 4.0) is None
+    assert (stats.first_token_at, stats.num_computed_tokens) == (4.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("times_at", "verdicts"),
+    [
+        ([0.0], []),  # the peer's token was the whole answer
+        ([0.0, 0.4], [("ttft", True)]),
+        ([0.0, 0.6], [("ttft", False)]),
+    ],
+)
+def test_the_objective_of_the_first_token_covers_the_transfer(
+    times_at: list[float], verdicts: list[tuple[str, bool]]
+) -> None:
+    stats = ChoiceStats(7)
+    for at in times_at:
+        stats.advance(TextUpdate("a", (1,), times=PEER_TIMES), stats.started + at)
+    objectives = LatencyObjectives(ttft_s=0.5)
+    stats.finish = FinishReason.LENGTH
+    assert [*objectives.verdicts(stats)] == verdicts
+    stats.finish = FinishReason.ERROR
+    assert [*objectives.verdicts(stats)] == [("ttft", False)]
+
+
+class PeerTokenEngine(FakeEngine):
+    """An engine whose first token is a peer's."""
+
+    def _updates(self, request: Any) -> list[Any]:
+        return [replace(update, times=PEER_TIMES) for update in super()._updates(request)]
+
+
+def test_a_peers_token_counts_in_no_latency(byte_tokenizer: Tokenizer) -> None:
+    client = AsgiClient(create_app(PeerTokenEngine(), byte_tokenizer))
+    client.post("/v1/completions", prompt="tea", max_tokens=1)
+    client.post("/v1/completions", prompt="tea", max_tokens=2)
+    client.post("/v1/completions", prompt="tea", max_tokens=3)
+    lines = client.get("/metrics").text.splitlines()
+    figures = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    labels = '{engine="0",model_name="fake"}'
+    assert figures[f"vllm:time_to_first_token_seconds_count{labels}"] == "2.0"
+    assert figures[f"vllm:inter_token_latency_seconds_count{labels}"] == "1.0"
+    assert figures[f"vllm:request_time_per_output_token_seconds_count{labels}"] == "1.0"
 
 
 class TimedEngine(FakeEngine):
