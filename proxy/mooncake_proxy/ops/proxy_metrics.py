@@ -244,7 +244,7 @@ class ProxyMetrics:
             ("stage", "instance"),
         )
         self.first_token_seconds = Histogram(
-            f"{prefix}time_to_first_token_seconds", "Arrival to the first token sent."
+            f"{prefix}time_to_first_token_seconds", "Arrival to the first token sent, of streams."
         )
         self.between_tokens_seconds = Histogram(
             f"{prefix}time_between_tokens_seconds",

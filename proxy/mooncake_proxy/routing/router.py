@@ -269,8 +269,10 @@ class RequestRouter:
         context.num_short_tokens = 0
 
     def note_first_token(self, context: RequestContext, now: float) -> None:
-        """Record that the first token, or the whole answer, is sent to the client."""
-        self.metrics.first_token_seconds.observe(now - context.arrival)
+        """Record that the first token, or the whole answer, is sent to the client. An answer that
+        is not streamed has no first token that anybody sees."""
+        if context.parsed.stream:
+            self.metrics.first_token_seconds.observe(now - context.arrival)
         context.timing.begin(now)
 
     def token_clock(self, context: RequestContext) -> Callable[[], None]:

@@ -41,6 +41,21 @@ def test_time_between_tokens_is_observed(flow: str) -> None:
     uvloop.run(main())
 
 
+@pytest.mark.parametrize("flow", ["pull", "push"])
+def test_time_to_first_token_is_of_streams(flow: str) -> None:
+    """One of 400 tokens that is not streamed would count with the time of all of them."""
+
+    async def main() -> None:
+        async with fake_deployment(flow=flow) as s:
+            await post(s, STREAM)
+            first = await metric(s, "time_to_first_token_seconds_count")
+            assert first == {"": 1}
+            await post(s, BODY)
+            assert await metric(s, "time_to_first_token_seconds_count") == first
+
+    uvloop.run(main())
+
+
 def test_slo_results_are_counted_by_class() -> None:
     async def main() -> None:
         async with fake_deployment(slo_ttft_s=60.0, slo_tbt_s=1e-9) as s:
