@@ -464,12 +464,12 @@ def _json(body: dict[str, Any]) -> Response:
 
 _CLIENT_CLOSED_REQUEST = 499
 """Status logged when the client disconnected before the response started, as nginx does."""
-_KEY_PATHS = ("/v1/", "/tokenize", "/tokenizer_info", "/detokenize")
+_KEY_PATHS = ("/v1/", "/tokenize", "/tokenizer_info", "/detokenize", "/reset_prefix_cache")
 
 
 class KeyCheck:
-    """Middleware that requires an API key to generate. As in vLLM, health checks, metrics and
-    requests between instances and the proxy need no key.
+    """Middleware that requires an API key to generate, and to empty the prefix cache. As in vLLM,
+    health checks, metrics and requests between instances and the proxy need no key.
 
     Args:
         app: the wrapped application.

@@ -33,6 +33,7 @@ def test_without_a_key_nothing_is_generated(
         guarded.post("/v1/chat/completions", messages=[]),
         guarded.post("/tokenize", prompt="tea"),
         guarded.get("/v1/models"),
+        guarded.post("/reset_prefix_cache"),
     ):
         assert answer.status_code == 401
         assert answer.headers["www-authenticate"] == "Bearer"
