@@ -372,6 +372,13 @@ COMMANDS = (
                 for role in ("prefill", "decode")
             ),
             Option(
+                flag="--proxy-args",
+                default="",
+                metavar="OPTIONS",
+                help="options of mooncake-proxy, in one argument: "
+                '--proxy-args="--policy cost --api-key-file keys"',
+            ),
+            Option(
                 flag="--log-dir",
                 parse=Path,
                 metavar="DIR",

@@ -128,8 +128,20 @@ def engine_argv(args: argparse.Namespace) -> tuple[str, ...]:
 
 def proxy_argv(args: argparse.Namespace) -> tuple[str, ...]:
     """Returns the options that differ from their defaults and that the proxy of a deployment needs
-    as well, because clients talk to it."""
-    return _words(tuple(each for each in INSTANCE_OPTIONS if each.name in _OF_PROXY), vars(args))
+    as well, because clients talk to it; then those of ``--proxy-args``.
+
+    Raises:
+        ConfigError: a quotation in ``--proxy-args`` does not end.
+    """
+    shared = tuple(each for each in INSTANCE_OPTIONS if each.name in _OF_PROXY)
+    return (*_words(shared, vars(args)), *_split("--proxy-args", args.proxy_args))
+
+
+def _split(flag: str, text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as exc:
+        raise ConfigError(f"{flag}: {exc}") from exc
 
 
 def _words(options: Sequence[Option], values: Mapping[str, Any]) -> tuple[str, ...]:
@@ -160,10 +172,7 @@ def role_argv(args: argparse.Namespace, role: Role) -> tuple[str, ...]:
 def _role_arguments(args: argparse.Namespace, role: Role) -> tuple[list[str], argparse.Namespace]:
     """Returns the words of a role's ``--ROLE-args``, and all parsed options of its instances."""
     flag = f"--{role.value}-args"
-    try:
-        words = shlex.split(getattr(args, f"{role.value}_args"))
-    except ValueError as exc:
-        raise ConfigError(f"{flag}: {exc}") from exc
+    words = _split(flag, getattr(args, f"{role.value}_args"))
     parser = _RoleParser(flag)
     add_to_parser(parser, ROLE_OPTIONS)
     return words, parser.parse_args([*engine_argv(args), *words])

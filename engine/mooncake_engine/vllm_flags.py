@@ -77,7 +77,8 @@ _INSTEAD = {
     "--download-dir": "the environment variable HF_HOME",
     "--load-format": "no option: safetensors and GGUF are recognised by their files",
     "--trust-remote-code": "a model of docs/models.md: a checkpoint's code is never run",
-    "--api-key": "--api-key-file FILE, which does not show the key in process lists",
+    "--api-key": "--api-key-file FILE, which does not show the key in process lists; with up, "
+    "--proxy-args='--api-key-file FILE'",
     "--speculative-config": "--speculative-method, --num-speculative-tokens, --speculative-model",
     "--enable-expert-parallel": "--ep-size; vLLM's division is --dp-size times --tp-size",
     "--enable-eplb": "--eplb-step-interval 3000",

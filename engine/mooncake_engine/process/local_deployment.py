@@ -20,7 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from mooncake_engine.errors import ConfigError, EngineError
 from mooncake_engine.kv_connector import find_connector
@@ -45,6 +45,10 @@ _MAX_TOKENS = 128
 
 class LaunchFailed(EngineError):
     """All processes are running, but the deployment does not respond."""
+
+
+class _NeedsKey(LaunchFailed):
+    """The proxy answers only who has one of its keys."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +160,9 @@ async def _serve(deployment: LocalDeployment, children: ChildProcesses, secret_f
     urls = {role: [await child.ready for child in pool] for role, pool in pools.items()}
     proxy = await children.start("proxy", [*_proxy_argv(deployment, urls), *pool.proxy_argv])
     await _send_prompt(await proxy.ready, deployment.prompt)
+    if pool.store is not None:
+        options = f"--port {pool.store.port} --kv-secret-file {shlex.quote(str(secret_file))}"
+        print(f"\nthe pool: mooncake-kv stats {options}", flush=True)  # noqa: T201  # as curl
     await asyncio.Event().wait()
 
 
@@ -199,11 +206,12 @@ def _instance_argv(
 
 @dataclass(frozen=True, slots=True)
 class _PoolOptions:
-    """The options of instances that connect them to the pool, and those of the proxy by which
-    Prometheus finds the pool's store."""
+    """The options of instances that connect them to the pool, those of the proxy by which
+    Prometheus finds the pool's store, and the address of the store that was started."""
 
     instance_argv: Sequence[str] = ()
     proxy_argv: Sequence[str] = ()
+    store: SplitResult | None = None
 
 
 async def _start_store(
@@ -227,6 +235,7 @@ async def _start_store(
     rest += [f"source-allow={host}" for host in pool.source_allow]
     connect = [f"connect={host}:{port}" for host, port in pool.connect]
     proxy_argv: list[str] = []
+    address = None
     if pool.dram_bytes:
         argv = [sys.executable, "-m", "mooncake_kv", "store", "--dram", str(pool.dram_bytes)]
         argv += ["--port", str(pool.port or 0), "--kv-secret-file", str(secret_file)]
@@ -241,8 +250,9 @@ async def _start_store(
         argv += ["--ssd-write-bytes-per-day", str(pool.ssd_write_bytes_per_day)]
         argv += ["--ssd-min-free-bytes", str(pool.ssd_min_free_bytes)]
         store = await children.start("kv-store", argv, is_needed=False)
-        connect.insert(0, f"connect={urlsplit(await store.ready).netloc}")
-    return _PoolOptions(["--kv-pool", ",".join([*connect, *rest])], proxy_argv)
+        address = urlsplit(await store.ready)
+        connect.insert(0, f"connect={address.netloc}")
+    return _PoolOptions(["--kv-pool", ",".join([*connect, *rest])], proxy_argv, address)
 
 
 def _free_port() -> int:
@@ -272,13 +282,18 @@ def _proxy_argv(deployment: LocalDeployment, urls: dict[str, list[str]]) -> list
 
 
 async def _send_prompt(url: str, prompt: str) -> None:
-    """Send the prompt; print an equivalent curl command and the response.
+    """Send the prompt; print an equivalent curl command and the response. A proxy with keys is sent
+    nothing.
 
     Raises:
         LaunchFailed: the proxy does not become healthy, or does not respond.
     """
     await _until_healthy(url)
-    model = (await _call(f"{url}/v1/models"))["data"][0]["id"]
+    try:
+        model = (await _call(f"{url}/v1/models"))["data"][0]["id"]
+    except _NeedsKey:
+        print(f"\ncurl {url}/v1/models -H 'Authorization: Bearer KEY'\n", flush=True)  # noqa: T201
+        return
     common = {"model": model, "max_tokens": _MAX_TOKENS, "temperature": 0}
     path = "/v1/chat/completions"
     body: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}], **common}
@@ -334,7 +349,8 @@ def _fetch(url: str, body: dict[str, Any] | None) -> dict[str, Any]:
     except urllib.error.HTTPError as exc:
         with exc:
             message = exc.read().decode(errors="replace")
-        raise LaunchFailed(f"{url} responds with {exc.code}: {message}") from exc
+        kind = _NeedsKey if exc.code == 401 else LaunchFailed
+        raise kind(f"{url} responds with {exc.code}: {message}") from exc
     except (OSError, ValueError) as exc:
         raise LaunchFailed(f"{url} does not respond: {exc}") from exc
     return decoded

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from support.programs import TINY_LLAMA, Program, descendants, is_running, running
@@ -71,6 +74,22 @@ def test_roles_differ_and_every_process_logs_json() -> None:
     [decode] = [command for command in commands if "--role decode" in command]
     assert ("--tp-size 2" in prefill, "--tp-size 2" in decode) == (True, False)
     assert ("--enforce-eager" in prefill, "--enforce-eager" in decode) == (False, True)
+
+
+def test_up_passes_keys_to_the_proxy_and_says_how_to_ask_the_pool(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("sk-0123456789abcdef\n")
+    options = (f"--proxy-args=--api-key-file {keys}", "--kv-pool", "dram=16MiB,chunk=64")
+    with running("mooncake_engine.cli", "up", *OPTIONS, *options) as program:
+        url = program.wait_for("curl http://127.0.0.1:").split()[1]
+        headers = {"Authorization": "Bearer sk-0123456789abcdef"}
+        with urllib.request.urlopen(urllib.request.Request(url, None, headers), timeout=20) as got:
+            assert json.load(got)["data"][0]["id"] == "tiny-llama"
+        command = program.wait_for("the pool: mooncake-kv ").split()[3:]
+        asked = [sys.executable, "-m", "mooncake_kv", *command]
+        stats = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=False)
+        assert stats.returncode == 0, stats.stderr
+        program.close()
 
 
 def test_dead_child_stops_the_others_with_its_reason(up: Program) -> None:
