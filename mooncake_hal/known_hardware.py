@@ -42,7 +42,7 @@ CPU = HardwareInfo(
     transports={"shm": ANYTHING, "rdma": ANYTHING, "tcp": ANYTHING, "staged": ANYTHING},
 )
 CUDA = HardwareInfo(
-    generations=("sm_90", "sm_80", "sm_100"),
+    generations=("sm_90", "sm_80", "sm_86", "sm_89", "sm_100", "sm_103", "sm_120"),
     block_sizes=_MOST_BLOCK_SIZES,
     transports={"cuda_ipc": ANYTHING, "rdma": ANYTHING, "staged": ANYTHING},
 )

@@ -6,7 +6,7 @@ from mooncake_hal.known_hardware import ASCEND, CPU, CUDA, KNOWN_HARDWARE, Hardw
 from mooncake_hal.registry import Registry
 from mooncake_hal.specs import TransportConstraints
 from mooncake_hal_ascend.soc import SOCS
-from mooncake_hal_cuda import cuda_backend
+from mooncake_hal_cuda import cuda_backend, launch_tuning
 
 REGISTRY = Registry.discover()
 
@@ -27,6 +27,7 @@ def test_cpu() -> None:
 
 
 def test_cuda() -> None:
+    assert {*CUDA.generations} == {*launch_tuning.SHARED_BYTES}
     assert CUDA.block_sizes == cuda_backend.BLOCK_SIZES
     assert tuple(CUDA.transports) == cuda_backend.TRANSPORTS
 
