@@ -200,8 +200,13 @@ class Registry:
         for spec, _ in self.backends.values():
             if spec.device_type == kind and spec.host_copies is not None:
                 return spec.host_copies(int(index or 0))
+        packages = [
+            f"mooncake-hal-{name}" for name, known in KNOWN_HARDWARE.items() if known.generations
+        ]
         raise BackendUnavailable(
-            kind, "no installed backend offers host copies for this device type"
+            kind,
+            "no installed backend offers host copies for this device type; install the package of "
+            f"its backend, {' or '.join(packages)}",
         )
 
     def known_hardware(self, backend: str) -> HardwareInfo | None:

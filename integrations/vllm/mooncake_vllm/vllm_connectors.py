@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, TypeVar, cast
 from weakref import WeakValueDictionary
@@ -32,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.platforms import current_platform
 
+from mooncake_hal.registry import ENTRY_POINT_GROUP
 from mooncake_kv.config import KVTransferConfig
 from mooncake_kv.connector_worker import PushStep
 from mooncake_kv.kv_events import BlockRemoved, BlockStored, KVEvent
@@ -118,10 +120,12 @@ def guarded(fallback: Callable[[], Any]) -> Callable[[Hook], Hook]:
 
 
 def _log_as_vllm_does() -> None:
-    """Give our loggers vLLM's handlers, or none if its messages go to the root logger's. vLLM
-    configures only its own logger, so our messages below WARNING would be lost."""
+    """Give our loggers, and those of the plugins with transports, vLLM's handlers, or none if its
+    messages go to the root logger's. vLLM configures only its own logger, so our messages below
+    WARNING would be lost."""
     vllm = logging.getLogger("vllm")
-    for name in ("mooncake_hal", "mooncake_kv", "mooncake_vllm"):
+    plugins = {point.module.partition(".")[0] for point in entry_points(group=ENTRY_POINT_GROUP)}
+    for name in {"mooncake_hal", "mooncake_kv", "mooncake_vllm"} | plugins:
         ours = logging.getLogger(name)
         if not ours.handlers:
             ours.handlers, ours.propagate = list(vllm.handlers), vllm.propagate

@@ -8,12 +8,14 @@ from collections import Counter
 from contextlib import nullcontext
 from enum import Enum
 from functools import partial
+from importlib.metadata import EntryPoint
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 from support import vllm_stub
 
+from mooncake_hal.registry import ENTRY_POINT_GROUP
 from mooncake_kv.kv_events import BlockRemoved, BlockStored
 from mooncake_vllm import vllm_plugin
 from mooncake_vllm.errors import ConnectorDied, UnsupportedByVllmConnector
@@ -588,11 +590,14 @@ def test_messages_go_where_those_of_vllm_go(
     monkeypatch.setattr(vllm, "handlers", [handler] if is_configured else [])
     monkeypatch.setattr(vllm, "propagate", not is_configured)
     monkeypatch.setattr(vllm, "level", logging.INFO)
-    for name in ("mooncake_hal", "mooncake_kv", "mooncake_vllm"):
+    point = EntryPoint("new", "a_plugin.of_links", ENTRY_POINT_GROUP)
+    monkeypatch.setattr(connectors, "entry_points", lambda group: [point])
+    for name in ("mooncake_hal", "mooncake_kv", "mooncake_vllm", "a_plugin"):
         each = logging.getLogger(name)
         for attribute, value in (("handlers", []), ("propagate", True), ("level", each.level)):
             monkeypatch.setattr(each, attribute, value)
     connectors._log_as_vllm_does()
     ours.getChild("a_module").error("it has died")
-    assert written == (["it has died"] if is_configured else [])
+    logging.getLogger("a_plugin.of_links").error("a link is slow")
+    assert written == (["it has died", "a link is slow"] if is_configured else [])
     assert ("it has died" in caplog.text) is not is_configured
