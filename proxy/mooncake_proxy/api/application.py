@@ -55,7 +55,7 @@ from mooncake_proxy.flows.push_flow import push
 from mooncake_proxy.flows.sglang_flow import sglang
 from mooncake_proxy.http1.cross_origin import CrossOriginPolicy, is_preflight
 from mooncake_proxy.http1.http_request import HttpRequest
-from mooncake_proxy.http1.http_wire import Origin, header_lines
+from mooncake_proxy.http1.http_wire import Origin, header_lines, probe_peer
 from mooncake_proxy.http1.server_connection import (
     Handler,
     ServerContext,
@@ -214,7 +214,7 @@ class ProxyApplication:
     async def _listen(self, server: ServerContext, port: int) -> asyncio.Server:
         certificate = self.process.certificate
         try:
-            return await asyncio.get_running_loop().create_server(
+            listener = await asyncio.get_running_loop().create_server(
                 lambda: ServerProtocol(server),
                 self.config.host,
                 port,
@@ -224,6 +224,9 @@ class ProxyApplication:
             )
         except OSError as exc:
             raise cannot_listen(self.config.host, port, exc) from exc
+        for sock in listener.sockets:
+            probe_peer(sock, int(server.limits.write_timeout_s), is_reader=True)
+        return listener
 
     async def _watch_sources(self, loop: asyncio.AbstractEventLoop) -> None:
         """Add the instances that the pool file or the cluster declares, and watch for changes."""

@@ -133,6 +133,18 @@ class ConnectionPool:
             connection.close()
         self._idle.clear()
 
+    def fail_silent(self, since: float, unanswered_since: float) -> int:
+        """Fail the exchanges that are silent (`UpstreamConnection.is_silent`), for an instance that
+        answers nothing else either. Returns their number."""
+        silent = [
+            each
+            for each in self.context.connections
+            if each.owner is self and each.is_silent(since, unanswered_since)
+        ]
+        for each in silent:
+            each.fail(UpstreamTimeout(self.name, "silent, and no health check is answered"))
+        return len(silent)
+
     async def connect(self, deadline: float) -> UpstreamConnection:
         """Open a connection. Raises ConnectFailed, OutOfSockets or DeadlineExceeded."""
         # Runs in a task of its own: if the request is cancelled just as the connection is

@@ -1,11 +1,13 @@
-"""Encoding and parsing of HTTP/1.1 heads and chunks, and URLs of instances."""
+"""Encoding and parsing of HTTP/1.1 heads and chunks, URLs of instances, and TCP keepalive."""
 
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from http import HTTPStatus
+from typing import Protocol
 from urllib.parse import urlsplit
 
 from mooncake_proxy.errors import ConfigError
@@ -95,3 +97,36 @@ class Origin:
 
     def __str__(self) -> str:
         return f"{self.scheme}://{self.authority}{self.prefix}"
+
+
+class TcpSocket(Protocol):
+    """A socket of asyncio or uvloop, as far as options go."""
+
+    @property
+    def family(self) -> int:
+        """The address family."""
+
+    def setsockopt(self, level: int, option: int, value: int, /) -> object:
+        """Set an option."""
+
+
+def probe_peer(sock: TcpSocket, patience_s: int, *, is_reader: bool = False) -> None:
+    """Have the kernel end a connection on which nothing is sent once the other host has not replied
+    for `patience_s` seconds; for a reader also once it has not taken what was sent for as long.
+
+    A host that loses its power or network closes nothing: who only waits for it would wait for
+    ever. A listening socket passes the options on to the connections that it accepts.
+    """
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": patience_s // 2,
+        "TCP_KEEPINTVL": patience_s // 6,
+        "TCP_KEEPCNT": 3,
+    }
+    if is_reader:
+        options["TCP_USER_TIMEOUT"] = 1000 * patience_s
+    for name, value in options.items():
+        if hasattr(socket, name):  # all exist on Linux
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -15,7 +15,10 @@ from typing import Protocol, cast
 import httptools
 
 from mooncake_proxy.errors import ConnectionLost, MalformedResponse, Rejected, UpstreamError
-from mooncake_proxy.http1.http_wire import parse_fields
+from mooncake_proxy.http1.http_wire import parse_fields, probe_peer
+
+# A host of an instance that replies to nothing for this long is gone.
+DEAD_HOST_S = 30
 
 
 class Sink(Protocol):
@@ -94,7 +97,6 @@ class UpstreamConnection(asyncio.Protocol):
         "_head",
         "_is_complete",
         "_is_hung_up",
-        "_owner",
         "_parser",
         "_parts",
         "_silence_limit_s",
@@ -106,6 +108,7 @@ class UpstreamConnection(asyncio.Protocol):
         "deadline",
         "name",
         "num_received",
+        "owner",
         "reusable",
         "since",
         "status",
@@ -113,7 +116,7 @@ class UpstreamConnection(asyncio.Protocol):
     )
 
     def __init__(self, owner: ConnectionOwner) -> None:
-        self._owner = owner
+        self.owner = owner
         self._context = owner.context
         self._time = owner.context.loop.time
         self._parser = httptools.HttpResponseParser(self)
@@ -255,7 +258,7 @@ class UpstreamConnection(asyncio.Protocol):
         self._sink = None
         if self._is_complete and self.reusable and self._transport and not self._is_hung_up:
             self._parts = []
-            self._owner.release(self)
+            self.owner.release(self)
         else:
             self.close()
 
@@ -308,6 +311,12 @@ class UpstreamConnection(asyncio.Protocol):
             return False
         return now > self.deadline or now - self.since > self._silence_limit_s
 
+    def is_silent(self, since: float, unanswered_since: float) -> bool:
+        """Whether the instance owes something, and has sent nothing for this exchange since the
+        loop time `since`; since `unanswered_since`, if it has sent nothing for it at all."""
+        is_awaited = self.is_busy and self._silence_limit_s < math.inf
+        return is_awaited and self.since < (since if self.num_received else unanswered_since)
+
     # ------------------------------------------------ transport events
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -315,12 +324,14 @@ class UpstreamConnection(asyncio.Protocol):
         # uvloop's transports have the methods but not the base class.
         self._transport = cast(asyncio.Transport, transport)
         self._context.connections.add(self)
+        if (sock := transport.get_extra_info("socket")) is not None:
+            probe_peer(sock, DEAD_HOST_S)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """End or fail the exchange: the instance has closed the connection or died."""
         self._transport = None
         self._context.connections.discard(self)
-        self._owner.forget(self)
+        self.owner.forget(self)
         if not self.is_busy:
             return
         if exc is None and self._has_head and self._ends_with_connection():

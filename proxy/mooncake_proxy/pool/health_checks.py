@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
@@ -17,6 +17,7 @@ from mooncake_proxy.errors import (
     DECODE_ERRORS,
     ConnectFailed,
     ConnectionLost,
+    DeadlineExceeded,
     MalformedResponse,
     OutOfSockets,
     Rejected,
@@ -78,11 +79,22 @@ class HealthTrack:
     is_known: bool = False
     # The latest verdict.
     last_verdict: bool = False
+    # Loop times at which consecutive checks began that got no answer at all: of the first one, and
+    # of the latest `fall`.
+    unanswered: list[float] = field(default_factory=list)
 
     def note_ejection(self) -> None:
         """Restart the count of good checks: requests have failed although checks succeeded."""
         self.num_good = 0
         self.last_verdict = False
+
+    def note_answer(self, began: float, *, is_unanswered: bool, fall: int) -> None:
+        """Note whether there was an answer to the check that began at loop time `began`."""
+        if is_unanswered:
+            self.unanswered.append(began)
+            del self.unanswered[1:-fall]
+        else:
+            self.unanswered.clear()
 
     def observe(self, *, good: bool, rise: int, fall: int) -> bool | None:
         """Count a check.
@@ -102,6 +114,10 @@ class HealthTrack:
             self.last_verdict = good
             return good
         return None
+
+
+# Errors of checks to which the instance has not answered.
+_UNANSWERED = (ConnectFailed, ConnectionLost, DeadlineExceeded, UpstreamTimeout)
 
 
 class PassiveHealth:
@@ -171,11 +187,14 @@ class HealthChecker:
         instances = list(self._pools)
         if instances:
             await asyncio.gather(*(self.check(instance) for instance in instances))
+        for instance in instances:
+            self._fail_silent(instance)
         names = {instance.name for instance in instances}
         self._tracks = {name: track for name, track in self._tracks.items() if name in names}
 
     async def check(self, instance: Instance) -> None:
         """Check one instance, and apply the verdict."""
+        began = instance.connections.context.loop.time()
         try:
             error = await self._fetch_health(instance)
         except Exception as exc:  # a bad report of one instance must not end the loop or the proxy
@@ -189,7 +208,10 @@ class HealthChecker:
         track = self._tracks.setdefault(instance.name, HealthTrack())
         if track.last_verdict and not instance.is_up:
             track.note_ejection()
-        fall = 1 if is_draining(error) else self._config.fall
+        is_unanswered, fall = isinstance(error, _UNANSWERED), self._config.fall
+        track.note_answer(began, is_unanswered=is_unanswered, fall=fall)
+        if is_draining(error):
+            fall = 1
         verdict = track.observe(good=error is None, rise=self._config.rise, fall=fall)
         if verdict is not None:
             was_up = instance.is_up
@@ -198,6 +220,26 @@ class HealthChecker:
                 if not verdict:  # it may come back with others
                     instance.base_models, instance.lists_models = None, True
                 self._on_verdict(instance)
+
+    def _fail_silent(self, instance: Instance) -> None:
+        """Fail the requests on an instance that has vanished or hangs, so that others take them.
+
+        It may just be slow. So not those for which it has sent something since the first check that
+        it left unanswered, and of those sent to it since then only such as have outlasted `fall`
+        checks. If no other instance of its role is up, all stay: this host may have lost its
+        network.
+        """
+        track, fall = self._tracks.get(instance.name), self._config.fall
+        if track is None or instance.is_up or len(track.unanswered) < fall:
+            return
+        if instance not in self._pools:
+            return
+        if not self._pools.home(instance.name).live(instance.spec.role):
+            return
+        first, latest = track.unanswered[0], track.unanswered[-fall]
+        num_failed = instance.connections.fail_silent(first, latest)
+        if num_failed:
+            logger.warning("%s: %d requests in flight have failed", instance.name, num_failed)
 
     async def _fetch_health(self, instance: Instance) -> UpstreamError | None:
         """Request an instance's health and process its reports. Returns the error, None if good."""

@@ -7,6 +7,7 @@ tests/benchmarks/proxy measures how soon (100 ms).
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 import uvloop
@@ -84,5 +85,24 @@ def test_connection_of_cancelled_waiter_goes_to_next_waiter() -> None:
         pool.close()
         await ended.wait()
         server.close()
+
+    uvloop.run(main())
+
+
+def test_client_whose_host_vanishes_is_noticed() -> None:
+    """As soon as one that reads nothing."""
+
+    async def main() -> None:
+        async with fake_deployment() as s:
+            _, writer = await send_raw(s, BODY)
+            await s.decode.wait_for(lambda: len(s.decode.generated) == 1)
+            [connection] = s.app.server.connections
+            assert connection._transport is not None
+            sock = connection._transport.get_extra_info("socket")
+            options = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            found = [sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, o)) for o in options]
+            assert found == [60, 20, 3, 120_000]
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            writer.transport.abort()
 
     uvloop.run(main())

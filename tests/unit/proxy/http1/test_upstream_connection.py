@@ -103,6 +103,29 @@ async def pool_of(serve: Serve) -> AsyncIterator[ConnectionPool]:
         await asyncio.wait(serving, timeout=10.0)
 
 
+@pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
+def test_host_of_an_instance_that_vanishes_is_noticed(
+    run: Callable[[Coroutine[Any, Any, None]], None],
+) -> None:
+    """A reader that is only slow stays connected."""
+
+    async def main() -> None:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read()
+
+        async with pool_of(serve) as pool:
+            connection = await pool.connect(pool.context.loop.time() + 60.0)
+            assert connection._transport is not None
+            sock = connection._transport.get_extra_info("socket")
+            options = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT", "TCP_USER_TIMEOUT")
+            found = [sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, o)) for o in options]
+            assert found == [15, 5, 3, 0]
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+            connection.close()
+
+    run(main())
+
+
 @pytest.mark.parametrize("is_late", [False, True], ids=["with the answer", "behind it"])
 @pytest.mark.parametrize("run", [asyncio.run, uvloop.run])
 def test_unsolicited_bytes_are_not_part_of_next_response(
