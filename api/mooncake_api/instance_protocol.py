@@ -56,20 +56,22 @@ class RegistrationMessage(Struct, frozen=True):
 
 # A header is signed with a shared secret, so that bodies from unauthenticated senders need not be
 # read. Its value is `WORDS.SHA256-OF-BODY.HMAC`: the digests are hexadecimal, the sender chooses
-# the words. Used by instances that register themselves and between proxies.
+# the words. Used by instances that register themselves and between proxies. A secret may be several,
+# one per line, so that it can be changed on one side after the other: the first signs, and all are
+# accepted.
 
 
 def signed_head(secret: bytes, words: str, body: bytes) -> str:
     """The signed header's value for ``body``."""
     text = f"{words}.{sha256(body).hexdigest()}"
-    return f"{text}.{hmac.digest(secret, text.encode(), 'sha256').hex()}"
+    return f"{text}.{hmac.digest(secret.splitlines()[0], text.encode(), 'sha256').hex()}"
 
 
 def signed_digest(secret: bytes, value: bytes) -> str | None:
     """The digest of the body for which the header is signed; None if the signature is wrong."""
     text, _, signature = value.rpartition(b".")
-    wanted = hmac.digest(secret, text, "sha256").hex().encode()
-    if not hmac.compare_digest(wanted, signature):
+    wanted = [hmac.digest(each, text, "sha256").hex().encode() for each in secret.splitlines()]
+    if not any([hmac.compare_digest(each, signature) for each in wanted]):  # without an early end
         return None
     return text.rpartition(b".")[2].decode("latin-1")
 

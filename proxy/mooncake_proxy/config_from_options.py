@@ -127,21 +127,25 @@ def _conductor_from(args: argparse.Namespace, key_file: KeyFile) -> ConductorCon
 
 
 def _read_secret(flag: str, path: str | None) -> str:
-    """Read a secret from a file; empty if `path` is None. Raises ConfigError if it is too short."""
+    """Read secrets from a file, one per line, of which the first signs and all are accepted.
+
+    Empty if `path` is None. Raises ConfigError if there is none, or if one is too short.
+    """
     if path is None:
         return ""
     try:
-        secret = Path(path).read_text("utf-8").strip()
+        lines = [line.strip() for line in Path(path).read_text("utf-8").splitlines()]
     except (OSError, UnicodeDecodeError) as exc:
         raise ConfigError(f"{flag} {path}: {exc}") from exc
-    if not secret:
+    found = [line for line in lines if line]
+    if not found:
         raise ConfigError(f"{flag} {path} is empty: wanted the secret that is shared")
-    if (length := len(secret.encode())) < MIN_SECRET_BYTES:
+    if (length := min(len(line.encode()) for line in found)) < MIN_SECRET_BYTES:
         raise ConfigError(
             f"{flag} {path} holds a secret of {length} bytes, which can be guessed: wanted at "
             f"least {MIN_SECRET_BYTES}; openssl rand -hex 32 makes one"
         )
-    return secret
+    return "\n".join(found)
 
 
 def _classes(given: list[str], key_file: KeyFile) -> tuple[RequestClass, ...]:

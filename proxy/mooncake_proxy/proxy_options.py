@@ -103,7 +103,8 @@ def _add_pools(parser: argparse.ArgumentParser) -> None:
         (
             "--register-secret-file",
             "FILE",
-            "let instances register themselves (--register), signed with the secret in this file",
+            "let instances register themselves (--register), signed with a secret in this file: one "
+            "per line, all are accepted",
         ),
         ("--kubernetes", "NAMESPACE/SELECTOR", "pods with these labels are instances; watched"),
         ("--kubernetes-api", "URL", "API server of the cluster (default: this one's)"),
@@ -219,7 +220,8 @@ def _add_conductor(parser: argparse.ArgumentParser) -> None:
     add(
         "--peer-secret-file",
         metavar="FILE",
-        help="file with the secret that these proxies share, which signs their messages",
+        help="file with the secret that these proxies share, which signs their messages; of "
+        "several, one per line, the first signs and all are accepted",
     )
     _add_kv_events(add)
 

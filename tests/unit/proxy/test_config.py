@@ -199,3 +199,17 @@ def test_early_pulls_that_lack_an_address_are_reported_at_start(
     monkeypatch.setattr("mooncake_proxy.serving.run", lambda config: 0)
     assert main(options.split()) == 0
     assert ("early pulls are off" in caplog.text) is is_off
+
+
+def test_each_secret_of_a_file_is_checked(tmp_path: Path) -> None:
+    path = tmp_path / "secrets"
+    parse = build_parser().parse_args
+    args = parse(["--backend-url", "http://d:1", "--register-secret-file", str(path)])
+    path.write_text(" the-newer-of-two\n\nthe-older-of-the-two\n")
+    assert config_from(args).register_secret == "the-newer-of-two\nthe-older-of-the-two"
+    path.write_text("the-newer-of-two\nshort\n")
+    with pytest.raises(ConfigError, match=r"holds a secret of 5 bytes, which can be guessed"):
+        config_from(args)
+    path.write_text("\n \n")
+    with pytest.raises(ConfigError, match=r"is empty: wanted the secret that is shared"):
+        config_from(args)

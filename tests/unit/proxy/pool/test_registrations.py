@@ -60,6 +60,20 @@ def names(pools: ModelPools) -> list[str]:
     return [instance.name for instance in pools]
 
 
+def test_all_secrets_are_accepted_and_the_first_one_signs(
+    pools: ModelPools, clock: Clock
+) -> None:
+    old, new, both = b"the old secret", b"the new secret", b"the new secret\nthe old secret"
+    proxy = Registrations(pools, clock, both)
+    for number, secret in enumerate((old, new, both)):
+        announce(proxy, number, secret)
+    with pytest.raises(Forbidden, match="not signed"):
+        announce(proxy, 3, b"another secret")
+    announce(Registrations(pools, clock, new), 3, both)
+    with pytest.raises(Forbidden, match="not signed"):
+        announce(Registrations(pools, clock, old), 4, both)
+
+
 def test_registered_instance_stays_for_its_lease(
     registrations: Registrations, pools: ModelPools, clock: Clock
 ) -> None:
