@@ -56,9 +56,9 @@ class RegistrationMessage(Struct, frozen=True):
 
 # A header is signed with a shared secret, so that bodies from unauthenticated senders need not be
 # read. Its value is `WORDS.SHA256-OF-BODY.HMAC`: the digests are hexadecimal, the sender chooses
-# the words. Used by instances that register themselves and between proxies. A secret may be several,
-# one per line, so that it can be changed on one side after the other: the first signs, and all are
-# accepted.
+# the words. Used by instances that register themselves and between proxies. A secret may be
+# several, one per line, so that it can be changed on one side after the other: the first signs, and
+# all are accepted.
 
 
 def signed_head(secret: bytes, words: str, body: bytes) -> str:

@@ -103,8 +103,8 @@ def _add_pools(parser: argparse.ArgumentParser) -> None:
         (
             "--register-secret-file",
             "FILE",
-            "let instances register themselves (--register), signed with a secret in this file: one "
-            "per line, all are accepted",
+            "let instances register themselves (--register), signed with a secret in this file: "
+            "one per line, all are accepted",
         ),
         ("--kubernetes", "NAMESPACE/SELECTOR", "pods with these labels are instances; watched"),
         ("--kubernetes-api", "URL", "API server of the cluster (default: this one's)"),

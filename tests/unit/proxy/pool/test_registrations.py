@@ -60,9 +60,7 @@ def names(pools: ModelPools) -> list[str]:
     return [instance.name for instance in pools]
 
 
-def test_all_secrets_are_accepted_and_the_first_one_signs(
-    pools: ModelPools, clock: Clock
-) -> None:
+def test_all_secrets_are_accepted_and_the_first_one_signs(pools: ModelPools, clock: Clock) -> None:
     old, new, both = b"the old secret", b"the new secret", b"the new secret\nthe old secret"
     proxy = Registrations(pools, clock, both)
     for number, secret in enumerate((old, new, both)):
