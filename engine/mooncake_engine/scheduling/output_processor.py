@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import FinishReason, TokenLogprobs, TokenUpdate
+from mooncake_engine.scheduling.pool_hits import PoolHits
 from mooncake_engine.scheduling.request import Request, RequestStatus
 from mooncake_engine.scheduling.request_queues import RequestQueue, RequestQueues
 from mooncake_engine.scheduling.scheduler_interface import (
@@ -91,6 +92,7 @@ class OutputProcessor:
         blocks: owner of their block tables.
         connector: holds or sends the KV of prompts for peers; None if no request transfers KV.
         pool: loads KV; None if the instance uses no KVCache pool.
+        hits: what the pool has of requests, as long as they wait.
     """
 
     def __init__(
@@ -99,9 +101,11 @@ class OutputProcessor:
         queues: RequestQueues,
         blocks: BlockManager,
         connector: KVConnector | None,
-        pool: ChunkPool | None = None,
+        pool: ChunkPool | None,
+        hits: PoolHits,
     ) -> None:
         self._pool = pool
+        self._hits = hits
         self._limits = limits
         self._queues = queues
         self._blocks = blocks
@@ -251,6 +255,7 @@ class OutputProcessor:
         self._queues.release_followers(request)
         self._queues.dequeue(request)
         self._queues.finish(request)
+        self._hits.drop(request)
         if request in self._with_limit:
             self._with_limit.remove(request)
         if request.num_in_flight:

@@ -20,6 +20,7 @@ from itertools import count
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.scheduling.batch_work import is_batch
 from mooncake_engine.scheduling.output_processor import OutputProcessor
+from mooncake_engine.scheduling.pool_hits import PoolHit, PoolHits
 from mooncake_engine.scheduling.pool_saves import BlockSnapshot, PoolSaves
 from mooncake_engine.scheduling.request import Request, RequestStatus
 from mooncake_engine.scheduling.request_queues import RequestQueues, priority_key
@@ -57,8 +58,6 @@ MIN_COST_S = 1e-6
 """Minimum cost that a store is given to weigh a copy by, in seconds: it must be positive."""
 CHOICE_TTL_S = 0.5
 """Seconds for which the choice between loading and computing is reused while a prompt waits."""
-MAX_STALE_HITS = 64
-"""Up to this many hits of requests that have ended are kept rather than searched for."""
 _EXTERNAL_SOURCE = {"dram": "host", "ssd": "disk"}
 """Chunks of the own store, by ``ChunkSource.name``, among ``EXTERNAL_SOURCES``."""
 GRACE_S = 0.5
@@ -74,29 +73,6 @@ class LoadDecision(Enum):
     """The request has left the waiting queue: it loads, or waits for another request's load."""
     WAIT = auto()
     """The request keeps waiting: there are too few free blocks, or too many loads in flight."""
-
-
-@dataclass(slots=True, eq=False)
-class _Hit:
-    """The chunks of a request's prompt that the pool has.
-
-    Args:
-        request: the request.
-        keys: keys of its leading chunks.
-        sources: sources of the chunks that were found, a prefix of ``keys``.
-
-    Attributes:
-        choice: the last decision between loading and computing; None before the first.
-        chosen_at: when it was made, in seconds.
-        num_cached: tokens in the device's prefix cache that it assumes.
-    """
-
-    request: Request
-    keys: Sequence[bytes]
-    sources: Sequence[ChunkSource]
-    choice: LoadChoice | None = None
-    chosen_at: float = 0.0
-    num_cached: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -137,6 +113,7 @@ class PoolLoads:
         pool: looks up and loads chunks.
         prefill: estimates the cost of computing.
         saves: copies chunks from other stores to the own store.
+        hits: keeps what lookups have found.
         max_step_tokens: maximum number of tokens of a prompt in one step.
 
     Attributes:
@@ -151,6 +128,7 @@ class PoolLoads:
         pool: ChunkPool,
         prefill: PrefillCosts,
         saves: PoolSaves,
+        hits: PoolHits,
         *,
         max_step_tokens: int,
     ) -> None:
@@ -163,9 +141,9 @@ class PoolLoads:
         self._prefill = prefill
         self._ids = count()
         self._lookups: dict[str, Request] = {}
-        self._hits: dict[str, _Hit] = {}
+        self._hits = hits
         self._loads: dict[str, _Load] = {}
-        self._parked: dict[str, tuple[_Load, _Hit]] = {}
+        self._parked: dict[str, tuple[_Load, PoolHit]] = {}
         self.num_unproven = 0
 
     def look_up(self, request: Request) -> None:
@@ -227,7 +205,7 @@ class PoolLoads:
         self, request: Request, keys: Sequence[bytes], sources: Sequence[ChunkSource]
     ) -> None:
         if sources:
-            self._hits[request.request_id] = _Hit(request, keys, sources)
+            self._hits.add(PoolHit(request, keys, sources))
 
     def _end_look_up(self, request: Request) -> None:
         request.deadline = None
@@ -236,8 +214,7 @@ class PoolLoads:
 
     def has_hit(self, request: Request) -> bool:
         """Whether the pool has chunks of the request that its turn has not dealt with yet."""
-        hit = self._hits.get(request.request_id)
-        return hit is not None and hit.request is request
+        return request in self._hits
 
     def decide_load(self, request: Request, reserve: int) -> LoadDecision:
         """Start the load of a request with a hit, or leave the request to be computed.
@@ -246,12 +223,12 @@ class PoolLoads:
             request: the request whose turn has come; has a hit.
             reserve: number of blocks that must stay free.
         """
-        hit = self._hits[request.request_id]
+        hit = self._hits[request]
         if request.shares_prompt and request.group.find_prompt() is not None:
-            del self._hits[request.request_id]
+            self._hits.drop(request)
             return LoadDecision.COMPUTE
         if leader := request.group.find_leader(request):
-            del self._hits[request.request_id]
+            self._hits.drop(request)
             self._queues.follow(request, leader)
             return LoadDecision.LOAD
         num_tokens = len(request.token_ids)
@@ -263,7 +240,7 @@ class PoolLoads:
         if choice.num_chunks * self._pool.chunk_tokens <= num_cached:
             num_found = len(hit.sources) - num_cached // self._pool.chunk_tokens
             self._pool.stats.num_recomputed_chunks += max(num_found, 0)
-            del self._hits[request.request_id]
+            self._hits.drop(request)
             return LoadDecision.COMPUTE
         if load := self._find_same_load(hit, choice, num_cached):
             self._park(load, hit)
@@ -274,7 +251,7 @@ class PoolLoads:
             request, num_tokens, cacheable=num_tokens - 1, reserve=reserve
         ):
             return LoadDecision.WAIT
-        del self._hits[request.request_id]
+        self._hits.drop(request)
         self._start_load(request, hit, choice)
         return LoadDecision.LOAD
 
@@ -286,31 +263,23 @@ class PoolLoads:
             has_batch: whether to start loads of batch work, too. Not while an interactive request
                 waits: batch work would take back the blocks that it has just given up for it.
         """
-        if len(self._hits) > len(self._queues.waiting) + MAX_STALE_HITS:
-            self._drop_stale_hits()
-        for request in self._queues.waiting.in_order() if self._hits else ():
+        waiting = self._queues.waiting
+        if not self._hits.has_any_in(waiting):
+            return
+        for request in waiting.in_order():
             if len(self._loads) >= MAX_LOADS or self._blocks.pool.num_free <= reserve:
                 return
             if is_batch(request) and not has_batch:  # all behind it are batch work, too
                 return
-            decision = (
-                self.decide_load(request, reserve)
-                if self.has_hit(request)
-                else LoadDecision.COMPUTE
-            )
-            if decision is LoadDecision.WAIT:
-                return
+            decision = LoadDecision.COMPUTE
+            if request in self._hits:
+                decision = self.decide_load(request, reserve)
+                if decision is LoadDecision.WAIT or not self._hits.has_any_in(waiting):
+                    return
             if decision is LoadDecision.COMPUTE:
                 reserve += self._blocks.blocks_for(len(request.token_ids))
 
-    def _drop_stale_hits(self) -> None:
-        """Drop the hits of requests that ended before their turn."""
-        live = self._queues.requests
-        self._hits = {
-            name: hit for name, hit in self._hits.items() if live.get(name) is hit.request
-        }
-
-    def _choose(self, hit: _Hit, num_cached: int) -> LoadChoice:
+    def _choose(self, hit: PoolHit, num_cached: int) -> LoadChoice:
         """Returns the best choice for a prompt with ``num_cached`` tokens on the device; one that
         is at most ``CHOICE_TTL_S`` old is reused."""
         pool, now = self._pool, self._queues.now
@@ -330,7 +299,7 @@ class PoolLoads:
             hit.chosen_at, hit.num_cached = now, num_cached
         return hit.choice
 
-    def _find_same_load(self, hit: _Hit, choice: LoadChoice, num_cached: int) -> _Load | None:
+    def _find_same_load(self, hit: PoolHit, choice: LoadChoice, num_cached: int) -> _Load | None:
         """Returns a load in flight that brings the chunks this request would load, sooner than a
         load of its own would (single flight), or None."""
         first, now = num_cached // self._pool.chunk_tokens, self._queues.now
@@ -347,16 +316,16 @@ class PoolLoads:
                 return load
         return None
 
-    def _park(self, load: _Load, hit: _Hit) -> None:
+    def _park(self, load: _Load, hit: PoolHit) -> None:
         request = hit.request
         self._pool.stats.num_waits += 1
-        del self._hits[request.request_id]
+        self._hits.drop(request)
         self._queues.dequeue(request)
         self._queues.look_up(request)
         request.deadline = load.deadline
         self._parked[request.request_id] = (load, hit)
 
-    def _start_load(self, request: Request, hit: _Hit, choice: LoadChoice) -> None:
+    def _start_load(self, request: Request, hit: PoolHit, choice: LoadChoice) -> None:
         pool, now = self._pool, self._queues.now
         load_id = f"{request.request_id}#{next(self._ids)}"
         first = request.num_computed // pool.chunk_tokens
@@ -455,7 +424,7 @@ class PoolLoads:
         for request in list(self._queues.looking_up):
             if request.deadline is not None and now > request.deadline:
                 if parked := self._parked.pop(request.request_id, None):
-                    self._hits[request.request_id] = parked[1]
+                    self._hits.add(parked[1])
                 self._end_look_up(request)
         for load in list(self._loads.values()):
             if now > load.deadline and self._is_loading(load):
@@ -474,7 +443,7 @@ class PoolLoads:
         if loading:
             load = max(loading, key=lambda load: priority_key(load.request))
             self._give_up(load, "load cancelled: an interactive request needs the blocks")
-            self._hits[load.request.request_id] = _Hit(load.request, load.keys, load.sources)
+            self._hits.add(PoolHit(load.request, load.keys, load.sources))
 
     def recompute(self, request: Request) -> None:
         """Requeue a request to be computed: its load has failed, and no step in flight runs it."""
@@ -565,7 +534,7 @@ class PoolLoads:
         for name in waiting:
             _, hit = self._parked.pop(name)
             if hit.request.status is RequestStatus.LOOKING_UP:
-                self._hits[name] = hit
+                self._hits.add(hit)
                 self._end_look_up(hit.request)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.scheduling.output_processor import OutputProcessor
+from mooncake_engine.scheduling.pool_hits import PoolHits
 from mooncake_engine.scheduling.pool_loads import PoolLoads
 from mooncake_engine.scheduling.pool_saves import PoolSaves
 from mooncake_engine.scheduling.request import Request
@@ -30,6 +31,7 @@ class PoolUse:
         blocks: allocates their block tables.
         outputs: keeps the tables of cancelled loads until they are drained.
         pool: moves chunks.
+        hits: keeps what lookups have found.
 
     Attributes:
         chunk_pool: the pool.
@@ -45,6 +47,7 @@ class PoolUse:
         blocks: BlockManager,
         outputs: OutputProcessor,
         pool: ChunkPool,
+        hits: PoolHits,
     ) -> None:
         self.chunk_pool = pool
         self.chunk_tokens = pool.chunk_tokens
@@ -58,6 +61,7 @@ class PoolUse:
             pool,
             self._prefill,
             self.saves,
+            hits,
             max_step_tokens=limits.prefill_chunk_size or limits.max_num_batched_tokens,
         )
         self._with_wrong_kv: list[Request] = []

@@ -21,6 +21,7 @@ from mooncake_engine.scheduling.batch_work import is_batch
 from mooncake_engine.scheduling.draft_scheduling import DraftScheduler
 from mooncake_engine.scheduling.kv_residency import HeldBlocks, count_held
 from mooncake_engine.scheduling.output_processor import OutputProcessor
+from mooncake_engine.scheduling.pool_hits import PoolHits
 from mooncake_engine.scheduling.pool_use import PoolUse
 from mooncake_engine.scheduling.preemption import Preemption
 from mooncake_engine.scheduling.remote_kv_queue import RemoteKVQueue
@@ -67,8 +68,9 @@ class Scheduler:
         self.blocks = blocks
         self._connector = connector
         self._queues = queues = RequestQueues()
-        self._outputs = outputs = OutputProcessor(limits, queues, blocks, connector, pool)
-        self._pool = None if pool is None else PoolUse(limits, queues, blocks, outputs, pool)
+        hits = PoolHits()
+        self._outputs = outputs = OutputProcessor(limits, queues, blocks, connector, pool, hits)
+        self._pool = None if pool is None else PoolUse(limits, queues, blocks, outputs, pool, hits)
         self._wait = queues.wait if self._pool is None else self._pool.loads.look_up
         self._remote_kv = RemoteKVQueue(limits, queues, blocks, outputs, connector, self._wait)
         self._preemption = Preemption(queues, blocks, self._wait)

@@ -719,6 +719,70 @@ def test_retry_does_not_wait_for_the_load_of_an_aborted_request():
     assert len(bench.run()["retry"]) == 1
 
 
+def looked_at(bench):
+    """Runs a step and returns which waiting requests it looked at for loads to start early."""
+    waiting, seen = bench.scheduler._queues.waiting, []
+
+    def in_order():
+        for request in type(waiting).in_order(waiting):
+            seen.append(request.request_id)
+            yield request
+
+    waiting.in_order = in_order
+    bench.step()
+    del waiting.in_order
+    return seen
+
+
+@pytest.mark.parametrize("timeout_s", [None, 5.0])
+def test_queue_is_not_searched_for_the_hit_of_a_request_that_has_ended(timeout_s):
+    bench = PoolBench(num_blocks=64, max_num_seqs=1)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    bench.add("runs", [10], max_tokens=100)
+    bench.step()
+    for index in range(20):  # they would get all free blocks before it
+        bench.add(f"w{index}", prompt_of(12, seed=index), arrival=1.0 + index)
+    bench.add("left", prompt, arrival=99.0, timeout_s=timeout_s)
+    assert len(looked_at(bench)) > 10
+    if timeout_s is None:
+        bench.scheduler.abort("left")
+    else:
+        bench.wait(200.0)
+    assert looked_at(bench) == []
+
+
+def test_queue_is_not_searched_behind_the_last_hit():
+    bench = PoolBench(num_blocks=64, max_num_seqs=1)
+    prompt = prompt_of(30)
+    filled(bench, prompt)
+    bench.add("runs", [10], max_tokens=100)
+    bench.step()
+    bench.add("before", prompt_of(5, seed=1), arrival=1.0)
+    loads = bench.add("loads", prompt, arrival=2.0)
+    for index in range(5):
+        bench.add(f"w{index}", prompt_of(5, seed=index), arrival=3.0 + index)
+    assert looked_at(bench) == ["before", "loads"]
+    assert loads.status is RequestStatus.TRANSFERRING
+    assert looked_at(bench) == []
+
+
+def test_queue_is_not_searched_for_the_hit_of_a_choice_that_follows_another():
+    """The pool got the prompt's chunks between the lookups of the two."""
+    bench = PoolBench(num_blocks=64)
+    prompt = prompt_of(30)
+    bench.add("n0", prompt, group="n")
+    bench.pool.stored.update(bench.pool.keys(bench.tokens["n0"], 3))
+    follows = bench.add("n1", prompt, group="n")
+    assert bench.scheduler._pool.loads.has_hit(follows)
+    bench.submit()
+    assert follows.status is RequestStatus.RUNNING
+    bench.land()
+    assert looked_at(bench) == []
+    assert not bench.scheduler._pool.loads.has_hit(follows)
+    bench.run()
+
+
 def test_request_starts_its_own_load_after_waiting_for_another():
     bench = PoolBench(num_blocks=64)
     prompt = prompt_of(30)
