@@ -60,7 +60,8 @@ from mooncake_engine.pool_connector import (
 from mooncake_engine.scheduling.scheduler import Scheduler
 from mooncake_engine.scheduling.scheduler_interface import SchedulerLimits
 from mooncake_engine.step_watchdog import StepWatch
-from mooncake_engine.text.tokenizer import same_tokens, tokenizer_fingerprint
+from mooncake_engine.text.tokenizer import same_tokens
+from mooncake_engine.text.tokenizer_files import tokenizer_fingerprint
 from mooncake_hal.backend import Backend, Capabilities
 from mooncake_hal.deployment import Hardware
 from mooncake_hal.errors import HalError

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mooncake_engine.errors import ConfigError
+from mooncake_engine.text.tokenizer_files import set_added_tokens
 
 _MAX_CORRECTIONS = 10
 """How often the length of a random text is corrected: random tokens, once decoded, are encoded to
@@ -31,6 +32,7 @@ class PromptTokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._settings = settings
+        set_added_tokens(tokenizer, settings | self._special_texts())
         self._template = template
 
     @classmethod

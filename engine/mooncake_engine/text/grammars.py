@@ -29,7 +29,8 @@ from mooncake_engine.text.grammar_compiler import (
     short_reason,
 )
 from mooncake_engine.text.grammar_process import GrammarProcess
-from mooncake_engine.text.tokenizer import Tokenizer, tokenizer_fingerprint
+from mooncake_engine.text.tokenizer import Tokenizer
+from mooncake_engine.text.tokenizer_files import tokenizer_fingerprint
 
 _MAX_COMPILED = 256
 _MAX_COMPILED_CHARACTERS = 2 << 20

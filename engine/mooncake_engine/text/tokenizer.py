@@ -1,9 +1,8 @@
-"""The tokenizer of a model directory: encoding and decoding, the bytes of each token, the chat
-template, and a fingerprint by which instances compare tokenizers."""
+"""The tokenizer of a model directory: encoding and decoding, the bytes of each token, and the chat
+template."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from mooncake_engine.checkpoints.model_source import read_json_object
 from mooncake_engine.errors import CheckpointError, ConfigError, InvalidRequest
+from mooncake_engine.text.tokenizer_files import set_added_tokens, tokenizer_fingerprint
 
 if TYPE_CHECKING:
     from jinja2 import TemplateSyntaxError
@@ -86,17 +86,6 @@ def _sentencepiece(token: str) -> bytes:
     return token.replace(_SPACE_MARK, " ").encode()
 
 
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 RESERVED_TEMPLATE_KWARGS = frozenset(
     {"conversation", "chat_template", "tokenize", "return_tensors", "return_dict", "messages"}
     | {"add_generation_prompt", "continue_final_message", "tokenizer_kwargs", "tools", "documents"}
@@ -125,6 +114,11 @@ def allow_torch_import() -> None:
 
 def _is_not_torch_warning(record: logging.LogRecord) -> bool:
     return "PyTorch was not found" not in record.getMessage()
+
+
+def _is_not_class_warning(record: logging.LogRecord) -> bool:
+    """False for transformers 4's warning that a directory names another class of tokenizer."""
+    return "is not the same type as the class" not in record.getMessage()
 
 
 class _TokenTexts(dict[int, str | None]):
@@ -181,15 +175,11 @@ class Tokenizer:
         """
         from importlib.metadata import version
 
-        from transformers import AutoTokenizer
-
         fingerprint = tokenizer_fingerprint(directory, chat_template)
         if (directory / "config.json").is_file():  # transformers reads it, and blames the tokenizer
             read_json_object(directory / "config.json")
         try:
-            hf_tokenizer = AutoTokenizer.from_pretrained(
-                directory, local_files_only=True, trust_remote_code=False, use_fast=True
-            )
+            hf_tokenizer = _read_tokenizer(directory)
         except (OSError, ValueError, ImportError) as exc:
             raise CheckpointError(f"can't load the tokenizer in {directory}: {exc}") from exc
         except (AttributeError, KeyError, TypeError) as exc:  # JSON of another form than expected
@@ -402,6 +392,29 @@ class Tokenizer:
         return text
 
 
+def _read_tokenizer(directory: Path) -> Any:
+    """transformers' tokenizer of a model directory.
+
+    A tokenizer.json is used as it is. ``AutoTokenizer`` would read no more than the vocabulary from
+    it if the directory names a class such as GPT2Tokenizer or LlamaTokenizer, and split texts as
+    that class does, whatever the model was trained with."""
+    if not (directory / "tokenizer.json").is_file():
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=False, use_fast=True
+        )
+    from transformers import PreTrainedTokenizerFast
+
+    logging.getLogger("transformers.tokenization_utils_base").addFilter(_is_not_class_warning)
+    found = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    path = directory / "tokenizer_config.json"
+    if path.is_file():
+        settings = json.loads(path.read_bytes())
+        set_added_tokens(found.backend_tokenizer, settings | found.special_tokens_map)
+    return found
+
+
 def _joined(content: str | list[dict[str, Any]] | None) -> str:
     if isinstance(content, list):
         return "\n".join(part["text"] for part in content)
@@ -436,31 +449,3 @@ def same_tokens(directory: Path, other: Path) -> bool:
         return True
     mine, theirs = (Tokenizer.load(path).ordinary_tokens() for path in (directory, other))
     return mine == theirs
-
-
-def tokenizer_fingerprint(directory: Path, chat_template: str | None = None) -> str:
-    """A hash of the tokenizer's files and chat template: equal for two directories exactly if these
-    are equal.
-
-    Args:
-        directory: the model directory.
-        chat_template: a template that replaces the directory's, or None.
-
-    Raises:
-        CheckpointError: the directory has no tokenizer.
-    """
-    present = [directory / name for name in _TOKENIZER_FILES if (directory / name).is_file()]
-    if not any(
-        path.name in {"tokenizer.json", "tokenizer.model", "vocab.json"} for path in present
-    ):
-        raise CheckpointError(
-            f"wanted tokenizer.json (or tokenizer.model, vocab.json) in {directory}, found none"
-        )
-    digest = hashlib.sha256()
-    for path in present:
-        content = path.read_bytes()
-        digest.update(f"{path.name}:{len(content)}:".encode())
-        digest.update(content)
-    if chat_template is not None:
-        digest.update(f"chat template:{chat_template}".encode())
-    return digest.hexdigest()[:32]

@@ -19,7 +19,8 @@ from mooncake_engine.sampling_defaults import (
 from mooncake_engine.sampling_params import SamplingParams
 from mooncake_engine.server.openai_protocol import ChatMessage, ChatRequest, CompletionRequest
 from mooncake_engine.server.sampling_fields import chat_sampling, completion_sampling
-from mooncake_engine.text.tokenizer import Tokenizer, tokenizer_fingerprint
+from mooncake_engine.text.tokenizer import Tokenizer
+from mooncake_engine.text.tokenizer_files import tokenizer_fingerprint
 
 INFO = EngineInfo(512, 300, (2,), 8, 16, "engine")
 TINY = Path("examples/tiny-llama")

@@ -11,9 +11,19 @@ from typing import Any
 
 import pytest
 from support.byte_tokenizer import EOS, write_byte_tokenizer
+from tokenizers import (
+    Tokenizer as Backend,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from mooncake_engine.errors import CheckpointError, ConfigError, InvalidRequest
-from mooncake_engine.text.tokenizer import Tokenizer, token_to_bytes, tokenizer_fingerprint
+from mooncake_engine.replay.prompt_tokenizer import PromptTokenizer
+from mooncake_engine.text.tokenizer import Tokenizer, token_to_bytes
+from mooncake_engine.text.tokenizer_files import tokenizer_fingerprint
 
 A = {"id": "A", "type_id": 0}
 USER = {"role": "user", "content": "hi"}
@@ -72,6 +82,98 @@ def test_long_texts_have_the_special_tokens_of_short_ones(tmp_path: Path, adds: 
     assert tokenizer.encode("é", add_special_tokens=adds) == (EOS,) * adds + (*"é".encode(),)
     assert tokenizer.decode(long) == "é" * 10_000
     assert tokenizer.decode(long, skip_special_tokens=False).count("<|eos|>") == 10_000 + adds
+
+
+def write_tokenizer(
+    directory: Path, backend: Backend, tokenizer_class: str, **settings: Any
+) -> Path:
+    """Write a tokenizer.json, and a tokenizer_config.json that names this class."""
+    backend.save(str(directory / "tokenizer.json"))
+    end = {"__type": "AddedToken", "content": "</s>", "special": True}
+    named = {"bos_token": "<s>", "eos_token": end, "unk_token": "<unk>"}
+    named |= {"tokenizer_class": tokenizer_class, **settings}
+    (directory / "tokenizer_config.json").write_text(json.dumps(named))
+    (directory / "config.json").write_text('{"model_type": "llama"}')
+    return directory
+
+
+def digits_apart() -> Backend:
+    """A tokenizer that splits before every digit, as SmolLM's, so that line breaks before a digit
+    are one token."""
+    pairs = [("Ċ", "Ċ"), ("Ġ", "Ġ"), ("1", "2")]
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *map("".join, pairs)]
+    backend = Backend(models.BPE({piece: i for i, piece in enumerate(pieces)}, pairs))
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    to_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, to_bytes])
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return backend
+
+
+def space_prepended() -> Backend:
+    """A tokenizer as Llama 2's, that prepends a space to every text between special tokens."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *"▁hi12", "▁▁"]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    backend = Backend(models.BPE(vocabulary, [("▁", "▁")], unk_token="<unk>", byte_fallback=True))
+    spaces = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    backend.normalizer = normalizers.Sequence(spaces)
+    parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*parts, decoders.Strip(" ", 1, 0)])
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return backend
+
+
+@pytest.mark.parametrize("make", [digits_apart, space_prepended])
+@pytest.mark.parametrize(
+    "tokenizer_class",
+    ["GPT2Tokenizer", "LlamaTokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast"],
+)
+def test_text_is_split_as_tokenizer_json_says_whatever_the_class(
+    tmp_path: Path, make: Callable[[], Backend], tokenizer_class: str
+) -> None:
+    backend = make()
+    tokenizer = Tokenizer.load(write_tokenizer(tmp_path, backend, tokenizer_class))
+    for text in ("hi\n\n1. hi", "   12", "<s>hi</s>hi", " hi", "", "\u0065\u0301"):
+        ids = tokenizer.encode(text)
+        assert list(ids) == backend.encode(text).ids
+        assert tokenizer.decode(ids) == backend.decode(list(ids))
+
+
+def test_a_class_of_the_repositorys_own_code_is_not_needed(tmp_path: Path) -> None:
+    auto = {"AutoTokenizer": ["tokenization_kimi.TikTokenTokenizer", None]}
+    backend = digits_apart()
+    write_tokenizer(tmp_path, backend, "TikTokenTokenizer", auto_map=auto)
+    assert list(Tokenizer.load(tmp_path).encode("hi 12")) == backend.encode("hi 12").ids
+
+
+@pytest.mark.parametrize("of_file", ["nothing", "<s>"])
+@pytest.mark.parametrize(
+    ("tokenizer_class", "flags", "expected"),
+    [
+        ("LlamaTokenizerFast", {"add_bos_token": True, "add_eos_token": False}, "<s>hi"),
+        ("LlamaTokenizer", {"add_bos_token": False}, "hi"),
+        ("LlamaTokenizer", {"add_bos_token": True, "bos_token": None}, "hi"),
+        ("LlamaTokenizer", {"add_eos_token": True}, "<s>hi</s>"),
+        ("LlamaTokenizer", {}, None),
+        ("Qwen2Tokenizer", {"add_bos_token": True}, None),
+        ("PreTrainedTokenizerFast", {"add_bos_token": False, "add_eos_token": True}, None),
+    ],
+)
+def test_ends_are_added_by_flags_for_llama_and_by_tokenizer_json_for_others(
+    tmp_path: Path, of_file: str, tokenizer_class: str, flags: dict[str, Any], expected: str | None
+) -> None:
+    backend = digits_apart()
+    if of_file == "<s>":
+        begin = ("<s>", backend.token_to_id("<s>"))
+        backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[begin])
+    expected = expected or {"nothing": "hi", "<s>": "<s>hi"}[of_file]
+    directory = write_tokenizer(tmp_path, backend, tokenizer_class, **flags)
+    tokenizer = Tokenizer.load(directory)
+    assert tokenizer.decode(tokenizer.encode("hi"), skip_special_tokens=False) == expected
+    assert tokenizer.decode(tokenizer.encode("hi", add_special_tokens=False)) == "hi"
+    of_bench = PromptTokenizer.load(str(directory))
+    assert of_bench.count("hi") == len(tokenizer.encode("hi")) == 2 + of_bench.num_added
 
 
 def test_knows_every_tokens_bytes(byte_tokenizer: Tokenizer) -> None:
