@@ -53,6 +53,11 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.2
 # Pause before a worker that has died is restarted.
 RESTART_PAUSE_S = 1.0
+# A worker that sends nothing for this long hangs: it sends its load twice a second. The kernel
+# would go on to give it a share of all new connections.
+HANG_S = 30.0
+# Of the time between two looks at most this counts: the parent may have been stopped as well.
+MAX_LOOK_S = 1.0
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 # Exit statuses of a worker that can't serve as configured -> the proxy's own exit status.
 CONFIG_EXIT_STATUSES = {os.EX_CONFIG: 2, os.EX_UNAVAILABLE: 1}
@@ -83,6 +88,10 @@ class WorkerSupervisor:
         self._links: dict[int, socket.socket] = {}
         self._pids: dict[int, int] = {}
         self._num_started = 0
+        # Seconds since the latest message of each worker that has sent one.
+        self._silent_s: dict[int, float] = {}
+        self._killed: set[int] = set()
+        self._watched_at = time.monotonic()
         # Changes of the pool, for workers that start later or missed some.
         self._changes = ChangeLog()
         # Workers that missed messages, and for each the workers that have ended since.
@@ -112,6 +121,7 @@ class WorkerSupervisor:
         while self._pids:
             for key, _ in self._selector.select(POLL_S):
                 self._relay(key.data)
+            self._kill_hung(time.monotonic())
             self._reap_workers()
             self._resend_missed()
             self._look_at_files()
@@ -185,6 +195,7 @@ class WorkerSupervisor:
             data = self._links[sender].recv(MAX_MESSAGE_BYTES + 1)
         except (BlockingIOError, ConnectionError):
             return
+        self._silent_s[sender] = 0.0
         message = decode_message(data) if data else None
         if isinstance(message, InstanceDeclared):
             self._changes.forget(message.name)
@@ -223,6 +234,19 @@ class WorkerSupervisor:
                 continue  # its socket buffer is still full
             del self._missed[worker]
 
+    def _kill_hung(self, now: float) -> None:
+        """Kill workers that have been silent for too long at monotonic time `now`."""
+        passed_s, self._watched_at = min(now - self._watched_at, MAX_LOOK_S), now
+        for worker, pid in self._pids.items():
+            if worker not in self._silent_s:
+                continue  # it is starting
+            self._silent_s[worker] += passed_s
+            if self._silent_s[worker] >= HANG_S:
+                del self._silent_s[worker]
+                self._killed.add(worker)
+                logger.error("worker %d hangs: it is killed, with its requests", worker)
+                os.kill(pid, signal.SIGKILL)
+
     def _reap_workers(self) -> None:
         """Reap ended workers, and start new ones unless the proxy is stopping."""
         for worker, pid in tuple(self._pids.items()):
@@ -234,6 +258,7 @@ class WorkerSupervisor:
             self._selector.unregister(link)
             link.close()
             self._missed.pop(worker, None)
+            self._silent_s.pop(worker, None)
             self._publish_gone(worker)
             code = os.waitstatus_to_exitcode(status)
             # A later worker may fail because a file is missing for a while: keep restarting it.
@@ -242,7 +267,7 @@ class WorkerSupervisor:
                 self._status = CONFIG_EXIT_STATUSES[code]
                 self._stop(signal.SIGTERM, None)
             if not self._is_stopping:
-                how = describe_exit(code)
+                how = "killed as it hung" if worker in self._killed else describe_exit(code)
                 logger.error("worker %d died, %s: starting a new one", worker, how)
                 time.sleep(RESTART_PAUSE_S)
                 self._start()

@@ -1,9 +1,12 @@
-"""Workers that read late miss no change of the pool, nor the exit of another worker."""
+"""Workers that read late miss no change of the pool, nor the exit of another worker; one that hangs
+is killed."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
 from unittest.mock import Mock
@@ -16,11 +19,12 @@ from mooncake_proxy.ops.worker_link import (
     ChangeMessage,
     WorkerExited,
     WorkerLink,
+    WorkerLoads,
     WorkerMessage,
     decode_message,
     encode_message,
 )
-from mooncake_proxy.ops.worker_processes import WorkerSupervisor
+from mooncake_proxy.ops.worker_processes import HANG_S, MAX_LOOK_S, WorkerSupervisor
 from mooncake_proxy.pool.instances import InstanceSpec, Role
 from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange, follow_source
 from mooncake_proxy.pool.model_pools import ModelPools
@@ -129,3 +133,36 @@ def test_change_is_sent_later_if_parent_buffer_is_full(
     assert read_all(parents) == []
     link._send_changes()
     assert read_all(parents) == [ChangeMessage(ADDED), ChangeMessage(DRAINED)]
+
+
+def test_worker_that_hangs_is_killed(
+    supervisor: WorkerSupervisor,
+    pair: tuple[socket.socket, socket.socket],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Not one that is starting, nor after a time in which the parent itself was stopped."""
+    parents, workers = pair
+    parents.setblocking(False)
+    supervisor._links = {0: parents}
+    now, steps = supervisor._watched_at, int(HANG_S / MAX_LOOK_S)
+    with subprocess.Popen(["sleep", "600"]) as worker:
+        try:
+            supervisor._pids = {0: worker.pid}
+            for _ in range(2 * steps):
+                now += MAX_LOOK_S
+                supervisor._kill_hung(now)
+            for pause_s in (1000.0, *[MAX_LOOK_S] * (steps - 2)):
+                workers.send(encode_message(WorkerLoads(0, {}, 0, 0)))
+                supervisor._relay(0)
+                now += pause_s
+                supervisor._kill_hung(now)
+            for _ in range(steps - 2):
+                now += MAX_LOOK_S
+                supervisor._kill_hung(now)
+            assert not caplog.text
+            now += MAX_LOOK_S
+            supervisor._kill_hung(now)
+            assert worker.wait(10) == -signal.SIGKILL
+        finally:
+            worker.kill()
+    assert "worker 0 hangs" in caplog.text
