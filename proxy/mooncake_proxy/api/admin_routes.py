@@ -328,10 +328,11 @@ class AdminHandlers:
         check_key(request.headers, self._process.config.api_keys)
         cards: dict[str, Any] = {}
         for pool in pools:
-            for name in sorted(pool.model_names):
+            names = self._process.pools.names_of(pool)
+            for name in sorted(names):
                 cards[name] = {"id": name, "object": "model", "created": 0, "owned_by": "mooncake"}
             for card in await self._cards_of(pool, request):
-                if not pool.model_names or card.get("id") in pool.model_names:
+                if not names or card.get("id") in names:
                     cards[card.get("id", "")] = card
         respond_json(request, 200, {"object": "list", "data": list(cards.values())})
 

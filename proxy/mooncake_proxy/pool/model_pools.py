@@ -10,6 +10,10 @@ from mooncake_proxy.pool.instance_reports import Compatibility
 from mooncake_proxy.pool.instances import Instance, InstancePool, InstanceSpec, Role
 from mooncake_proxy.pool.pair_topology import PairTopology
 
+# For so long a model without instances is one that can't be served now, which clients try again:
+# its only instance may be restarting. Then it is one that does not exist.
+KEPT_S = 3600.0
+
 
 class ModelPools:
     """All instances, by model. Watchers, health checks and the admin API use it as a single pool.
@@ -24,6 +28,8 @@ class ModelPools:
         # Called with the name of an instance that its source declares from now on.
         self.on_declared: Callable[[str], object] = lambda name: None
         self._pools: dict[str, InstancePool] = {"": self.unnamed}
+        # The names of each pool when it last had instances, and until when they count without one.
+        self._last_names: dict[InstancePool, tuple[frozenset[str], float]] = {}
 
     def __iter__(self) -> Iterator[Instance]:
         return (instance for pool in tuple(self._pools.values()) for instance in pool)
@@ -38,13 +44,26 @@ class ModelPools:
 
     @property
     def in_use(self) -> list[InstancePool]:
-        """Pools that have instances; the unnamed one if none has any."""
-        return [pool for pool in self._pools.values() if len(pool)] or [self.unnamed]
+        """Pools that have instances, or had some until lately; the unnamed one if none has any."""
+        pools = [pool for pool in self._pools.values() if len(pool) or self.names_of(pool)]
+        return pools or [self.unnamed]
 
     @property
     def names(self) -> list[str]:
         """All model names that requests may use, in the order of their pools."""
-        return [name for pool in self._pools.values() for name in sorted(pool.model_names)]
+        return [name for pool in self._pools.values() for name in sorted(self.names_of(pool))]
+
+    def names_of(self, pool: InstancePool) -> frozenset[str]:
+        """The names of a pool's model in requests. They stay for a while after the last instance
+        has left."""
+        if len(pool):
+            return pool.model_names
+        names, ends_at = self._last_names.get(pool, (frozenset[str](), 0.0))
+        return names if self._context.loop.time() < ends_at else frozenset()
+
+    def model_of(self, pool: InstancePool) -> str:
+        """The first name of a pool's model; empty for the one of instances without a name."""
+        return next(model for model, known in self._pools.items() if known is pool)
 
     def pool_of(self, model: str | None) -> InstancePool:
         """The pool that serves requests for `model`.
@@ -59,12 +78,15 @@ class ModelPools:
             for pool in self._pools.values():
                 if model in pool.model_names:
                     return pool
+            for pool in self._pools.values():
+                if model in self.names_of(pool):
+                    return pool
         if len(self.unnamed):
             return self.unnamed
         if model is not None:
             raise ModelNotFound(model)
-        if len(found := self.in_use) == 1:
-            return found[0]
+        if len(used := self.in_use) == 1:
+            return used[0]
         known = ", ".join(self.names)
         raise BadRequest(f"you must provide a model parameter: one of {known}", param="model")
 
@@ -88,7 +110,15 @@ class ModelPools:
                 )
         if spec.model not in self._pools:
             self._pools[spec.model] = InstancePool(self._context)
-        return self._pools[spec.model].add(spec)
+        instance = self._pools[spec.model].add(spec)
+        self._note_names()
+        return instance
+
+    def _note_names(self) -> None:
+        ends_at = self._context.loop.time() + KEPT_S
+        for pool in self._pools.values():
+            if pool.model_names:
+                self._last_names[pool] = pool.model_names, ends_at
 
     def get(self, name: str) -> Instance:
         """The instance with this name. Raises NotFound."""
@@ -127,6 +157,7 @@ class ModelPools:
 
     def finish_drains(self) -> None:
         """Remove drained instances that are idle, or switch their roles."""
+        self._note_names()
         for pool in tuple(self._pools.values()):
             pool.finish_drains()
 

@@ -55,13 +55,13 @@ class ModelRouters:
 
     @property
     def in_use(self) -> list[RequestRouter]:
-        """Routers of the pools that have instances; `first` if none has any."""
+        """Routers of the pools that have instances, or had some until lately; `first` if none."""
         return [self._of(pool) for pool in self.pools.in_use]
 
     def _of(self, pool: InstancePool) -> RequestRouter:
         router = self._routers.get(pool)
         if router is None:
-            [model, *_] = [instance.spec.model for instance in pool]
+            model = self.pools.model_of(pool)
             router = RequestRouter(self._config, self._client, pool, self._shared, model)
             self._routers[pool] = router
             for listen in self._listeners:

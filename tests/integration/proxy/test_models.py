@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -53,6 +54,34 @@ def test_requests_go_to_the_pool_of_their_model(conductor: dict[str, object]) ->
                     assert (await post(s, BODY | {"model": model})).status_code == 200
                 after = len(s.prefills[position].generated), len(s.decodes[position].generated)
                 assert after == (before[0] + 3, before[1] + 3)
+
+    uvloop.run(main())
+
+
+@pytest.mark.parametrize("is_asked", [True, False], ids=["asked before", "never asked"])
+@pytest.mark.parametrize("conductor", [{}, settings("cost")])
+def test_model_without_its_last_instance_is_unavailable_and_not_unknown(
+    conductor: dict[str, object], is_asked: bool
+) -> None:
+    async def main() -> None:
+        async with fake_deployment(2, 2, **conductor) as s:
+            name_the_models(s)
+            pools, llama = s.app.process.pools, BODY | {"model": "llama"}
+            if is_asked:
+                assert (await post(s, llama)).status_code == 200
+            for fake in (s.prefills[1], s.decodes[1]):
+                pools.drain(fake.url, then_remove=True)
+            refused = await post(s, llama)
+            assert refused.status_code == 503
+            error = refused.json()["error"]
+            assert error["code"] == "no_live_decode"
+            listed = (await get(s, "/v1/models")).json()["data"]
+            assert {"qwen", "chatty", "llama"} <= {card["id"] for card in listed}
+            assert (await get(s, "/ready")).status_code == 200
+            assert (await post(s, BODY | {"model": "qwen"})).status_code == 200
+            for role, fake in ((Role.PREFILL, s.prefills[1]), (Role.DECODE, s.decodes[1])):
+                pools.add(spec(fake, role, "llama"))
+            assert (await post(s, llama)).status_code == 200
 
     uvloop.run(main())
 
@@ -110,12 +139,19 @@ def test_all_models_are_listed() -> None:
     uvloop.run(main())
 
 
-def test_model_without_instances_is_unknown_others_are_served() -> None:
+def test_model_that_stays_without_instances_is_unknown_others_are_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def main() -> None:
         async with fake_deployment(2, 2) as s:
             name_the_models(s)
             for fake in (s.prefills[1], s.decodes[1]):
                 s.app.process.pools.drain(fake.url, then_remove=True)
+            assert (await post(s, BODY | {"model": "llama"})).status_code == 503
+            now = s.app.client.loop.time()
+            hour_later = Mock(time=lambda: now + 3601.0)
+            monkeypatch.setattr(s.app.process.pools, "_context", Mock(loop=hour_later))
+            s.app.process.pools.finish_drains()
             assert (await post(s, BODY | {"model": "llama"})).status_code == 404
             assert (await post(s, BODY | {"model": "qwen"})).status_code == 200
 

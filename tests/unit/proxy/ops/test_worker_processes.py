@@ -15,6 +15,7 @@ import pytest
 
 from mooncake_proxy.config_from_options import config_from
 from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.ops.worker_link import (
     ChangeMessage,
     WorkerExited,
@@ -106,7 +107,7 @@ def test_changes_do_not_outlive_an_instance_that_its_source_declares_anew(
         return [one for message in supervisor._changes.messages(0.0) for one in message.changes]
 
     async def main() -> None:
-        link, pools = WorkerLink(0, workers), ModelPools(Mock())
+        link, pools = WorkerLink(0, workers), ModelPools(ClientContext())
         follow_source(pools, [d2], "file")  # at the start: it still has to get earlier changes
         link.open(Mock(pools=pools, share_reservations=lambda: None), Mock(), Mock())
         link.broadcast(DRAINED)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from mooncake_proxy.errors import (
+    ModelNotFound,
     NoInstance,
     NotFound,
 )
@@ -20,6 +21,7 @@ from mooncake_proxy.pool.instance_reports import (
     StoreLocation,
 )
 from mooncake_proxy.pool.instances import InstancePool, InstanceSpec, Role
+from mooncake_proxy.pool.model_pools import ModelPools
 
 
 def spec(port: int, source: str, role: Role = Role.DECODE) -> InstanceSpec:
@@ -37,6 +39,25 @@ def test_pool_reports_missing_instances() -> None:
             pool.require(Role.DECODE)
         with pytest.raises(NotFound, match="known: http://h:1"):
             pool.get("http://h:2")
+
+    asyncio.run(main())
+
+
+def test_names_of_a_model_outlive_its_last_instance_but_not_its_present_ones() -> None:
+    async def main() -> None:
+        pools = ModelPools(ClientContext())
+        llama = replace(spec(1, "file"), models=("llama", "chat"))
+        pools.add(llama)
+        pools.add(replace(spec(2, "file"), models=("qwen",)))
+        emptied = pools.pool_of("chat")
+        pools.remove("http://h:1")
+        assert pools.pool_of("chat") is pools.pool_of("llama") is emptied
+        pools.add(replace(spec(2, "file"), models=("qwen", "chat")))
+        assert pools.pool_of("chat") is pools.pool_of("qwen"), "the alias went over to it"
+        pools.add(replace(llama, models=("llama",)))
+        pools.add(replace(spec(2, "file"), models=("qwen",)))
+        with pytest.raises(ModelNotFound):
+            pools.pool_of("chat")
 
     asyncio.run(main())
 
