@@ -6,6 +6,7 @@ transformers 5), and ``rope_parameters`` with ``dtype`` (since).
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +28,8 @@ from mooncake_engine.models.rope import (
     yarn_attention_factor,
     yarn_mscale,
 )
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _KINDS: dict[type, tuple[type, ...]] = {float: (int, float), int: (int,), bool: (bool,)}
@@ -191,17 +194,27 @@ def read_raw(model_dir: Path) -> RawConfig:
 
 def read_eos_token_ids(model_dir: Path, raw: RawConfig) -> tuple[int, ...]:
     """The end-of-sequence tokens of ``generation_config.json``, ``config.json`` and the tokenizer
-    together. As in vLLM: fine-tunes for chats may name theirs in the tokenizer's files alone."""
+    together. As in vLLM: fine-tunes for chats may name theirs in the tokenizer's files alone.
+
+    Those that the model has no logits for are left out: fine-tunes may name a token that was added
+    to the tokenizer only. No output ends with it, and nothing can mask it."""
     path = model_dir / "generation_config.json"
     generation = read_json_object(path) if path.exists() else {}
     found: set[int] = set()
-    of_tokenizer = _tokenizer_eos(model_dir)
-    if of_tokenizer is not None and of_tokenizer >= raw.count("vocab_size"):
-        of_tokenizer = None  # the model has no such token
+    of_tokenizer, size = _tokenizer_eos(model_dir), raw.count("vocab_size")
     for value in (generation.get("eos_token_id"), raw.fields.get("eos_token_id"), of_tokenizer):
         ids = value if isinstance(value, list) else [value]
         found.update(token for token in ids if isinstance(token, int))
-    return tuple(sorted(found))
+    beyond = sorted(token for token in found if not 0 <= token < size)
+    if beyond:
+        logger.warning(
+            "%s: end-of-sequence tokens %s are not in the model's vocabulary of %d tokens: no "
+            "output ends with them",
+            model_dir,
+            beyond,
+            size,
+        )
+    return tuple(sorted(found.difference(beyond)))
 
 
 class _AddedToken(msgspec.Struct):

@@ -61,6 +61,17 @@ def test_end_token_of_the_tokenizer_counts_too(
     assert read_model_config(write(tmp_path)).eos_token_ids == expected
 
 
+def test_end_tokens_beyond_the_vocabulary_are_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The vocabulary has 101 tokens. ``min_tokens`` would mask a logit that does not exist."""
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [100, 101]}')
+    config = read_model_config(write(tmp_path, eos_token_id=[7, 32000, -1]))
+    assert config.eos_token_ids == (7, 100)
+    [warning] = caplog.messages
+    assert "tokens [-1, 101, 32000] are not in the model's vocabulary of 101 tokens" in warning
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
 def test_missing_dtype_is_that_of_the_weights(stored: torch.dtype, tmp_path: Path) -> None:
     """That of most elements: routers and norms may be wider, and scales of fp8 weights are."""
