@@ -333,6 +333,7 @@ class HermesParser(JsonCallParser):
 
     opening = "<tool_call>"
     closing = "</tool_call>"
+    special_tokens = (opening, closing)  # in some models; in Qwen's they are ordinary
 
     def _read_text(self) -> bool:
         start = self._held.find(self.opening)
@@ -422,6 +423,7 @@ class Qwen3CoderParser(ToolCallParser):
 
     opening = "<tool_call>"
     closing = "</tool_call>"
+    special_tokens = (opening, closing)
     function = "<function="
     _END = "</function>"
     _PARAMETER = "<parameter="

@@ -107,6 +107,27 @@ def test_special_tokens_are_kept_where_tools_are_offered(
         assert json.loads(call["function"]["arguments"]) == {"cups": 2}
 
 
+CODER = "<function=brew>\n<parameter=cups>\n2\n</parameter>\n</function>"
+
+
+@pytest.mark.parametrize(("form", "inside"), [("hermes", ITEM), ("qwen3_coder", CODER)])
+def test_calls_are_found_where_the_tags_around_them_are_special_tokens(
+    form: str, inside: str, engine: FakeEngine, tmp_path: Path
+) -> None:
+    directory = write_byte_tokenizer(tmp_path)
+    written = HfTokenizer.from_file(str(directory / "tokenizer.json"))
+    written.add_special_tokens(["<tool_call>", "</tool_call>"])
+    written.save(str(directory / "tokenizer.json"))
+    said = written.encode(f"So: <tool_call>\n{inside}\n</tool_call>").ids
+    engine.script = lambda request: [*said, EOS]
+    app = create_app(engine, Tokenizer.load(directory), ServerOptions(form))
+    choice = AsgiClient(app).post(PATH, messages=[ASK], tools=[BREW]).json()["choices"][0]
+    assert choice["message"]["content"] == "So: "
+    [call] = choice["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"cups": 2}
+    assert choice["finish_reason"] == "tool_calls"
+
+
 SPECIAL = {
     "mistral": ["[TOOL_CALLS]"],
     "deepseek_v3": [TAGS.opening, TAGS.call, TAGS.separator, TAGS.call_end, TAGS.closing],
