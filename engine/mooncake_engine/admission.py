@@ -7,12 +7,12 @@ from itertools import chain
 from mooncake_engine.errors import InvalidRequest
 from mooncake_engine.messages import EngineInfo, EngineRequest
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.text.limits import check_prompt
 from mooncake_kv.params import TransferMode
 
 
 def check_request(request: EngineRequest, info: EngineInfo, mode: TransferMode) -> None:
-    """Check a request against the engine's limits and its KV connector.
+    """Check a request against the engine's limits and its KV connector, except its prompt: choices
+    share that, see ``check_prompt``.
 
     Args:
         request: the request.
@@ -21,9 +21,7 @@ def check_request(request: EngineRequest, info: EngineInfo, mode: TransferMode) 
 
     Raises:
         InvalidRequest: the engine can't serve the request.
-        PromptTooLong: the prompt leaves no room for output in the model's context.
     """
-    check_prompt(request.prompt_token_ids, info, param="prompt")
     _check_named_tokens(request.sampling, info)
     if request.data_parallel_rank is not None and request.data_parallel_rank >= info.dp_size:
         raise InvalidRequest(

@@ -34,6 +34,7 @@ from mooncake_engine.messages import EngineInfo, EngineRequest, EngineStats, Tok
 from mooncake_engine.process.worker_counts import WorkerCounts
 from mooncake_engine.step_watchdog import StepWatchdog
 from mooncake_engine.text.completion_output import OnUpdate
+from mooncake_engine.text.limits import check_prompt
 from mooncake_engine.text.tokenizer import allow_torch_import
 from mooncake_hal.command_line import collector_paused
 from mooncake_hal.registry import Registry
@@ -86,6 +87,7 @@ class AsyncEngine:
         self._pending_replies: set[Future[bool]] = set()
         self._lock = threading.Lock()
         self._failure: EngineDead | None = None
+        self._last_group: str | None = None
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
         self._thread.start()
@@ -143,17 +145,22 @@ class AsyncEngine:
     async def submit(self, request: EngineRequest, on_update: OnUpdate) -> str:
         """Submit a request; ``on_update`` receives its updates in the caller's event loop. See
         ``EngineClient``."""
+        # the choices of a request are submitted one after another; their prompt is long
+        is_sibling = request.group is not None and request.group == self._last_group
+        if not is_sibling:
+            check_prompt(request.prompt_token_ids, self._info, param="prompt")
         check_request(request, self._info, self._mode)
         self.check_ready()
         minted = replace(request, request_id=f"{request.request_id}-{secrets.token_hex(8)}")
         self._open(minted.request_id, on_update)
         try:
             grammar = request.sampling.grammar
-            if grammar is not None and self._core.compiles_grammars:
+            if grammar is not None and self._core.compiles_grammars and not is_sibling:
                 await self._ask(partial(PrepareGrammar, grammar))
         except BaseException:
             self.unsubscribe(minted.request_id)
             raise
+        self._last_group = request.group
         self._core.post(AddRequest(minted))
         return minted.request_id
 

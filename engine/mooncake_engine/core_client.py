@@ -28,6 +28,7 @@ from multiprocessing.connection import Connection, Pipe
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.core_messages import (
     UPDATES,
+    AddRequest,
     Ask,
     Command,
     CoreReport,
@@ -36,6 +37,7 @@ from mooncake_engine.core_messages import (
     Message,
     PrepareGrammar,
     ProgressHandler,
+    PromptEncoder,
     RefreshReport,
     Reply,
     ResetPrefixCache,
@@ -53,6 +55,7 @@ from mooncake_engine.errors import (
     PortInUse,
 )
 from mooncake_engine.messages import EngineStats, TokenUpdate
+from mooncake_engine.process.message_sender import MessageSender
 from mooncake_engine.step_watchdog import STATE_BYTES, StepWatch
 from mooncake_hal.command_line import LogSettings, describe_exit, import_path
 
@@ -109,10 +112,12 @@ class CoreConnection:
         self.watch = watch
         self.compiles_grammars = False
         self._connection = connection
+        self._sender = MessageSender(connection)
         self._end_reason = end_reason
         self._readable = select.poll()  # Connection.poll creates a selector per call
         self._readable.register(connection.fileno(), select.POLLIN)
         self._lock = threading.Lock()
+        self._prompts = PromptEncoder()
         self._numbers = itertools.count()
         self._replies: dict[int, Callable[[bool], None]] = {}
         self._report = CoreReport(EngineStats(), None, None, None)
@@ -140,13 +145,17 @@ class CoreConnection:
         return []
 
     def post(self, command: Command) -> None:
-        """Send a command to the core. Any thread. If the core is gone, ``step`` raises that."""
+        """Send a command to the core, without waiting until it has read the ones before. Any
+        thread. If the core is gone, ``step`` raises that."""
         if isinstance(command, Wake):
             return  # ``step`` never waits for long
         if isinstance(command, (ResetPrefixCache, PrepareGrammar, RefreshReport)):
             number = next(self._numbers)
             self._replies[number] = command.reply
             self._send(Ask(number, replace(command, reply=no_reply)))
+        elif isinstance(command, AddRequest):
+            with self._lock:  # a request may refer to the one before
+                self._send(self._prompts.take_out(command.request))
         else:
             self._send(command)
 
@@ -159,16 +168,11 @@ class CoreConnection:
 
     def close(self) -> None:
         """Close the connection; the core keeps running. Idempotent."""
-        with self._lock:
-            self._connection.close()
+        self._sender.close()
+        self._connection.close()
 
     def _send(self, message: object) -> None:
-        encoded = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        try:
-            with self._lock:
-                self._connection.send_bytes(encoded)
-        except OSError:  # the core has ended, or the connection is closed; ``step`` raises that
-            return
+        self._sender.send_bytes(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def _receive(self) -> Message | list[TokenUpdate]:
         """Returns the next message; raises the core's failure if it has reported one."""
@@ -263,6 +267,7 @@ class CoreClient(CoreConnection):
             while self._process.poll() is None and time.monotonic() < deadline:
                 self._drop_message()
         self._await_exit(0.0)
+        self._sender.close()
         if self.state >= 0:
             os.close(self.state)
             self.state = -1

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
 
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import EngineDead
-from mooncake_engine.messages import EngineInfo, EngineRequest, EngineStats, TokenUpdate
+from mooncake_engine.messages import (
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    TokenUpdate,
+    pack_tokens,
+    unpack_tokens,
+)
 from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.step_watchdog import StepWatch
 from mooncake_hal.command_line import LogSettings
@@ -146,6 +153,46 @@ class Ask:
 
     number: int
     command: ResetPrefixCache | PrepareGrammar | RefreshReport
+
+
+@dataclass(frozen=True, slots=True)
+class RequestWithoutPrompt:
+    """``AddRequest`` as it travels to a core's process: the prompt of several choices only once.
+
+    Args:
+        request: the request, with an empty prompt.
+        prompt: the packed prompt; None for that of the last request on the connection.
+    """
+
+    request: EngineRequest
+    prompt: bytes | None
+
+
+class PromptEncoder:
+    """Takes the prompts out of the requests on one connection. Their order must be kept."""
+
+    def __init__(self) -> None:
+        self._last: Sequence[int] = ()
+
+    def take_out(self, request: EngineRequest) -> RequestWithoutPrompt:
+        """Returns the request without its prompt."""
+        prompt, last = request.prompt_token_ids, self._last
+        self._last = prompt
+        packed = None if prompt is last else pack_tokens(prompt)
+        return RequestWithoutPrompt(replace(request, prompt_token_ids=()), packed)
+
+
+class PromptDecoder:
+    """Completes the requests of one connection; choices of a prompt share one tuple of tokens."""
+
+    def __init__(self) -> None:
+        self._last: tuple[int, ...] = ()
+
+    def complete(self, message: RequestWithoutPrompt) -> EngineRequest:
+        """Returns the request with its prompt."""
+        if message.prompt is not None:
+            self._last = unpack_tokens(message.prompt)
+        return replace(message.request, prompt_token_ids=self._last)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,10 @@ import gc
 import logging
 import os
 import pickle
-import select
 import signal
-import socket
-import struct
 import sys
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache, partial
@@ -38,8 +35,10 @@ from mooncake_engine.core_messages import (
     CoreReport,
     Failed,
     Message,
+    PromptDecoder,
     RefreshReport,
     Reply,
+    RequestWithoutPrompt,
     Start,
     Started,
     Stop,
@@ -48,6 +47,7 @@ from mooncake_engine.core_messages import (
 )
 from mooncake_engine.errors import EngineDead, EngineError
 from mooncake_engine.messages import FinishReason, TokenUpdate
+from mooncake_engine.process.message_sender import MessageSender
 from mooncake_engine.process.queued_stderr import queued_stderr
 from mooncake_engine.step_watchdog import STATE_BYTES, StepWatch, StepWatchdog
 from mooncake_hal.command_line import collector_paused
@@ -87,9 +87,8 @@ def send_report(report: CoreReport, fronts: Iterable[FrontEnd]) -> None:
         front.send_report(report, encode)
 
 
-class FrontEnd:
-    """The core's connection to a process that serves requests. Sending never blocks the caller:
-    data that the front end does not accept at once is sent by a background thread.
+class FrontEnd(MessageSender):
+    """The core's connection to a process that serves requests.
 
     Args:
         connection: connection to the process.
@@ -97,36 +96,23 @@ class FrontEnd:
 
     Attributes:
         reported: the last report that was sent.
+        prompts: completes the requests that arrive.
     """
 
     def __init__(self, connection: Connection, name: str) -> None:
+        super().__init__(connection)
         self.connection = connection
         self.name = name
         self.reported: CoreReport | None = None
-        self._socket = socket.socket(fileno=os.dup(connection.fileno()))
-        self._lock = threading.Lock()
-        self._unsent: deque[memoryview] = deque()  # messages; the first may be sent in part
-        self._num_queued_bytes = 0  # of the messages behind the first
-        self._is_gone = False
+        self.prompts = PromptDecoder()
 
     def send_message(self, message: Message) -> None:
         """Send a message other than updates."""
         self.send(OTHER, encode_message(message))
 
     def send(self, kind: int, encoded: bytes) -> None:
-        """Send a message in the framing of ``Connection.send_bytes``. Any thread."""
-        frame = struct.pack("!iB", len(encoded) + 1, kind) + encoded
-        with self._lock:
-            if self._is_gone:
-                return
-            if not self._unsent:
-                num_sent = self._send_now(frame)
-                if num_sent < len(frame):
-                    self._unsent.append(memoryview(frame)[num_sent:])
-                    threading.Thread(target=self._flush, name="unsent", daemon=True).start()
-                return
-            self._unsent.append(memoryview(frame))
-            self._num_queued_bytes += len(frame)
+        """Send a message of this kind. Any thread."""
+        self.send_bytes(bytes((kind,)), encoded)
 
     def can_queue(self, num_bytes: int) -> bool:
         """Whether ``num_bytes`` more may be queued. If nothing is queued, any size may."""
@@ -143,32 +129,6 @@ class FrontEnd:
         if report != self.reported and not self._unsent:
             self.reported = report
             self.send(OTHER, encoded())
-
-    def _send_now(self, data: bytes | memoryview) -> int:
-        """Send what the socket accepts without blocking; returns the number of bytes."""
-        try:
-            return self._socket.send(data, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return 0
-        except OSError:  # the thread that reads from this connection handles its end
-            self._is_gone = True
-            return len(data)
-
-    def _flush(self) -> None:
-        """Thread main: send the queued messages until none is left."""
-        writable = select.poll()
-        writable.register(self._socket.fileno(), select.POLLOUT)
-        while True:
-            writable.poll()
-            with self._lock:
-                first = self._unsent[0]
-                first = self._unsent[0] = first[self._send_now(first) :]
-                if first:
-                    continue
-                self._unsent.popleft()
-                if not self._unsent:
-                    return
-                self._num_queued_bytes -= len(self._unsent[0])
 
 
 class CoreProcess:
@@ -318,14 +278,17 @@ class CoreProcess:
                 return
             self._handle_message(core, worker, pickle.loads(encoded))
 
-    def _handle_message(self, core: Core, front: FrontEnd, message: Ask | Command) -> None:
+    def _handle_message(
+        self, core: Core, front: FrontEnd, message: Ask | RequestWithoutPrompt | Command
+    ) -> None:
         if isinstance(message, Ask) and isinstance(message.command, RefreshReport):
             self._send_report(core, [front])
             front.send_message(Reply(message.number, True))
         elif isinstance(message, Ask):
             core.post(replace(message.command, reply=partial(self._reply, front, message.number)))
         else:
-            if isinstance(message, AddRequest):
+            if isinstance(message, RequestWithoutPrompt):
+                message = AddRequest(front.prompts.complete(message))
                 self._served_by[message.request.request_id] = front
             core.post(message)
 

@@ -178,7 +178,10 @@ class DataParallelCore:
 
     def _add(self, command: AddRequest) -> None:
         request = new_request(command.request, self._seeds, time.monotonic())
-        cached = [core.count_cached(request) for core in self._cores]
+        if self._placement.has_sibling(command.request):
+            cached = [0] * len(self._cores)  # counting hashes the whole prompt
+        else:
+            cached = [core.count_cached(request) for core in self._cores]
         self._cores[self._placement.place(command.request, cached)].add(request)
 
     def _prepare_grammar(self, command: PrepareGrammar) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -14,6 +15,16 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_kv.params import NO_KV_TRANSFER, KVTransferDict, KVTransferParams
 from mooncake_kv.pool.pool_events import PoolStats, StoreReport
 from mooncake_kv.store.chunk_store import StoreStats
+
+
+def pack_tokens(token_ids: Sequence[int]) -> bytes:
+    """Encode token ids to travel to another process, in 4 bytes each."""
+    return array("I", token_ids).tobytes()
+
+
+def unpack_tokens(packed: bytes) -> tuple[int, ...]:
+    """Returns packed token ids."""
+    return tuple(array("I", packed))
 
 
 class FinishReason(str, Enum):

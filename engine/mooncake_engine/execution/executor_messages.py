@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
 from mooncake_engine.execution.executor import RankKVInfo
 from mooncake_engine.execution.parallel_state import RankInfo
-from mooncake_engine.messages import ExpertLoad, WaitedSeconds
+from mooncake_engine.messages import ExpertLoad, WaitedSeconds, pack_tokens, unpack_tokens
 from mooncake_engine.sampling_params import Grammar
 from mooncake_engine.scheduling.step_plan import StepPlan, StepResult
 from mooncake_hal.backend import GroupSpec
@@ -46,16 +48,60 @@ class WarmUp(msgspec.Struct, frozen=True, tag=True):
     """Run the model once on made-up tokens; answered by OrderDone."""
 
 
+class PackedPlan(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A plan without the tokens and block tables of its new requests, which follow in packed form.
+    What several choices of one prompt share is included once.
+
+    Args:
+        plan: the rest of the plan.
+        shared: the tokens and block tables.
+        indexes: for each new request, where its tokens and its block table are among ``shared``.
+    """
+
+    plan: StepPlan
+    shared: tuple[bytes, ...] = ()
+    indexes: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, plan: StepPlan) -> PackedPlan:
+        """Packs a plan."""
+        if not plan.new_requests:
+            return cls(plan)
+        places: dict[int, int] = {}
+        shared: list[bytes] = []
+
+        def place(ids: tuple[int, ...]) -> int:
+            if id(ids) not in places:  # the plan keeps all of them alive
+                places[id(ids)] = len(shared)
+                shared.append(pack_tokens(ids))
+            return places[id(ids)]
+
+        indexes = tuple((place(new.token_ids), place(new.block_ids)) for new in plan.new_requests)
+        rest = tuple(replace(new, token_ids=(), block_ids=()) for new in plan.new_requests)
+        return cls(replace(plan, new_requests=rest), tuple(shared), indexes)
+
+    def unpack(self) -> StepPlan:
+        """Returns the plan."""
+        if not self.indexes:
+            return self.plan
+        shared = [unpack_tokens(packed) for packed in self.shared]
+        new_requests = tuple(
+            replace(new, token_ids=shared[tokens], block_ids=shared[table])
+            for new, (tokens, table) in zip(self.plan.new_requests, self.indexes, strict=True)
+        )
+        return replace(self.plan, new_requests=new_requests)
+
+
 class ExecuteModel(msgspec.Struct, frozen=True, tag=True):
     """Run a step; answered by OrderDone.
 
     Args:
-        plan: the step.
+        packed: the step.
         sampled: token ids by request that the last stage sampled in earlier steps: the other
             stages don't have them.
     """
 
-    plan: StepPlan
+    packed: PackedPlan
     sampled: dict[str, tuple[int, ...]] = {}
 
 

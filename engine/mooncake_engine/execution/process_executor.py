@@ -76,7 +76,8 @@ class ProcessExecutor(Executor):
         self._await_done()
 
     def execute_model(self, plan: StepPlan) -> PendingStep:
-        self._processes.send_order(self._ranks, wire.ExecuteModel(plan, self._unsent_tokens))
+        packed = wire.PackedPlan.of(plan)
+        self._processes.send_order(self._ranks, wire.ExecuteModel(packed, self._unsent_tokens))
         self._unsent_tokens = {}
         return _SubmittedStep(plan.step, self._collect)
 

@@ -150,7 +150,7 @@ class RankProcess:
         """Carry out one order; returns whether to wait for another."""
         order = self._receive_order()
         if isinstance(order, wire.ExecuteModel):
-            launched = worker.launch(order.plan, order.sampled)
+            launched = worker.launch(order.packed.unpack(), order.sampled)
             if self._reporter is None:
                 self._report_result(worker, launched, info)
             else:

@@ -33,12 +33,17 @@ class RequestPlacement:
         self._live: dict[str, _Placed] = {}
         self._groups: dict[str, list[str]] = {}  # live requests of one prompt, all on one rank
 
+    def has_sibling(self, request: EngineRequest) -> bool:
+        """Whether another choice of its prompt decides on the rank of a new request."""
+        return request.group in self._groups
+
     def place(self, request: EngineRequest, cached: Sequence[int]) -> int:
         """Place a new request on the rank that is likely to answer first, unless it names one.
 
         Args:
             request: the request; it counts as live from now on.
-            cached: for each rank, number of its prompt tokens that are cached.
+            cached: for each rank, number of its prompt tokens that are cached; if it has a
+                sibling, this is ignored.
         """
         num_tokens = len(request.prompt_token_ids)
         if request.kv_transfer_params.loads_kv:

@@ -138,8 +138,10 @@ class RequestQueues:
             if name is not None:
                 self._groups[name] = group
         prompt = request.spec.prompt_token_ids
-        is_same = all(member.spec.prompt_token_ids == prompt for member in group.members[:1])
-        assert is_same, f"group {name!r} answers two different prompts"
+        for member in group.members[:1]:
+            other = member.spec.prompt_token_ids
+            is_same = other is prompt or other == prompt  # it is, where they came in one request
+            assert is_same, f"group {name!r} answers two different prompts"
         group.members.append(request)
         request.group = group
 

@@ -26,7 +26,8 @@ class NewRequest:
 
     Args:
         request_id: key in later messages.
-        token_ids: all tokens known so far: the prompt, then any output.
+        token_ids: all tokens known so far: the prompt, then any output. Choices of one prompt share
+            the tuple while they have no output, and also ``block_ids``, see ``PackedPlan``.
         num_prompt_tokens: length of the prompt, without output of other instances.
         sampling: the sampling parameters.
         seed: resolved seed; together with the output position it determines each random choice.
@@ -243,14 +244,19 @@ class StepBuilder:
     def add_new_request(self, request: Request) -> None:
         """Introduce a request to the workers, with its current block table."""
         request.changed_at = None
+        token_ids, block_ids = request.spec.prompt_token_ids, tuple(request.block_ids)
+        if len(request.token_ids) > len(token_ids):
+            token_ids = tuple(request.token_ids)
+        if self._new_requests and self._new_requests[-1].block_ids == block_ids:
+            block_ids = self._new_requests[-1].block_ids  # a follower's, as its sibling's
         self._new_requests.append(
             NewRequest(
                 request.request_id,
-                tuple(request.token_ids),
+                token_ids,
                 request.num_prompt_tokens - request.spec.num_generated,
                 request.sampling,
                 request.seed,
-                tuple(request.block_ids),
+                block_ids,
                 request.sends_kv,
                 request.spec.cache_salt,
             )

@@ -18,8 +18,8 @@ from mooncake_engine import assembly, core_client, core_process
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.core_messages import (
     UPDATES,
-    AddRequest,
     CoreReport,
+    PromptEncoder,
     Start,
     decode_updates,
 )
@@ -149,7 +149,8 @@ def workers(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Connection]]:
 
 def ask(worker: Connection, name: str) -> None:
     sampling = SamplingParams(max_tokens=len(ANSWER))
-    worker.send_bytes(pickle.dumps(AddRequest(EngineRequest(name, (1, 2, 3), sampling))))
+    message = PromptEncoder().take_out(EngineRequest(name, (1, 2, 3), sampling))
+    worker.send_bytes(pickle.dumps(message))
 
 
 def read_answer(worker: Connection) -> tuple[list[int], TokenUpdate]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.scripted_core import ScriptedExecutor, scripted_engine
 
-from mooncake_engine import LLM
+from mooncake_engine import LLM, async_engine
 from mooncake_engine.async_engine import AsyncEngine
 from mooncake_engine.config import EngineConfig
 from mooncake_engine.errors import ConfigError, InvalidRequest, Overloaded
@@ -38,6 +38,28 @@ def test_request_beyond_total_capacity_is_invalid_not_overload() -> None:
         asyncio.run(check(engine))
     finally:
         engine.close()
+
+
+def test_choices_of_a_prompt_check_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smallest and largest token of a long prompt take milliseconds to find."""
+    checked: list[tuple[int, ...]] = []
+    monkeypatch.setattr(async_engine, "check_prompt", lambda ids, *_, **__: checked.append(ids))
+    config = EngineConfig(Path("model"), max_num_seqs=9)
+    sampling = SamplingParams(max_tokens=4)
+    groups = ["a", "a", "b", "b", None, None]
+    requests = [EngineRequest("r", (1, 2), sampling, group=group) for group in groups]
+
+    async def submit(engine: AsyncEngine) -> None:
+        for request in requests:
+            engine.unsubscribe(await engine.submit(request, lambda _: None))
+
+    built = scripted_engine(ScriptedExecutor())
+    engine = AsyncEngine(built.core, built.info, config)
+    try:
+        asyncio.run(submit(engine))
+    finally:
+        engine.close()
+    assert len(checked) == 4
 
 
 def test_negative_capacity_is_rejected() -> None:

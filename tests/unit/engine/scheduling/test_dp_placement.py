@@ -57,8 +57,11 @@ def test_running_requests_are_spread() -> None:
 def test_siblings_share_a_rank_until_all_have_finished() -> None:
     placement = RequestPlacement(2)
     group = [replace(request(f"n{n}"), group="n") for n in range(3)]
+    assert not placement.has_sibling(group[0])
     assert [placement.place(one, NOTHING) for one in group[:2]] == [0, 0]
     assert placement.place(request("other"), NOTHING) == 1
+    assert placement.has_sibling(group[2])
+    assert not placement.has_sibling(request("single"))
     assert placement.place(group[2], NOTHING) == 0
     for one in group:
         placement.remove(one.request_id)
