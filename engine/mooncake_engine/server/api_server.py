@@ -225,11 +225,14 @@ def open_tracing(config: EngineConfig, options: ServerOptions) -> Iterator[Traci
         yield tracing
 
 
-def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
+def bind(
+    host: str, port: int, *, option: str = "--port", shares_port: bool = False
+) -> socket.socket:
     """Bind a socket that owns the port. It accepts no connections before the server listens on it.
 
     Args:
         option: the command-line option that set the port, for the error message.
+        shares_port: other sockets with SO_REUSEPORT, of the same user, may have it, too.
 
     Raises:
         PortInUse: another process uses the port.
@@ -239,6 +242,8 @@ def bind(host: str, port: int, *, option: str = "--port") -> socket.socket:
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind((host, port))
         # Clearing the option makes the port exclusive. Linux would otherwise let other sockets
         # with the option bind the same port until this one listens.

@@ -335,10 +335,8 @@ def bind_all(host: str, port: int, num_sockets: int) -> list[socket.socket]:
         # instance of the same user already served this port.
         first.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         for _ in range(num_sockets - 1):
-            other = socket.socket(first.family)
+            other = bind(host, first.getsockname()[1], shares_port=True)
             cleanup.callback(other.close)
-            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            other.bind(first.getsockname())
             sockets.append(other)
         cleanup.pop_all()
     return sockets

@@ -301,13 +301,18 @@ def _reserve(host: str, port: int) -> socket.socket:
     reserved = socket.socket(family, socket.SOCK_STREAM)
     try:
         # Probe without REUSEPORT first, to notice another program on this port.
-        probe = socket.socket(family, socket.SOCK_STREAM)
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
-        port = probe.getsockname()[1]
-        probe.close()
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind((host, port))
+            port = probe.getsockname()[1]
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        # Set while it binds, as connections in TIME_WAIT of a predecessor without workers would
+        # keep the port for a minute. If it stayed, any program could share the port until the
+        # workers listen.
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         reserved.bind((host, port))
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
     except OSError as exc:
+        reserved.close()
         raise cannot_listen(host, port, exc) from exc
     return reserved

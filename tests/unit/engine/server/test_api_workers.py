@@ -1,4 +1,4 @@
-"""The parent of API workers never waits for one of them."""
+"""The parent of API workers never waits for one of them, nor for the port that they share."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import threading
 from multiprocessing.connection import Pipe
 
 import pytest
+from support.ports import left_port
 
-from mooncake_engine.server.api_workers import AbortEverywhere, _Worker
+from mooncake_engine.errors import PortInUse
+from mooncake_engine.server.api_workers import AbortEverywhere, _Worker, bind_all
 
 
 def test_a_worker_that_reads_nothing_does_not_block_its_parent(
@@ -33,3 +35,15 @@ def test_a_worker_that_reads_nothing_does_not_block_its_parent(
         assert received == [AbortEverywhere(name) for name in names[:4096]]
         theirs.close()
         worker.close()
+
+
+@pytest.mark.parametrize("reuse_port", [False, True], ids=["one process", "workers"])
+def test_port_is_taken_over_at_once_and_belongs_to_one(*, reuse_port: bool) -> None:
+    """After a predecessor with or without workers; before the workers listen, too."""
+    port = left_port(reuse_port=reuse_port)
+    sockets = bind_all("127.0.0.1", port, 3)
+    assert {each.getsockname()[1] for each in sockets} == {port}
+    with pytest.raises(PortInUse):
+        bind_all("127.0.0.1", port, 3)
+    for each in sockets:
+        each.close()

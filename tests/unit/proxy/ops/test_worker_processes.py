@@ -12,8 +12,10 @@ from contextlib import suppress
 from unittest.mock import Mock
 
 import pytest
+from support.ports import left_port
 
 from mooncake_proxy.config_from_options import config_from
+from mooncake_proxy.errors import AddressInUse
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.ops.worker_link import (
@@ -25,7 +27,12 @@ from mooncake_proxy.ops.worker_link import (
     decode_message,
     encode_message,
 )
-from mooncake_proxy.ops.worker_processes import HANG_S, MAX_LOOK_S, WorkerSupervisor
+from mooncake_proxy.ops.worker_processes import (
+    HANG_S,
+    MAX_LOOK_S,
+    WorkerSupervisor,
+    _reserve,
+)
 from mooncake_proxy.pool.instances import InstanceSpec, Role
 from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange, follow_source
 from mooncake_proxy.pool.model_pools import ModelPools
@@ -167,3 +174,11 @@ def test_worker_that_hangs_is_killed(
         finally:
             worker.kill()
     assert "worker 0 hangs" in caplog.text
+
+
+@pytest.mark.parametrize("reuse_port", [False, True], ids=["one process", "workers"])
+def test_port_is_taken_over_at_once_and_belongs_to_one(*, reuse_port: bool) -> None:
+    """After a predecessor with or without workers; before its own workers listen, too."""
+    port = left_port(reuse_port=reuse_port)
+    with _reserve("127.0.0.1", port), pytest.raises(AddressInUse):
+        _reserve("127.0.0.1", port)
