@@ -276,6 +276,12 @@ def _transport_problems(name: str, prefill: InstanceInfo, decode: InstanceInfo) 
             f"it needs a tensor-parallel size of prefill that is a multiple of decode's, but "
             f"they are {prefill.tp_size} and {decode.tp_size}"
         )
+    ours, others = (rule.variants for rule in rules)
+    if ours and others and not set(ours) & set(others):
+        problems.append(
+            f"prefill speaks {' or '.join(ours)}, but decode {' or '.join(others)}: run one "
+            "release with the same settings on both"
+        )
     return problems
 
 

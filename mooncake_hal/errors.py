@@ -14,6 +14,7 @@ HalError
 │   └── OutOfMemory
 └── TransferError             KV did not arrive
     ├── TransportUnavailable  this host lacks the transport, or it can't reach the peer
+    │   └── NoTransportFits   no transport connects the two ends, as long as both run
     ├── PeerLost              the peer died, closed the connection or broke the protocol
     ├── TransferTimeout       the deadline passed; the transfer was drained
     ├── TransferCancelled     cancelled by this side; drained
@@ -121,6 +122,11 @@ class TransportUnavailable(TransferError):
         super().__init__(f"transport {name!r} is unavailable: {reason}")
         self.name = name
         self.reason = reason
+
+
+class NoTransportFits(TransportUnavailable):
+    """No transport can connect two ends, by the addresses that they have published, which stay the
+    same as long as both run: other versions or settings, other hosts."""
 
 
 class PeerLost(TransferError):

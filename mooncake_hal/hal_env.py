@@ -6,7 +6,10 @@ MOONCAKE_HAL_BLOCK        comma-separated names of plugins (entry points) that a
 MOONCAKE_HAL_CPU_NATIVE   ``0`` keeps the CPU backend from compiling its kernels; default ``1``
 MOONCAKE_HAL_PACED        time that a layer of the ``paced`` backend takes for a step's decodes and
                           for each prompt token, as two numbers of microseconds; default ``300 1``
-MOONCAKE_HAL_RDMA         settings of the rdma transport: ``name=value``, separated by spaces
+MOONCAKE_HAL_MOONCAKE     settings of the transport ``mooncake``, as those of ``tcp``
+MOONCAKE_HAL_NIXL         settings of the transport ``nixl``
+MOONCAKE_HAL_RDMA         settings of the transport ``rdma``
+MOONCAKE_HAL_TCP          settings of the transport ``tcp``: ``name=value``, separated by spaces
 ========================  =======================================================================
 """
 
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Collection
 
 from mooncake_hal.errors import HalError
 
@@ -77,18 +81,26 @@ def paced_settings() -> tuple[float, float]:
     return decode_us * 1e-6, token_us * 1e-6
 
 
-def rdma_settings() -> dict[str, str]:
-    """The settings in MOONCAKE_HAL_RDMA by name; the transport checks the names.
+def transport_settings(transport: str, known: Collection[str]) -> dict[str, str]:
+    """The settings in a transport's variable (MOONCAKE_HAL_TCP, ...) by name. They hold for every
+    endpoint that does not override them: for instances, stores and vLLM alike.
+
+    Args:
+        transport: name of the transport.
+        known: names of its settings.
 
     Raises:
-        HalError: a word is not ``name=value``.
+        HalError: a word is not ``name=value``, or has an unknown name.
     """
+    variable = f"MOONCAKE_HAL_{transport.upper()}"
     found = {}
-    for word in os.environ.get("MOONCAKE_HAL_RDMA", "").split():
+    for word in os.environ.get(variable, "").split():
         name, sign, value = word.partition("=")
         if not (name and sign):
-            raise HalError(f"MOONCAKE_HAL_RDMA: {word!r} is not name=value")
+            raise HalError(f"{variable}: {word!r} is not name=value")
         found[name] = value
+    if unknown := sorted(set(found) - set(known)):
+        raise HalError(f"{variable}: {transport} has no setting {unknown}; it has {sorted(known)}")
     return found
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from mooncake_hal.errors import PluginError, TransportUnavailable
+from mooncake_hal.errors import NoTransportFits, PluginError, TransportUnavailable
 from mooncake_hal.port_range import ReservedPorts
 from mooncake_hal.registry import PluginStatus, Registry, TableRow
 from mooncake_hal.specs import TransportConstraints, TransportSpec
@@ -127,8 +127,13 @@ class Transports:
 
     @property
     def constraints(self) -> dict[str, TransportConstraints]:
-        """Each transport's constraints, by name."""
-        return {candidate.name: candidate.constraints for candidate in self._candidates}
+        """Each transport's constraints, with the variants that are open, by name."""
+        return {
+            candidate.name: replace(
+                candidate.constraints, variants=tuple(candidate.endpoint.variants)
+            )
+            for candidate in self._candidates
+        }
 
     @property
     def stops_writes_on_failure(self) -> bool:
@@ -189,10 +194,13 @@ class Transports:
             timeout: timeout of each connection attempt, in seconds.
 
         Raises:
-            TransportUnavailable: no common transport reaches the peer; the message has all reasons.
+            NoTransportFits: by their addresses, no common transport reaches the peer; the message
+                has all reasons.
+            TransportUnavailable: as before, but one might have: its connection failed.
             TransferError: the peer is lost or denies access; other transports are not tried then.
         """
         refusals: list[str] = []
+        kind: type[TransportUnavailable] = NoTransportFits
         for candidate in self._candidates:
             name, address = candidate.name, addresses.get(candidate.name)
             if address is None:
@@ -203,7 +211,7 @@ class Transports:
                 try:
                     peer = candidate.endpoint.connect(address, timeout=timeout)
                 except TransportUnavailable as exc:
-                    refusal = exc.reason
+                    refusal, kind = exc.reason, TransportUnavailable
                 else:
                     reason = f"{name} is the best one that reaches the peer"
                     if refusals:
@@ -214,7 +222,7 @@ class Transports:
                     return NegotiatedPeer(name, peer, reason)
             refusals.append(f"{name}: {refusal}")
         ours, theirs = ", ".join(self.names), ", ".join(sorted(addresses)) or "nothing"
-        raise TransportUnavailable(
+        raise kind(
             AUTO if len(self._candidates) > 1 else self.names[0],
             f"we have {ours}, the peer has {theirs}, and none of them connects the two "
             f"({'; '.join(refusals)})",

@@ -74,11 +74,14 @@ class TransportConstraints:
         same_backend: whether both instances must run the same backend.
         same_generation: whether their devices must be of the same generation.
         any_tp_ratio: if False, P_tp >= D_tp and P_tp % D_tp == 0 must hold.
+        variants: of an open endpoint, what it speaks: see ``Endpoint.variants``. Both ends must
+            have one in common, unless one of them names none.
     """
 
     same_backend: bool = False
     same_generation: bool = False
     any_tp_ratio: bool = True
+    variants: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -162,6 +162,13 @@ class Endpoint(Protocol):
         """Opaque bytes that peers pass to ``connect``. Constant while the endpoint is open."""
         ...
 
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """What it speaks: the version of its protocol, with the settings that both ends need alike,
+        such as ``"4 tls"``. Endpoints that have none in common can't connect, which is then known
+        before they try. Several if it speaks several; empty if that is not known."""
+        ...
+
     def register(self, region: MemoryRegion) -> int:
         """Allow peers to read and write the region; returns its key. Regions may not overlap.
 

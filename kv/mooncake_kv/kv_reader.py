@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 
 from mooncake_kv.connector_scheduler import ConnectorContext, TransferCounts
-from mooncake_kv.errors import LeaseLost
+from mooncake_kv.errors import HandshakeRefused, LeaseLost
 from mooncake_kv.lease_keeper import LeaseKeeper
 from mooncake_kv.params import RemoteKV
 from mooncake_kv.peers import PeerInstance, PeerTable
@@ -47,7 +47,11 @@ class KVReader:
             KVTransferError: at least one rank failed.
         """
         started = self._context.clock()
-        reports = await self.loads.run(order)
+        try:
+            reports = await self.loads.run(order)
+        except HandshakeRefused as exc:
+            self._context.incompatible.note(order.engine_id, str(exc))
+            raise
         nbytes = sum(report.nbytes for report in reports)
         self.counts.nbytes += nbytes
         self._context.received.add(order.engine_id, nbytes)

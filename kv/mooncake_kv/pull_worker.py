@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
 
-from mooncake_hal.errors import HalError, PeerLost
+from mooncake_hal.errors import HalError, NoTransportFits, PeerLost
 from mooncake_hal.kv.transfer_plan import BlockTransfer, KVShardSpec, plan_transfer
 from mooncake_hal.transport import Transfer
 from mooncake_kv.connector_worker import ConnectorWorker, RankContext, single_thread
@@ -90,25 +90,27 @@ class PullWorker(ConnectorWorker):
         """Top of a pool thread: reports the load exactly once, drained, whatever happens."""
         if not load.claim():
             return
-        error = None
+        error, is_refused = None, False
         try:
             self._read(load)
         except HalError as exc:
             error = f"{type(exc).__name__}: {exc}"
+            is_refused = isinstance(exc, NoTransportFits)
         except ConnectorDead as exc:  # not reported: its blocks stay reserved
             self.context.fail(exc)
             return
         except Exception as exc:
             logger.exception("loading the KV of %s failed", load.order.request_id)
             error = f"the load failed: {exc!r}"
-        self._report(load, error)
+        self._report(load, error, is_refused=is_refused)
 
-    def _report(self, load: _RunningLoad, error: str | None) -> None:
+    def _report(self, load: _RunningLoad, error: str | None, *, is_refused: bool = False) -> None:
         request_id = load.order.request_id
         seconds = time.monotonic() - load.deadline + self._timeout_s
         # first: the next part of this request may be ordered immediately
         del self._loads[request_id]
-        self.context.emit(encode(LoadReport(request_id, error, load.nbytes, seconds)))
+        report = LoadReport(request_id, error, load.nbytes, seconds, is_refused)
+        self.context.emit(encode(report))
 
     def _read(self, load: _RunningLoad) -> None:
         load.time_left()

@@ -156,6 +156,8 @@ class PushSender:
             return
         push.reports[rank] = report
         if report.error is not None:
+            if report.is_refused:
+                self._context.incompatible.note(push.remote.engine_id, report.error)
             self._fail(report.request_id, push, report.error)
         if self._is_drained(push):
             self._count_end(report.request_id, push)

@@ -20,7 +20,7 @@ from itertools import count
 from queue import Empty, SimpleQueue
 
 from mooncake_hal.backend import Event
-from mooncake_hal.errors import HalError, PeerLost
+from mooncake_hal.errors import HalError, NoTransportFits, PeerLost
 from mooncake_hal.kv.transfer_plan import BlockTransfer, PeerSpans
 from mooncake_hal.transport import Peer, Transfer
 from mooncake_kv.connector_worker import (
@@ -73,6 +73,7 @@ class PushSession:
         seconds: seconds spent in transfers.
         error: reason of the first failure, or why it was stopped; None otherwise.
         may_still_arrive: whether a write failed in flight, whose data may still arrive at the peer.
+        is_refused: whether it failed because no transport connects the two instances.
         has_ended: whether the scheduler side has sent ``EndPush``.
         is_reported: whether the ``PushReport`` has been sent.
     """
@@ -87,6 +88,7 @@ class PushSession:
     seconds: float = 0.0
     error: str | None = None
     may_still_arrive: bool = False
+    is_refused: bool = False
     has_ended: bool = False
     is_reported: bool = False
 
@@ -267,6 +269,7 @@ class SendThread:
         if not isinstance(exc, HalError):
             logger.error("sending the KV of %s failed", session.request_id, exc_info=exc)
         session.error = session.error or f"{type(exc).__name__}: {exc}"
+        session.is_refused = session.is_refused or isinstance(exc, NoTransportFits)
         self._is_broken = True
 
 
@@ -499,6 +502,7 @@ class PushWorker(ConnectorWorker):
                 dict(session.written),
                 session.seconds,
                 session.may_still_arrive,
+                session.is_refused,
             )
             self.context.emit(encode(report))
         if session.has_ended:

@@ -12,7 +12,7 @@ from zlib import crc32
 import msgspec
 
 from mooncake_hal.specs import TransportConstraints
-from mooncake_kv.errors import ConnectorDead, Fatal, KVTransferError
+from mooncake_kv.errors import ConnectorDead, Fatal, HandshakeRefused, KVTransferError
 from mooncake_kv.handshake import RankMetadata
 
 
@@ -90,12 +90,14 @@ class LoadReport(msgspec.Struct, frozen=True, tag=True):
         request_id: the request that was loaded.
         error: reason of the failure; None if every byte has arrived and is converted.
         nbytes, seconds: bytes moved, and time from the order to the report.
+        is_refused: whether it failed because no transport connects the two instances.
     """
 
     request_id: str
     error: str | None
     nbytes: int
     seconds: float
+    is_refused: bool = False
 
 
 class LocalRanks(msgspec.Struct, frozen=True, tag=True):
@@ -158,6 +160,7 @@ class PushReport(msgspec.Struct, frozen=True, tag=True):
         written: bytes written, by the peer's rank.
         seconds: time spent in transfers.
         may_still_arrive: whether a write failed in flight, whose data may still arrive.
+        is_refused: whether it failed because no transport connects the two instances.
     """
 
     request_id: str
@@ -165,6 +168,7 @@ class PushReport(msgspec.Struct, frozen=True, tag=True):
     written: dict[int, int]
     seconds: float
     may_still_arrive: bool = False
+    is_refused: bool = False
 
 
 ToRank = (
@@ -284,6 +288,7 @@ class RankLoads:
 
         Raises:
             KVTransferError: at least one rank failed; the first reason is the message.
+            HandshakeRefused: as before, and no transport connects the two instances.
             ConnectorDead: at least one rank has not reported in time, or may not have received the
                 message.
         """
@@ -297,7 +302,8 @@ class RankLoads:
         for rank, report in enumerate(reports):
             if report.error is not None:
                 where = f"rank {rank}: " if self._ranks.num_ranks > 1 else ""
-                raise KVTransferError(where + report.error)
+                kind = HandshakeRefused if report.is_refused else KVTransferError
+                raise kind(where + report.error)
         return reports
 
     def _send_to_all(self, load: Load | ConvertRopeOrder) -> None:

@@ -132,6 +132,10 @@ class FaultyEndpoint:
     def address(self) -> bytes:
         return self._inner.address
 
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return self._inner.variants
+
     def register(self, region: MemoryRegion) -> int:
         return self._inner.register(region)
 

@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import ExitStack
 from typing import Protocol, TypeVar
@@ -194,8 +194,10 @@ class SessionEndpoint:
         *,
         shared_fd: SharedFd | None = None,
         confirm_s: float | None = None,
+        variants: Sequence[str] | None = None,
     ) -> None:
         self._data_path = data_path
+        self._variants = (str(data_path.version),) if variants is None else tuple(variants)
         self._local = local
         self._confirm_s = confirm_s
         self._live: dict[int, Registered] = {}
@@ -222,6 +224,10 @@ class SessionEndpoint:
     @property
     def address(self) -> bytes:
         return self._address
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return self._variants
 
     def register(self, region: MemoryRegion) -> int:
         with self._lock:
@@ -368,6 +374,7 @@ def open_endpoint(
     *,
     shared_fd: SharedFd | None = None,
     confirm_s: float | None = None,
+    variants: Sequence[str] | None = None,
 ) -> SessionEndpoint:
     """Open the endpoint of a data path; closes the data path if that fails.
 
@@ -381,12 +388,20 @@ def open_endpoint(
         confirm_s: for data paths whose peers access our memory directly: ``revoke`` waits up to
             this many seconds until every peer has confirmed that it stopped, and fails if one does
             not. None if the data path itself ends all access.
+        variants: see ``Endpoint.variants``; None: the version of the data path.
 
     Raises:
         OSError, PortsExhausted, ValueError: see ``Transport.open``.
     """
     try:
-        return SessionEndpoint(data_path, local, options, shared_fd=shared_fd, confirm_s=confirm_s)
+        return SessionEndpoint(
+            data_path,
+            local,
+            options,
+            shared_fd=shared_fd,
+            confirm_s=confirm_s,
+            variants=variants,
+        )
     except BaseException:
         data_path.close()
         raise

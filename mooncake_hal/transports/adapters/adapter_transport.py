@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 from mooncake_hal.errors import TransferError
+from mooncake_hal.hal_env import transport_settings
 from mooncake_hal.session.authentication import encode
 from mooncake_hal.session.regions import AttachedRegions
 from mooncake_hal.session.session import Session
@@ -157,8 +158,10 @@ class AdapterTransport:
 
     def open(self, options: EndpointOptions) -> Endpoint:
         local = AttachedRegions("this side")
-        data_path = AdapterDataPath(self._configure(options), local, self._compare_locations)
-        return open_endpoint(data_path, local, options)
+        engine = self._configure(options)
+        data_path = AdapterDataPath(engine, local, self._compare_locations)
+        variants = [f"{VERSION} {engine.protocol}"]
+        return open_endpoint(data_path, local, options, variants=variants)
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
         """Compares the engines' protocols and locations."""
@@ -167,12 +170,13 @@ class AdapterTransport:
 
 
 def chosen_settings(name: str, extra: dict[str, str], known: dict[str, str]) -> dict[str, str]:
-    """Return all settings: the given ones, and the defaults of the others.
+    """Return all settings: the given ones, else those of the environment, else their defaults.
 
     Raises:
         ValueError: a given setting is unknown.
+        HalError: one of the environment is: see ``transport_settings``.
     """
     unknown = sorted(set(extra) - set(known))
     if unknown:
         raise ValueError(f"{name} has no settings {unknown}; it has {sorted(known)}")
-    return {**known, **extra}
+    return {**known, **transport_settings(name, known), **extra}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from enum import IntEnum
 
 from mooncake_hal.errors import HalError, TransportUnavailable
-from mooncake_hal.hal_env import rdma_settings
+from mooncake_hal.hal_env import transport_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ def settings_of_endpoint(extra: Mapping[str, str]) -> RdmaSettings:
         HalError: MOONCAKE_HAL_RDMA has an unknown name or a value out of range.
         ValueError: the options have an unknown name or a value out of range.
     """
-    everywhere = rdma_settings()
+    everywhere = transport_settings("rdma", [field.name for field in fields(RdmaSettings)])
     try:
         RdmaSettings.of(everywhere)
     except ValueError as exc:

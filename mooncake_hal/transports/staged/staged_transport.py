@@ -91,8 +91,14 @@ class StagedTransport:
         own."""
         local = AttachedRegions("this side")
         copies = self._copies_of(options.device)
-        data_path = StagedDataPath(copies, self._open_inner(options), options.device, local)
-        return open_endpoint(data_path, local, options)
+        inner = self._open_inner(options)
+        data_path = StagedDataPath(copies, inner, options.device, local)
+        variants = [
+            f"{VERSION} {name} {variant}"
+            for name, constraints in inner.constraints.items()
+            for variant in constraints.variants
+        ]
+        return open_endpoint(data_path, local, options, variants=variants)
 
     def reaches(self, local: bytes, remote: bytes) -> str | None:
         return compare_addresses(

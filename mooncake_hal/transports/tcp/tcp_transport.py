@@ -18,6 +18,7 @@ from mooncake_hal.errors import (
     TransportUnavailable,
     VersionMismatch,
 )
+from mooncake_hal.hal_env import transport_settings
 from mooncake_hal.session import authentication
 from mooncake_hal.session.addressing import (
     advertised_host,
@@ -152,6 +153,10 @@ class TcpEndpoint:
     @property
     def address(self) -> bytes:
         return self._address
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        return (str(VERSION) if self._tls is None else f"{VERSION} tls",)
 
     def register(self, region: MemoryRegion) -> int:
         if region.device != "cpu":
@@ -302,17 +307,19 @@ class TcpTransport:
         self._given = streams
 
     def open(self, options: EndpointOptions) -> TcpEndpoint:
-        """``options.extra`` may have the TLS files; see ``Tls.from_settings``.
+        """``options.extra``, or else MOONCAKE_HAL_TCP, may have the TLS files; see
+        ``Tls.from_settings``.
 
         Raises:
             ValueError: a setting is unknown, missing or out of range.
+            HalError: MOONCAKE_HAL_TCP has an unknown setting.
         """
         unknown = sorted(set(options.extra) - set(SETTINGS))
         if unknown:
             raise ValueError(f"tcp has no settings {unknown}; it has {list(SETTINGS)}")
         if options.connections < 1:
             raise ValueError(f"connections must be 1 or more, got {options.connections}")
-        tls = Tls.from_settings(options.extra)
+        tls = Tls.from_settings({**transport_settings(NAME, SETTINGS), **options.extra})
         streams = InterpretedStreams() if tls is not None else self._streams
         return TcpEndpoint(options, streams, tls)
 

@@ -18,6 +18,8 @@ class TransportRules(Struct, frozen=True):
     same_backend: bool = False
     same_generation: bool = False
     any_tp_ratio: bool = True
+    # What the endpoints speak; they need one in common.
+    variants: tuple[str, ...] = ()
 
 
 class PairTopology(Struct, frozen=True):
@@ -82,6 +84,9 @@ def _transport_problem(name: str, prefill: PairTopology, decode: PairTopology) -
     is_multiple = 1 <= decode.tp_size <= prefill.tp_size and prefill.tp_size % decode.tp_size == 0
     if not is_multiple and not all(rule.any_tp_ratio for rule in rules):
         return f"needs P_tp a multiple of D_tp, they are {prefill.tp_size} and {decode.tp_size}"
+    ours, theirs = (rule.variants for rule in rules)
+    if ours and theirs and not set(ours) & set(theirs):
+        return f"needs one release and setting, they are {' or '.join(ours)}; {' or '.join(theirs)}"
     return None
 
 

@@ -35,7 +35,7 @@ from support.pd import (
 )
 from support.pd_relay import Relay, dropping, relay, unreliable
 from support.pd_transport import Gate
-from support.push import ask_pushed, early_pull_pair, push_pair
+from support.push import WAYS, ask_pushed, early_pull_pair, push_pair
 
 from mooncake_engine.config import Role
 from mooncake_engine.errors import ConfigError, InvalidRequest, PortInUse
@@ -317,6 +317,25 @@ def test_prefill_whose_reader_has_another_secret_fails_at_once(
             assert prefill.finish is FinishReason.ERROR
             assert prefill.error == REFUSED
             assert both.prefill.stat("refused_peers") == 1
+            await both.check_clean()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("way", ["pulled", "pushed"])
+def test_pair_that_no_transport_connects_is_noted_at_its_first_request(
+    model: Path, gate: Gate, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """The handshake finds both transports fit, but what the ranks have published rules them out."""
+    monkeypatch.setattr(pd_transport.GatedTransport, "reaches", lambda *_: "it is on another host")
+    make_both, ask_both = WAYS[way]
+
+    async def main() -> None:
+        async with make_both(model, **GATED) as both:
+            answer = await ask_both(both, PROMPT)
+            assert answer.finish is FinishReason.LENGTH, "the reader computes the prompt itself"
+            mover = both.decode if way == "pulled" else both.prefill
+            assert mover.stat("refused_peers") == 1
             await both.check_clean()
 
     asyncio.run(main())

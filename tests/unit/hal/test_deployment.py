@@ -109,6 +109,11 @@ def test_invalid_deployment_has_problems(instances: tuple[InstancePlan, ...], me
             "'cpu'",
         ),
         (
+            replace(FREE, transports={"tcp": replace(ANY, variants=("4", "4 tls"))}),
+            replace(FREE, transports={"tcp": replace(ANY, variants=("5",))}),
+            "tcp: prefill speaks 4 or 4 tls, but decode 5: run one release with the same settings",
+        ),
+        (
             STRICT,
             FREE,
             "links: the decode instance does not offer it; it offers tcp; tcp: the prefill",
@@ -133,6 +138,15 @@ def test_pipeline_stages_need_no_ratio() -> None:
 
 def test_transport_without_ratio_rule_allows_any_ratio() -> None:
     check_compatibility(replace(FREE, tp_size=2), replace(FREE, tp_size=3))
+
+
+@pytest.mark.parametrize("variants", [(), ("4",), ("5", "4")])
+def test_one_common_variant_of_a_transport_is_enough(variants: tuple[str, ...]) -> None:
+    prefill, decode = (
+        replace(FREE, transports={"tcp": replace(ANY, variants=spoken)})
+        for spoken in (("4", "3"), variants)
+    )
+    assert usable_transports(prefill, decode) == ("tcp",)
 
 
 def test_pair_uses_the_transports_that_allow_it() -> None:

@@ -11,7 +11,12 @@ import numpy as np
 import pytest
 from support.ports import free_range
 
-from mooncake_hal.errors import AccessDenied, PortsExhausted, TransportUnavailable
+from mooncake_hal.errors import (
+    AccessDenied,
+    NoTransportFits,
+    PortsExhausted,
+    TransportUnavailable,
+)
 from mooncake_hal.negotiation import Transports, count_ports, reserved_ports
 from mooncake_hal.port_range import PortRange, ReservedPorts
 from mooncake_hal.registry import Registry
@@ -163,11 +168,21 @@ def test_forced_transport_is_the_only_one(opened: Callable[..., Transports]) -> 
 def test_no_common_transport_names_every_reason(opened: Callable[..., Transports]) -> None:
     ours, theirs = opened(SHM, TCP), opened(TCP, wanted="tcp")
     mismatched = {"shm": theirs.addresses["tcp"], "hccs": b"x"}
-    with pytest.raises(TransportUnavailable) as caught:
+    with pytest.raises(NoTransportFits) as caught:
         ours.connect(mismatched, timeout=10)
     message = str(caught.value)
     assert "we have shm, tcp, the peer has hccs, shm, and none of them connects the two" in message
     assert "tcp: the peer does not offer it" in message
+
+
+def test_transport_that_failed_to_connect_may_succeed_later(
+    opened: Callable[..., Transports], memory: Callable[..., HostBuffer]
+) -> None:
+    ours, theirs = opened(NO_CALLS), opened(SHM)
+    theirs.register(memory().region)
+    with pytest.raises(TransportUnavailable) as caught:
+        ours.connect(theirs.addresses, timeout=10)
+    assert not isinstance(caught.value, NoTransportFits)
 
 
 def test_denied_peer_is_not_retried_on_another_transport(

@@ -9,7 +9,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from mooncake_hal.errors import PeerLost, TransferError, TransportUnavailable
+from mooncake_hal.errors import HalError, PeerLost, TransferError, TransportUnavailable
 from mooncake_hal.transport import EndpointOptions, Spans
 from mooncake_hal.transports.adapters import (
     mooncake_agent as mooncake,
@@ -84,6 +84,16 @@ def test_unknown_settings_are_rejected() -> None:
         nixl.configure(NOTHING, options)
     with pytest.raises(ValueError, match="must be one of"):
         mooncake.configure(NOTHING, EndpointOptions(extra={"protocol": "udp"}))
+
+
+def test_environment_has_settings_for_every_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_HAL_MOONCAKE", "protocol=rdma devices=mlx5_0")
+    assert mooncake.configure(NOTHING, EndpointOptions()).protocol == "rdma"
+    options = EndpointOptions(extra={"protocol": "tcp"})
+    assert mooncake.configure(NOTHING, options).protocol == "tcp"
+    monkeypatch.setenv("MOONCAKE_HAL_NIXL", "backend=UCX engine=fast")
+    with pytest.raises(HalError, match=r"MOONCAKE_HAL_NIXL: nixl has no setting \['engine'\]"):
+        nixl.configure(NOTHING, EndpointOptions())
 
 
 def test_slices_cover_every_byte_in_order_within_bounds() -> None:

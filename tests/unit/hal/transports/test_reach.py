@@ -11,14 +11,17 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from support.transports import tls_settings
 
-from mooncake_hal.errors import PeerLost, TransportUnavailable, VersionMismatch
+from mooncake_hal.errors import HalError, PeerLost, TransportUnavailable, VersionMismatch
 from mooncake_hal.session import authentication
 from mooncake_hal.session.listener import dial
 from mooncake_hal.transport import EndpointOptions, MemoryRegion
 from mooncake_hal.transports.session_endpoint import SessionAddress, open_socket
 from mooncake_hal.transports.shm import process_memory
 from mooncake_hal.transports.shm.shm_transport import VERSION, ShmInfo, load as load_shm
+from mooncake_hal.transports.staged import staged_protocol
+from mooncake_hal.transports.staged.staged_transport import load as load_staged
 from mooncake_hal.transports.tcp import tcp_sockets
 from mooncake_hal.transports.tcp.tcp_transport import load as load_tcp
 
@@ -124,6 +127,27 @@ def test_incomplete_tls_settings_are_rejected(tmp_path: Path) -> None:
     names = ("tls_certificate", "tls_key", "tls_authority")
     with pytest.raises(ValueError, match="can't use the TLS files"):
         load_tcp().open(EndpointOptions(extra=dict.fromkeys(names, missing)))
+
+
+def test_environment_sets_tls_for_every_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And so do the endpoints of staged, which it opens below."""
+    words = (f"{name}={path}" for name, path in tls_settings().items())
+    plain = load_tcp().open(EndpointOptions())
+    monkeypatch.setenv("MOONCAKE_HAL_TCP", " ".join(words))
+    endpoint, staged = (load().open(EndpointOptions()) for load in (load_tcp, load_staged))
+    version = tcp_sockets.VERSION
+    assert plain.variants == (f"{version}",)
+    assert endpoint.variants == (f"{version} tls",)
+    assert f"{staged_protocol.VERSION} tcp {version} tls" in staged.variants
+    assert load_tcp().reaches(plain.address, endpoint.address) is not None
+    for each in (plain, endpoint, staged):
+        each.close()
+
+
+def test_unknown_setting_in_the_environment_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOONCAKE_HAL_TCP", "tls=yes")
+    with pytest.raises(HalError, match=r"MOONCAKE_HAL_TCP: tcp has no setting \['tls'\]; it has"):
+        load_tcp().open(EndpointOptions())
 
 
 @pytest.mark.parametrize(

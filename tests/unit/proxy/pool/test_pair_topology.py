@@ -15,7 +15,7 @@ SAME = PairTopology(
     tp_size=2,
     backend="cpu",
     generation="x86",
-    transports={"tcp": TransportRules()},
+    transports={"tcp": TransportRules(variants=("4",))},
     must_match={"model": "m1", "KV geometry": "g"},
 )
 HCCS = TransportRules(same_backend=True, same_generation=True, any_tp_ratio=False)
@@ -28,6 +28,12 @@ HCCS = TransportRules(same_backend=True, same_generation=True, any_tp_ratio=Fals
         ({"must_match": {"model": "m2", "KV geometry": "g"}}, "model differs: m1 and m2"),
         ({"must_match": {"tokenizer": "t"}}, None),
         ({"transports": {"shm": TransportRules()}}, "no transport in common"),
+        (
+            {"transports": {"tcp": TransportRules(variants=("4 tls",))}},
+            "tcp: needs one release and setting, they are 4; 4 tls",
+        ),
+        ({"transports": {"tcp": TransportRules(variants=("5", "4"))}}, None),
+        ({"transports": {"tcp": TransportRules()}}, None),
         ({"transports": {}}, None),
         ({"tp_size": 3, "backend": "cuda", "generation": "sm_90"}, None),
     ],
@@ -89,7 +95,9 @@ def test_rules_match_handshake(
 
 
 def test_published_topology_is_parsed() -> None:
-    rule = TransportConstraints(same_backend=True, same_generation=True, any_tp_ratio=False)
+    rule = TransportConstraints(
+        same_backend=True, same_generation=True, any_tp_ratio=False, variants=("5 hixl",)
+    )
     ranks = (RankEndpointInfo({"hccs": b"here"}),)
     published = Topology(
         engine_id="e",
@@ -111,7 +119,7 @@ def test_published_topology_is_parsed() -> None:
         2,
         "npu",
         "A2",
-        {"hccs": HCCS},
+        {"hccs": msgspec.structs.replace(HCCS, variants=("5 hixl",))},
         {"model": "m"},
         splits_choices=True,
         secret_digests=("12ab",),
