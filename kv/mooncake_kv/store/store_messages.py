@@ -24,7 +24,7 @@ from mooncake_kv.store.chunk_store import (
     WriteHandle,
 )
 
-STORE_PROTOCOL_VERSION = 3
+STORE_PROTOCOL_VERSION = 4
 
 MAX_KEYS = 65_536
 """Upper bound of the chunks in one message."""
