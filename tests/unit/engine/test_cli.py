@@ -245,7 +245,7 @@ def test_proxy_of_a_deployment_gets_what_concerns_its_clients() -> None:
     assert (found.access_log, found.max_body_bytes) == ("all", 1 << 20)
     given = parse("up", "--model", "m", *limits, "--proxy-args=--policy cost --api-key-file 'a b'")
     assert proxy_argv(given) == (*limits, "--policy", "cost", "--api-key-file", "a b")
-    with pytest.raises(ConfigError, match="^--proxy-args: No closing quotation"):
+    with pytest.raises(ConfigError, match=r"^--proxy-args: No closing quotation"):
         proxy_argv(parse("up", "--model", "m", "--proxy-args='a"))
     instance = parse("serve", *engine_argv(parse("up", "--model", "m", *limits)))
     assert instance.allowed_origins == ("https://a.com", "https://b.com")
