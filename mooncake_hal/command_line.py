@@ -173,7 +173,7 @@ def load_development_module(name: str) -> ModuleType:
             raise
         raise DevelopmentToolsMissing(
             f"{name} is not installed: it is a development tool, which is not part of the packages "
-            "for serving; install it with `pip install 'mooncake-hal[testing]'`"
+            "for serving; install the wheel mooncake_hal_testing of this release"
         ) from exc
 
 

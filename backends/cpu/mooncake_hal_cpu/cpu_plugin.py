@@ -24,9 +24,7 @@ def mooncake_hal_backend() -> BackendSpec:
 def probe() -> Availability:
     """Look for torch, without importing it, and for ``memfd_create``."""
     if find_spec("torch") is None:
-        return Availability(
-            False, "torch is not installed; install mooncake-hal[cpu], or a torch build of yours"
-        )
+        return Availability(False, "torch is not installed; install one of its builds")
     if not hasattr(os, "memfd_create"):
         return Availability(False, "it allocates KV with memfd_create, which only Linux has")
     return Availability(True, f"{cpu_name()}, {this_generation()}")

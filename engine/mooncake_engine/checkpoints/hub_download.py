@@ -163,7 +163,7 @@ def _from_modelscope(model: HubModel) -> Path:
     except ModuleNotFoundError as exc:
         raise ConfigError(
             f"modelscope:{model.repository} needs the package modelscope: "
-            "pip install 'mooncake-engine[modelscope]'"
+            "pip install 'modelscope>=1.20,<2'"
         ) from exc
     import requests
 

@@ -275,7 +275,7 @@ def _connect(address: str) -> Any:
     try:
         ray = _ray()
     except ImportError as exc:
-        raise ConfigError("--executor ray needs Ray: pip install 'mooncake-engine[ray]'") from exc
+        raise ConfigError("--executor ray needs Ray: pip install 'ray>=2.40'") from exc
     try:
         ray.init(address=address or None, ignore_reinit_error=True, include_dashboard=False)
     except (ConnectionError, ValueError, RuntimeError) as exc:

@@ -42,7 +42,7 @@ def load_tracing(endpoint: str, role: Role) -> Tracing:
     except ModuleNotFoundError as exc:
         raise ConfigError(
             f"--otlp-endpoint {endpoint}: {exc.name} is not installed; "
-            "pip install 'mooncake-engine[otel]'"
+            "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
         ) from exc
     url = endpoint.rstrip("/")
     if not url.endswith(_TRACES_PATH):

@@ -117,7 +117,7 @@ def find_library() -> ModuleType:
             raise
         raise InvalidRequest(
             "structured outputs need llguidance, which is not installed on the server: "
-            "pip install 'mooncake-engine[structured]'",
+            "pip install 'llguidance>=1.9,<2'",
             param=PARAM,
         ) from exc
     module: ModuleType = llguidance

@@ -508,7 +508,7 @@ def _package() -> ModuleType:
         if exc.name not in ("mooncake", "mooncake.store"):
             raise
         raise KVConfigError(
-            "Mooncake Store needs its client: pip install 'mooncake-hal[mooncake]'"
+            "Mooncake Store needs its client: pip install mooncake-transfer-engine-non-cuda"
         ) from exc
     except ImportError as exc:
         raise KVConfigError(f"Mooncake Store's client does not import: {exc}") from exc

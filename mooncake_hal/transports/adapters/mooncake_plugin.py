@@ -28,8 +28,9 @@ def probe() -> Availability:
     if spec is None or found is None:
         return Availability(
             False,
-            "mooncake-transfer-engine is not installed: pip install 'mooncake-hal[mooncake]' "
-            "(or mooncake-transfer-engine, for CUDA memory)",
+            "mooncake-transfer-engine is not installed: "
+            "pip install mooncake-transfer-engine-non-cuda (or mooncake-transfer-engine, for CUDA "
+            "memory)",
         )
     return Availability(True, f"{found}: tcp, or rdma if set; only when asked for")
 

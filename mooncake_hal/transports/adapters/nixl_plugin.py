@@ -28,7 +28,7 @@ def probe() -> Availability:
     if spec is None or bindings is None:
         return Availability(
             False,
-            "NIXL is not installed: pip install --no-deps nixl nixl-cu12 (or 'mooncake-hal[nixl]', "
+            "NIXL is not installed: pip install --no-deps nixl nixl-cu12 (or all of nixl, "
             "which brings CUDA along)",
         )
     return Availability(True, f"{bindings}: UCX, over what UCX_TLS allows; only when asked for")

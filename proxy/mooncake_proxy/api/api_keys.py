@@ -100,7 +100,7 @@ def read_key_file(path: str | None) -> KeyFile:
         raise ConfigError(f"key file {path}: {exc.strerror}") from exc
     except ImportError as exc:
         raise ConfigError(
-            f"key file {path}: YAML needs PyYAML (pip install mooncake-proxy[yaml]); "
+            f"key file {path}: YAML needs PyYAML (pip install PyYAML); "
             "a file that ends in .json needs nothing"
         ) from exc
     except (*DECODE_ERRORS, AttributeError) as exc:

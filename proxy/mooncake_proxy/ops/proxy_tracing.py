@@ -45,7 +45,7 @@ def load_tracing(endpoint: str) -> RequestTracing:
     except ModuleNotFoundError as exc:
         raise ConfigError(
             f"--otlp-endpoint {endpoint}: {exc.name} is not installed; "
-            "pip install mooncake-proxy[otel]"
+            "pip install opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
         ) from exc
     url = endpoint.rstrip("/")
     if not url.endswith(TRACES_PATH):

@@ -27,7 +27,7 @@ def parse_pool_file(data: bytes, path: str) -> list[InstanceSpec]:
             specs = specs_of(msgspec.yaml.decode(data, type=PoolFile), SOURCE)
     except ImportError as exc:
         raise ConfigError(
-            f"pool file {path}: YAML needs PyYAML (pip install mooncake-proxy[yaml]); "
+            f"pool file {path}: YAML needs PyYAML (pip install PyYAML); "
             "a file that ends in .json needs nothing"
         ) from exc
     except (*DECODE_ERRORS, AttributeError) as exc:

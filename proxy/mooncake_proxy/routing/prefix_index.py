@@ -132,7 +132,7 @@ def load_tokenizer(folder: str) -> Tokenizer:
     except ModuleNotFoundError as exc:
         if exc.name != "tokenizers":
             raise
-        raise ConfigError("--tokenizer wants: pip install mooncake-proxy[tokenizer]") from exc
+        raise ConfigError("--tokenizer wants: pip install tokenizers") from exc
     try:
         backend = Backend.from_file(str(path))
     except Exception as exc:  # the package raises plain Exception

@@ -142,7 +142,7 @@ def test_a_missing_library_is_named_with_its_command(
     monkeypatch.setattr(grammars, "_vocabularies", {})
     response = client.post(CHAT[0], **CHAT[1], **as_schema(SCHEMA))
     assert response.status_code == 400
-    assert "pip install 'mooncake-engine[structured]'" in response.json()["error"]["message"]
+    assert "pip install 'llguidance>=1.9,<2'" in response.json()["error"]["message"]
 
 
 @pytest.mark.timeout(300)
