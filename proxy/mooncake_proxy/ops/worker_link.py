@@ -412,6 +412,11 @@ def _is_renewal(change: MembershipChange, earlier: MembershipChange) -> bool:
     return replace(earlier, lease_s=lease_s, registered=registered) == change
 
 
+def _is_same_start(change: MembershipChange, earlier: MembershipChange) -> bool:
+    starts = [None if one.registered is None else one.registered[0] for one in (change, earlier)]
+    return starts[0] == starts[1]
+
+
 def _superseded_by(change: MembershipChange) -> set[ChangeOperation]:
     if change.operation in (ChangeOperation.ADD, ChangeOperation.REMOVE) or change.lease_s:
         return set(ChangeOperation)
@@ -435,7 +440,13 @@ class ChangeLog:
         known = self._by_name.pop(name, _ChangesOfInstance([], math.inf))
         earlier = known.changes if now < known.ends_at else []
         if earlier and change.lease_s and _is_renewal(change, earlier[0]):
-            changes = [change, *earlier[1:]]  # what was decided since the registration stays
+            # What was decided since the registration stays. Only a removal is of this start.
+            decided, is_same = earlier[1:], _is_same_start(change, earlier[0])
+            changes = [change, *(one for one in decided if is_same or not one.removes)]
+        elif change.operation is ChangeOperation.REMOVE and not change.lease_s:
+            # After a registration, so that the next renewal does not undo it.
+            added = [one for one in earlier[:1] if one.operation is ChangeOperation.ADD]
+            changes = [*added, change]
         else:
             replaced = _superseded_by(change)
             changes = [*(one for one in earlier if one.operation not in replaced), change]

@@ -63,6 +63,12 @@ class MembershipChange(Struct, forbid_unknown_fields=True):
     models: tuple[str, ...] = ()
     data_parallel_size: int = 1
 
+    @property
+    def removes(self) -> bool:
+        """Whether the instance leaves the pool, now or once it is idle."""
+        is_drain = self.operation is ChangeOperation.DRAIN
+        return self.operation is ChangeOperation.REMOVE or (is_drain and self.remove)
+
 
 class PoolFileEntry(Struct, forbid_unknown_fields=True):
     """An instance in a pool file; a plain URL is the short form."""
@@ -142,6 +148,8 @@ def apply_change(pool: ModelPools, change: MembershipChange) -> Instance | None:
         Conflict: the change does not fit the instance's state.
     """
     name = str(Origin.parse(change.url))
+    if change.removes and not change.lease_s:
+        pool.keep_out(name)
     if change.operation is ChangeOperation.ADD:
         return pool.add(spec_of(change))
     if change.operation is ChangeOperation.DRAIN:
@@ -210,13 +218,19 @@ def plan_membership(
 
 def follow_source(pool: ModelPools, wanted: Sequence[InstanceSpec], source: str) -> None:
     """Add the instances that are new in a source, and drain those that are no longer in it, so that
-    their running requests finish.
+    their running requests finish. Those that an operator has removed stay out while the source
+    declares them as before.
 
     An entry that can't be applied is logged and skipped.
     """
+    for name, removed in tuple(pool.removed.items()):
+        if removed.source == source and removed not in wanted:
+            del pool.removed[name]
     withdrawn = {instance.name for instance in pool if instance.is_withdrawn}
     todo = plan_membership(wanted, [i.declared for i in pool], source, withdrawn)
     for spec in todo.add:
+        if pool.removed.get(spec.name) == spec:
+            continue
         try:
             pool.add(spec)
         except (Refusal, ConfigError) as exc:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 
 from mooncake_proxy.errors import BadRequest, Conflict, ModelNotFound, NotFound
@@ -10,6 +11,7 @@ from mooncake_proxy.pool.instance_reports import Compatibility
 from mooncake_proxy.pool.instances import Instance, InstancePool, InstanceSpec, Role
 from mooncake_proxy.pool.pair_topology import PairTopology
 
+logger = logging.getLogger(__name__)
 # For so long a model without instances is one that can't be served now, which clients try again:
 # its only instance may be restarting. Then it is one that does not exist.
 KEPT_S = 3600.0
@@ -28,6 +30,9 @@ class ModelPools:
         # Called with the name of an instance that its source declares from now on.
         self.on_declared: Callable[[str], object] = lambda name: None
         self._pools: dict[str, InstancePool] = {"": self.unnamed}
+        # Instances that operators have removed although their sources still declare them, by name:
+        # they stay out until the source withdraws or changes them, or an operator wants them back.
+        self.removed: dict[str, InstanceSpec] = {}
         # The names of each pool when it last had instances, and until when they count without one.
         self._last_names: dict[InstancePool, tuple[frozenset[str], float]] = {}
 
@@ -110,6 +115,7 @@ class ModelPools:
                 )
         if spec.model not in self._pools:
             self._pools[spec.model] = InstancePool(self._context)
+        self.removed.pop(spec.name, None)
         instance = self._pools[spec.model].add(spec)
         self._note_names()
         return instance
@@ -129,8 +135,22 @@ class ModelPools:
         return self.home(name).drain(name, then_remove=then_remove)
 
     def resume(self, name: str) -> Instance:
-        """Undo a drain or an ejection."""
+        """Undo a drain or an ejection, or the removal by an operator of what is still declared."""
+        removed = self.removed.pop(name, None)
+        if removed is not None and all(instance.name != name for instance in self):
+            return self.add(removed)
         return self.home(name).resume(name)
+
+    def keep_out(self, name: str) -> None:
+        """Don't add an instance again that an operator removes, if its source declares it over and
+        over. Raises NotFound."""
+        declared = self.get(name).declared
+        if declared.source not in ("flags", "api"):
+            self.removed[name] = declared
+            logger.info(
+                "instance %s stays out until %s withdraws it, or it is added or resumed",
+                *(name, declared.source),
+            )
 
     def remove(self, name: str) -> None:
         """Remove an instance immediately."""

@@ -152,21 +152,29 @@ class Registrations:
         return instance
 
     def _change_pool(self, name: str, change: MembershipChange) -> Instance | None:
+        present = next((each for each in self.pools if each.name == name), None)
         if change.operation is not ChangeOperation.ADD:
             if self._leases.pop(name, None) is None:
                 return None
             logger.info("instance %s has unregistered", name)
-            return apply_change(self.pools, change)
-        present = next((each for each in self.pools if each.name == name), None)
+            self.pools.removed.pop(name, None)
+            return None if present is None else apply_change(self.pools, change)
         if present is not None and present.spec.source != SOURCE:
             raise Conflict(
                 f"{name} is declared by {present.spec.source}, and needs no registration"
             )
         is_renewed = name in self._leases and present is not None
         self._leases[name] = (self.now() + change.lease_s, change.lease_s)
+        if name in self.pools.removed:
+            # An operator has removed this one. One that is started anew may join.
+            return apply_change(self.pools, change) if self._is_start(name, change) else present
         if is_renewed and present is not None and present.declared == spec_of(change):
             return present  # keeps what operators and health checks have decided since
         return apply_change(self.pools, change)
+
+    def _is_start(self, name: str, change: MembershipChange) -> bool:
+        known = self._seen.get(name)
+        return known is None or (change.registered or (0.0, 0))[0] != known.started_at
 
     def postpone_expiry(self, stopped_s: float) -> None:
         """Extend all leases by `stopped_s` seconds, in which this process read no renewals."""
@@ -182,6 +190,7 @@ class Registrations:
             if now < ends_at:
                 continue
             del self._leases[name]
+            self.pools.removed.pop(name, None)
             logger.warning(
                 "instance %s has not renewed its registration for %g s: it gets no more requests",
                 *(name, lease_s),

@@ -94,6 +94,28 @@ def test_renewed_registration_keeps_what_operators_decided() -> None:
     assert changes(60.0) == [longer]
 
 
+def test_renewed_registration_keeps_a_removal_until_the_instance_starts_anew() -> None:
+    log, removed = ChangeLog(), change(ChangeOperation.REMOVE, "http://a:1")
+    fields = {"role": Role.DECODE, "source": "register", "lease_s": 15.0}
+
+    def registered(started_at: float, number: int) -> MembershipChange:
+        of = (started_at, number)
+        return change(ChangeOperation.ADD, "http://a:1", registered=of, **fields)
+
+    def changes() -> list[MembershipChange]:
+        return [one for message in log.messages(0.0) for one in message.changes]
+
+    for one in (registered(5.0, 0), removed, registered(5.0, 1)):
+        log.note(one, 0.0)
+    assert changes() == [registered(5.0, 1), removed]
+    drained = change(ChangeOperation.DRAIN, "http://a:1", remove=True)
+    for one in (registered(6.0, 0), drained, registered(6.0, 1)):
+        log.note(one, 0.0)
+    assert changes() == [registered(6.0, 1), drained]
+    log.note(registered(7.0, 0), 0.0)
+    assert changes() == [registered(7.0, 0)]
+
+
 def test_counts_of_removed_instances_expire() -> None:
     metrics = ProxyMetrics()
     for name in ("kept", "gone"):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
+from dataclasses import replace
+
 import msgspec
 import pytest
 from msgspec import structs
 
 from mooncake_proxy.errors import ConfigError
 from mooncake_proxy.http1.http_wire import Origin
+from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 from mooncake_proxy.pool.instances import InstanceSpec, Role
 from mooncake_proxy.pool.kubernetes import Pod, PodList, specs_of_pods
@@ -16,10 +20,13 @@ from mooncake_proxy.pool.membership import (
     InstanceDefaults,
     MembershipChange,
     MembershipPlan,
+    apply_change,
+    follow_source,
     parse_store_events,
     plan_membership,
     spec_of,
 )
+from mooncake_proxy.pool.model_pools import ModelPools
 from mooncake_proxy.pool.pool_file import parse_pool_file
 
 
@@ -150,3 +157,35 @@ def test_pod_with_wrong_events_of_a_store_is_an_instance_all_the_same(
     assert wrong.store_kv_events == ()
     specs_of_pods(pods)
     assert caplog.text.count("KV events of a store 's1': wanted tcp://HOST:PORT") == 1
+
+
+@pytest.mark.parametrize("source", ["kubernetes", "file"])
+def test_what_an_operator_removes_stays_out_while_its_source_declares_it_as_before(
+    source: str,
+) -> None:
+    async def main() -> None:
+        pools, both = ModelPools(ClientContext()), [spec(1, source), spec(2, source)]
+
+        def followed(wanted: list[InstanceSpec]) -> list[str]:
+            follow_source(pools, wanted, source)
+            return [instance.name for instance in pools]
+
+        assert followed(both) == ["http://h:1", "http://h:2"]
+        removed = MembershipChange(ChangeOperation.DRAIN, "http://h:1", remove=True)
+        apply_change(pools, removed)
+        assert followed(both) == ["http://h:2"]
+        assert followed(both[1:]) == ["http://h:2"]
+        assert followed(both) == ["http://h:2", "http://h:1"], "it was withdrawn, and is new"
+        apply_change(pools, removed)
+        changed = [replace(both[0], role=Role.BOTH), both[1]]
+        assert followed(changed) == ["http://h:2", "http://h:1"], "it is declared differently"
+        apply_change(pools, MembershipChange(ChangeOperation.REMOVE, "http://h:1"))
+        assert followed(changed) == ["http://h:2"]
+        apply_change(pools, MembershipChange(ChangeOperation.RESUME, "http://h:1"))
+        assert followed(changed) == ["http://h:2", "http://h:1"]
+        apply_change(pools, MembershipChange(ChangeOperation.REMOVE, "http://h:1"))
+        apply_change(pools, MembershipChange(ChangeOperation.ADD, "http://h:1", Role.DECODE))
+        assert pools.get("http://h:1").spec.role is Role.DECODE
+        assert pools.removed == {}
+
+    asyncio.run(main())

@@ -14,7 +14,7 @@ from mooncake_proxy.errors import BadRequest, ConfigError, Conflict, Forbidden
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext, ClientLimits
 from mooncake_proxy.pool.instances import InstanceSpec, InstanceState, Role
-from mooncake_proxy.pool.membership import MembershipChange
+from mooncake_proxy.pool.membership import ChangeOperation, MembershipChange, apply_change
 from mooncake_proxy.pool.model_pools import ModelPools
 from mooncake_proxy.pool.registrations import HEADER, Registrations
 
@@ -97,6 +97,47 @@ def test_renewal_keeps_operator_changes(registrations: Registrations, pools: Mod
     pools.drain(URL)
     announce(registrations, 2)
     assert instance.is_draining
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"operation": ChangeOperation.REMOVE}, {"operation": ChangeOperation.DRAIN, "remove": True}],
+)
+def test_instance_that_an_operator_removes_stays_out_until_it_is_wanted_or_starts_anew(
+    registrations: Registrations, pools: ModelPools, clock: Clock, fields: dict[str, Any]
+) -> None:
+    removal = MembershipChange(url=URL, **fields)
+    announce(registrations, 0)
+    apply_change(pools, removal)
+    assert announce(registrations, 1) is None
+    assert names(pools) == []
+    apply_change(pools, MembershipChange(ChangeOperation.RESUME, URL))
+    announce(registrations, 2)
+    assert [instance.spec.source for instance in pools] == ["register"]
+    apply_change(pools, removal)
+    announce(registrations, 0, started_at=6.0)
+    assert names(pools) == [URL], "it has been restarted"
+    apply_change(pools, removal)
+    announce(registrations, 1, started_at=6.0)
+    clock.now += 16
+    registrations.expire()
+    announce(registrations, 2, started_at=6.0)
+    assert names(pools) == [URL], "it was gone for a lease"
+    apply_change(pools, removal)
+    announce(registrations, 3, started_at=6.0, is_draining=True)
+    assert pools.removed == {}
+
+
+def test_instance_that_restarts_while_it_is_drained_to_be_removed_is_back(
+    registrations: Registrations, pools: ModelPools
+) -> None:
+    instance = announce(registrations, 0)
+    instance.num_running = 1
+    apply_change(pools, MembershipChange(ChangeOperation.DRAIN, URL, remove=True))
+    announce(registrations, 1)
+    assert instance.is_draining
+    announce(registrations, 0, started_at=6.0)
+    assert not instance.is_draining
 
 
 def test_deregistered_instance_is_removed_when_idle(
