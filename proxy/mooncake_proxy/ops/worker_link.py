@@ -406,6 +406,16 @@ class _ChangesOfInstance:
     changes: list[MembershipChange]
     ends_at: float
 
+    def effect(self, now: float) -> int:
+        """How much a worker that starts at `now` depends on them; 0: not at all."""
+        if now >= self.ends_at:
+            return 0
+        first, last = self.changes[0], self.changes[-1]
+        if not last.removes:
+            return 3
+        # What was added here and is gone; and what a flag or a watched source may still declare.
+        return 1 if first.operation is ChangeOperation.ADD else 2
+
 
 def _is_renewal(change: MembershipChange, earlier: MembershipChange) -> bool:
     lease_s, registered = change.lease_s, change.registered
@@ -455,7 +465,18 @@ class ChangeLog:
             ends_at = known.ends_at
         self._by_name[name] = _ChangesOfInstance(changes, ends_at)
         if len(self._by_name) > MAX_CHANGED_URLS:
-            self._by_name.popitem(last=False)
+            self._drop_one(now)
+
+    def _drop_one(self, now: float) -> None:
+        """Drop what matters least: of the same effect, the oldest."""
+        name = min(self._by_name, key=lambda name: self._by_name[name].effect(now))
+        dropped = self._by_name.pop(name)
+        if not dropped.changes[-1].removes and now < dropped.ends_at:
+            logger.warning(
+                "more than %d instances were changed: workers that start from now on don't know "
+                "the changes of %s",
+                *(MAX_CHANGED_URLS, name),
+            )
 
     def forget(self, name: str) -> None:
         """Drop the changes of an instance."""

@@ -116,6 +116,35 @@ def test_renewed_registration_keeps_a_removal_until_the_instance_starts_anew() -
     assert changes() == [registered(7.0, 0)]
 
 
+def test_changes_without_effect_are_dropped_first(caplog: pytest.LogCaptureFixture) -> None:
+    log = ChangeLog()
+    added = change(ChangeOperation.ADD, "http://old:1", role=Role.DECODE)
+    drained = change(ChangeOperation.DRAIN, "http://declared:1")
+    removed = change(ChangeOperation.REMOVE, "http://declared:2")
+    for one in (added, drained, removed):
+        log.note(one, 0.0)
+    for number in range(600):
+        url = f"http://api-{number}:1"
+        log.note(change(ChangeOperation.ADD, url, role=Role.DECODE), 1.0)
+        log.note(change(ChangeOperation.DRAIN, url, remove=True), 2.0)
+        leased = {"role": Role.DECODE, "source": "register", "lease_s": 15.0}
+        log.note(change(ChangeOperation.ADD, f"http://registered-{number}:1", **leased), 3.0)
+
+    def changes(now: float) -> list[MembershipChange]:
+        return [one for message in log.messages(now) for one in message.changes]
+
+    assert changes(3.0)[:3] == [added, drained, removed]
+    for number in range(1000):
+        log.note(change(ChangeOperation.DRAIN, f"http://drained-{number}:1"), 100.0)
+        if number < 997:
+            assert changes(100.0)[:3] == [added, drained, removed]
+    kept = [one.url for one in changes(100.0)]
+    assert kept == [f"http://drained-{number}:1" for number in range(1000)]
+    assert [message.split(" ")[-1] for message in caplog.messages] == [
+        *("http://old:1", "http://declared:1")
+    ]
+
+
 def test_counts_of_removed_instances_expire() -> None:
     metrics = ProxyMetrics()
     for name in ("kept", "gone"):
