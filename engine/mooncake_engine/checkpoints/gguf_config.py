@@ -12,6 +12,7 @@ from typing import Any
 
 from mooncake_engine.checkpoints.gguf_header import GGUFHeader, GGUFTensor
 from mooncake_engine.checkpoints.gguf_index import StoredTensor, read_floats
+from mooncake_engine.checkpoints.gguf_tokenizer import TokenType
 from mooncake_engine.errors import CheckpointError
 
 _GLOBAL = {
@@ -43,6 +44,10 @@ _YARN = {
     "yarn_beta_slow": "beta_slow",
 }
 """Fields of ``rope_scaling``, by llama.cpp's keys."""
+_ENDS = frozenset({"<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<EOT>"})
+_ENDS |= {"<|endoftext|>", "<|end_of_text|>"}
+"""Texts of tokens that end an output whatever the metadata say, as in llama.cpp's llama-vocab.cpp
+(``special_eog_ids``): for that reason, files name only one of a model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +152,17 @@ class GGUFModel:
 
     def eos_token_ids(self) -> list[int]:
         """Tokens that end an output."""
-        keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-        found = [self._header.metadata.get(key) for key in keys]
-        return sorted({int(token_id) for token_id in found if token_id is not None})
+        metadata = self._header.metadata
+        named = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+        tokens = metadata.get("tokenizer.ggml.tokens", ())
+        types = metadata.get("tokenizer.ggml.token_type", ())
+        added = (TokenType.CONTROL, TokenType.USER_DEFINED)
+        by_text = (
+            i
+            for i, (text, kind) in enumerate(zip(tokens, types, strict=False))
+            if text in _ENDS and kind in added
+        )
+        return sorted({int(i) for i in (*named, *by_text) if i is not None})
 
     def tensors(self) -> dict[str, StoredTensor]:
         """Every tensor, by its name in the checkpoint.

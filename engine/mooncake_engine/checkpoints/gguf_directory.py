@@ -19,7 +19,7 @@ from mooncake_engine.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-_FORMAT_VERSION = 2
+_FORMAT_VERSION = 3
 """Version of the directories' format; to be incremented when it changes."""
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 

@@ -22,7 +22,15 @@ _LLAMA3 = (
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
-_SPLITS = {"llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3, "qwen2": _QWEN2}
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+|"
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|"
+    r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_WHOLE_FIRST = ("llama-bpe", "llama3", "llama-v3", "tekken")
+"""Those that take a word that is a token as that token, without merging, and add BOS by default."""
+_SPLITS = dict.fromkeys((*_WHOLE_FIRST, "smaug-bpe", "dbrx"), _LLAMA3)
+_SPLITS |= {"tekken": _TEKKEN, "qwen2": _QWEN2, "deepseek-r1-qwen": _QWEN2}
 _DIGITS = ("smollm", "starcoder", "refact", "codeshell", "command-r")
 _PLAIN = ("gpt-2", "gpt2", "default")
 _SPACE = "▁"
@@ -64,9 +72,9 @@ class GGUFTokenizer:
             tokenizer = self._sentencepiece(Tokenizer)
         else:
             raise self._unknown("model", kind)
-        added = {TokenType.CONTROL: True, TokenType.USER_DEFINED: False}
+        added: dict[int, bool] = {TokenType.CONTROL: True, TokenType.USER_DEFINED: False}
         for token, token_type in zip(self._tokens, self._types, strict=True):
-            if (is_special := added.get(TokenType(token_type))) is not None:
+            if (is_special := added.get(token_type)) is not None:  # of unknown types: normal
                 tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=False)])
         bos = self._special("bos")
         if bos is not None and self._adds_bos(kind):
@@ -97,7 +105,7 @@ class GGUFTokenizer:
             models.BPE(
                 self._ids,
                 [_pair(merge) for merge in self._get("merges", [])],
-                ignore_merges=split in _SPLITS and _SPLITS[split] is _LLAMA3,
+                ignore_merges=split in _WHOLE_FIRST,
             )
         )
         if split == "qwen2":
@@ -140,7 +148,7 @@ class GGUFTokenizer:
         return tokenizer
 
     def _adds_bos(self, kind: str) -> bool:
-        by_default = kind == "llama" or _SPLITS.get(self._get("pre", "")) is _LLAMA3
+        by_default = kind == "llama" or self._get("pre", "") in _WHOLE_FIRST
         return bool(self._get("add_bos_token", by_default))
 
     def _special(self, name: str) -> str | None:

@@ -172,8 +172,8 @@ def test_rope_scaling_equals_that_of_llama_cpp(
 def test_pre_tokenizers_split_like_the_originals(tmp_path: Path) -> None:
     metadata: dict[str, Any] = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.tokens": ["a", "1", "2", "Ġ", "ĠĠ", "12"],
-        "tokenizer.ggml.merges": ["Ġ Ġ", "1 2"],
+        "tokenizer.ggml.tokens": ["a", "1", "2", "Ġ", "ĠĠ", "12", "/", "/a"],
+        "tokenizer.ggml.merges": ["Ġ Ġ", "1 2", "/ a"],
     }
 
     def tokens(pre: str, text: str) -> list[str]:
@@ -185,9 +185,39 @@ def test_pre_tokenizers_split_like_the_originals(tmp_path: Path) -> None:
     assert tokens("smollm", "a12") == ["a", "1", "2"]
     assert tokens("smollm", "a  1") == ["a", "ĠĠ", "1"]
     assert tokens("qwen2", "a12") == ["a", "1", "2"]
-    assert tokens("llama-bpe", "a12") == ["a", "12"]
+    assert tokens("deepseek-r1-qwen", "a12") == ["a", "1", "2"]
+    for pre in ("llama-bpe", "smaug-bpe", "dbrx"):
+        assert tokens(pre, "a12") == ["a", "12"]
+    assert tokens("tekken", "a12") == ["a", "1", "2"]
+    assert tokens("tekken", "a/a") == ["a", "/a"]
     with pytest.raises(CheckpointError, match=r"pre 'acme' is not supported: put tokenizer\.json"):
         tokens("acme", "a")
+
+
+@pytest.mark.parametrize("pre", ["llama-bpe", "tekken", "smaug-bpe", "dbrx", "qwen2"])
+def test_some_pre_tokenizers_take_words_whole_and_add_bos(pre: str, tmp_path: Path) -> None:
+    metadata: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.tokens": ["a", "b", "ab", "<s>"],
+        "tokenizer.ggml.token_type": [1, 0, 1, 3],  # 0: undefined
+        "tokenizer.ggml.bos_token_id": 3,
+        "tokenizer.ggml.pre": pre,
+    }
+    backend = GGUFTokenizer(tmp_path, metadata).backend()
+    does = pre in ("llama-bpe", "tekken")
+    assert backend.encode("ab").tokens == (["<s>", "ab"] if does else ["a", "b"])
+
+
+def test_outputs_end_at_tokens_that_end_them_in_llama_cpp_too(tmp_path: Path) -> None:
+    header = read_header(write_gguf(checkpoint(tmp_path, "llama", {}), tmp_path / "model.gguf"))
+    texts = {"a": 1, "<|eot_id|>": 3, "<|im_end|>": 4, "<|endoftext|>": 1, "<|eos|>": 3}
+    header.metadata["tokenizer.ggml.tokens"] = [*texts]
+    header.metadata["tokenizer.ggml.token_type"] = [*texts.values()]
+    header.metadata["tokenizer.ggml.eos_token_id"] = 4
+    model = GGUFModel(tmp_path / "model.gguf", header)
+    assert model.eos_token_ids() == model.config()["eos_token_id"] == [1, 2, 4]
+    del header.metadata["tokenizer.ggml.token_type"]
+    assert model.eos_token_ids() == [4]
 
 
 def test_sentencepiece_vocabulary_merges_by_scores(tmp_path: Path) -> None:
