@@ -189,7 +189,21 @@ def read_raw(model_dir: Path) -> RawConfig:
     """
     if not model_dir.is_dir():
         raise CheckpointError(f"model directory {str(model_dir)!r} does not exist")
-    return RawConfig(read_json_object(model_dir / "config.json"), str(model_dir / "config.json"))
+    fields = read_json_object(model_dir / "config.json")
+    if fields.get("quantization_config") is None:
+        fields["quantization_config"] = _older_quantization(model_dir, fields)
+    return RawConfig(fields, str(model_dir / "config.json"))
+
+
+def _older_quantization(model_dir: Path, fields: dict[str, Any]) -> object:
+    """The ``quantization_config`` of a checkpoint that has it elsewhere: early ones of
+    llm-compressor in a field of another name, those of ModelOpt up to 0.29 in another file."""
+    path = model_dir / "hf_quant_config.json"
+    if (found := fields.get("compression_config")) is not None or not path.exists():
+        return found
+    quantization = read_json_object(path).get("quantization")
+    is_object = isinstance(quantization, dict)
+    return {"quant_method": "modelopt", **quantization} if is_object else quantization
 
 
 def read_eos_token_ids(model_dir: Path, raw: RawConfig) -> tuple[int, ...]:

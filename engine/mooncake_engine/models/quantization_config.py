@@ -1,7 +1,9 @@
-"""Reads ``quantization_config`` of config.json: the fp8 of DeepSeek, Qwen and llm-compressor."""
+"""Reads ``quantization_config`` of config.json: the fp8 of DeepSeek, Qwen, llm-compressor and
+ModelOpt."""
 
 from __future__ import annotations
 
+import fnmatch
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +15,8 @@ from mooncake_hal.fp8_linear import FP8_BLOCK
 SCALE_SUFFIXES = (".weight_scale", ".weight_scale_inv", ".input_scale")
 """Suffixes of the names of tensors that belong to a quantised weight."""
 _SUPPORTED = (
-    "fp8 (e4m3) with scales of tensors, rows, or blocks of 128 by 128: quant_method 'fp8', or "
-    "'compressed-tensors' of format 'float-quantized'"
+    "fp8 (e4m3) with scales of tensors, rows, or blocks of 128 by 128: quant_method 'fp8', "
+    "'compressed-tensors' of format 'float-quantized', or 'modelopt' of quant_algo 'FP8'"
 )
 
 
@@ -74,7 +76,7 @@ def read_quantization(fields: object, source: str) -> Fp8Config | None:
         return None
     if isinstance(fields, Mapping):
         method = fields.get("quant_method")
-        read = {"fp8": _read_fp8, "compressed-tensors": _read_compressed}.get(str(method))
+        read = _READERS.get(str(method))
         try:
             if read is not None and (found := read(fields)) is not None:
                 return found
@@ -103,7 +105,9 @@ def _read_compressed(fields: Mapping[str, Any]) -> Fp8Config | None:
     weights, inputs = group["weights"], group["input_activations"]
     strategy, targets = weights["strategy"], group["targets"]
     kinds = {(each["num_bits"], each["type"], each["symmetric"]) for each in (weights, inputs)}
-    is_known = fields.get("format") == "float-quantized" and kinds == {(8, "float", True)}
+    # the two formats differ in nothing that is stored for fp8
+    is_known = fields.get("format") in ("float-quantized", "naive-quantized")
+    is_known = is_known and kinds == {(8, "float", True)}
     is_known = is_known and not fields.get("transform_config")  # rotates inputs (Hadamard)
     is_block, is_static = strategy == "block", not inputs["dynamic"]
     if not is_known or targets != ["Linear"] or strategy not in ("tensor", "channel", "block"):
@@ -111,6 +115,18 @@ def _read_compressed(fields: Mapping[str, Any]) -> Fp8Config | None:
     if is_block and (is_static or weights["block_structure"] != [FP8_BLOCK, FP8_BLOCK]):
         return None
     return Fp8Config(is_block, "weight_scale", is_static, _names(fields.get("ignore") or ()))
+
+
+def _read_modelopt(fields: Mapping[str, Any]) -> Fp8Config | None:
+    """Read ``quant_method: modelopt``, whose ignored linears are wildcards."""
+    if str(fields["quant_algo"]).upper() != "FP8":
+        return None
+    entries = fields.get("ignore") or fields.get("exclude_modules") or ()
+    patterns = (f"re:{fnmatch.translate(entry)}" if "*" in entry else entry for entry in entries)
+    return Fp8Config(False, "weight_scale", True, _names(patterns))
+
+
+_READERS = {"fp8": _read_fp8, "compressed-tensors": _read_compressed, "modelopt": _read_modelopt}
 
 
 def _names(entries: Any) -> tuple[str, ...]:

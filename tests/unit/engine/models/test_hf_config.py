@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from support.fp8_checkpoints import FORMS
 
 from mooncake_engine.errors import CheckpointError
 from mooncake_engine.models.catalog import read_model_config
+from mooncake_engine.models.quantization_config import Fp8Config
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -70,6 +73,22 @@ def test_end_tokens_beyond_the_vocabulary_are_left_out_with_a_warning(
     assert config.eos_token_ids == (7, 100)
     [warning] = caplog.messages
     assert "tokens [-1, 101, 32000] are not in the model's vocabulary of 101 tokens" in warning
+
+
+def test_quantization_is_found_where_older_tools_put_it(tmp_path: Path) -> None:
+    static = Fp8Config(False, "weight_scale", True, ("lm_head",))
+    of_modelopt = {"quant_algo": "FP8", "exclude_modules": ["lm_head"]}
+    path = tmp_path / "hf_quant_config.json"
+    path.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": of_modelopt}))
+    assert read_model_config(write(tmp_path)).quantization == static
+    found = read_model_config(write(tmp_path, compression_config=FORMS["channel"])).quantization
+    assert found == replace(static, has_input_scales=False)
+    found = read_model_config(write(tmp_path, quantization_config=FORMS["blocks"])).quantization
+    assert found is not None
+    assert found.is_blockwise
+    path.write_text(json.dumps({"quantization": {"quant_algo": "W4A16"}}))
+    with pytest.raises(CheckpointError, match=r"quantization_config .*W4A16.* is not supported"):
+        read_model_config(write(tmp_path))
 
 
 @pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])

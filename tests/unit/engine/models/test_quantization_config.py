@@ -41,6 +41,17 @@ READ = {
         Fp8Config(True, "weight_scale", False, ("lm_head",)),
     ),
 }
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8"}
+READ["naive"] = compressed(format="naive-quantized"), READ["channel"][1]
+READ["modelopt"] = {**MODELOPT, "ignore": ["lm_head"]}, READ["static"][1]
+READ["modelopt, older"] = (
+    {**MODELOPT, "exclude_modules": ["lm_head"], "kv_cache_quant_algo": "FP8"},
+    READ["static"][1],
+)
+READ["modelopt, nothing ignored"] = (
+    {**MODELOPT, "exclude_modules": None},
+    Fp8Config(False, "weight_scale", True, ()),
+)
 READ["no transforms"] = compressed(transform_config={}), READ["channel"][1]
 REFUSED = [
     {"quant_method": "gptq"},
@@ -50,6 +61,10 @@ REFUSED = [
     {"quant_method": "fp8", "fmt": "e5m2"},
     {"quant_method": "compressed-tensors"},
     compressed(format="pack-quantized"),
+    compressed(format="naive-quantized", weights={"type": "int"}),
+    {"quant_method": "modelopt"},
+    {"quant_method": "modelopt", "quant_algo": "NVFP4"},
+    {"quant_method": "modelopt", "quant_algo": "FP8", "ignore": [1]},
     compressed(weights={"num_bits": 4}),
     compressed(weights={"strategy": "group"}),
     compressed(weights={**BLOCKS, "block_structure": [64, 64]}),
@@ -74,6 +89,17 @@ def test_missing_config_is_none() -> None:
 def test_other_formats_are_rejected(fields: object) -> None:
     with pytest.raises(CheckpointError, match=r"^config\.json: quantization_config .*: fp8"):
         read_quantization(fields, "config.json")
+
+
+def test_modelopt_ignores_linears_by_wildcards() -> None:
+    ignored = ["lm_head", "model.layers.0.self_attn*", "*.gate"]
+    config = read_quantization({**MODELOPT, "ignore": ignored}, "config.json")
+    assert config is not None
+    assert config.is_ignored("lm_head")
+    assert config.is_ignored("model.layers.0.self_attn.q_proj")
+    assert config.is_ignored("model.layers.7.mlp.gate")
+    assert not config.is_ignored("model.layers.7.mlp.gate_proj")
+    assert not config.is_ignored("model.layers.10.self_attn.q_proj")
 
 
 def test_linears_are_ignored_by_name_suffix_and_expression() -> None:
