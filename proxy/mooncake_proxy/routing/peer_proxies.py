@@ -25,6 +25,7 @@ from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.http1.upstream_connection import ClientContext
 from mooncake_proxy.routing.conductor_fleet import OWNER
 from mooncake_proxy.routing.reservation_sharing import (
+    VERSION,
     ReceivedReports,
     ReservationReport,
     ReservationSharing,
@@ -49,12 +50,25 @@ _encode = msgspec.json.Encoder().encode
 _decoder = msgspec.json.Decoder(ReservationReport)
 
 
+class _AnyReport(msgspec.Struct):
+    """What reports of all versions have."""
+
+    owner: str
+    number: int
+    version: int = VERSION
+
+
+_head_decoder = msgspec.json.Decoder(_AnyReport)
+
+
 @dataclass(slots=True)
 class _Owner(ReceivedReports):
     """State of the reports received from one process of another proxy."""
 
     received_at: float = 0.0
     is_gone: bool = False
+    # Whether it has been logged that it runs another release.
+    is_noted: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -180,9 +194,16 @@ class PeerProxies:
         self.forward(body)
 
     def apply(self, body: bytes) -> None:
-        """Apply a message whose signature this or another worker has checked."""
+        """Apply a message whose signature this or another worker has checked.
+
+        What a proxy of another release sends, and this one does not know, is left out.
+        """
         try:
-            message = _decoder.decode(body)
+            head = _head_decoder.decode(body)
+            is_known = head.version == VERSION
+            message = (
+                _decoder.decode(body) if is_known else ReservationReport(head.owner, head.number)
+            )
         except DECODE_ERRORS as exc:
             raise BadRequest(f"reservations: {exc}") from exc
         if message.owner == OWNER:
@@ -190,6 +211,13 @@ class PeerProxies:
         owner = self._owners.setdefault(message.owner, _Owner())
         if not owner.apply(message, self._sharing):
             return  # received before
+        if not owner.is_noted and (owner.has_unknown or not is_known):
+            owner.is_noted = True
+            logger.warning(
+                "a process of a peer proxy is of another release, not all of its reservations are "
+                "known here (version %d, here %d)",
+                *(head.version, VERSION),
+            )
         owner.received_at, owner.is_gone = self._now(), False
         self._owners.move_to_end(message.owner)
         while len(self._owners) > MAX_OWNERS:

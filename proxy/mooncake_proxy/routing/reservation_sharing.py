@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from asyncio import AbstractEventLoop
 from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,6 +18,7 @@ import msgspec
 from msgspec import Raw, Struct
 
 from mooncake_conductor.shared_reservations import ReservationChange
+from mooncake_proxy.errors import DECODE_ERRORS
 from mooncake_proxy.routing.conductor_fleet import OWNER
 from mooncake_proxy.routing.router import RequestRouter
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
 # Bytes of changes per message. Even with the keys of the longest prompts, a datagram has room for
 # two messages of this size.
 MAX_PART_BYTES = 60_000
+# Grows when changes get another meaning. Kinds of changes and fields that are only added need none.
+VERSION = 1
 
 
 class ReservationUpdate(Struct, tag="reservations"):
@@ -54,6 +58,7 @@ class ReservationReport(Struct):
     is_snapshot: bool = False
     ends_snapshot: bool = False
     updates: list[ReservationUpdate] = []
+    version: int = VERSION
 
 
 @dataclass(slots=True)
@@ -63,6 +68,8 @@ class ReceivedReports:
     number: int = -1
     # Request ids named by the snapshot in progress or by changes since it began; None: no snapshot.
     named: set[str] | None = None
+    # Whether a change could not be read: its process runs another release.
+    has_unknown: bool = False
 
     def apply(self, report: ReservationReport, sharing: ReservationSharing) -> bool:
         """Apply a report. Returns False for one that was received before."""
@@ -75,7 +82,8 @@ class ReceivedReports:
             self.named = set()
         for update in report.updates:
             if update.owner == report.owner:
-                named = sharing.apply(update, is_snapshot=report.is_snapshot)
+                changes = self._read(update.changes)
+                named = sharing.apply(update, changes, is_snapshot=report.is_snapshot)
                 if self.named is not None:
                     self.named |= named
         if report.ends_snapshot and self.named is not None:
@@ -83,10 +91,26 @@ class ReceivedReports:
             self.named = None
         return True
 
+    def _read(self, changes: Raw) -> list[ReservationChange]:
+        """The changes that this release knows."""
+        try:
+            return _decoder.decode(changes)
+        except DECODE_ERRORS:
+            self.has_unknown = True
+            self.named = None  # the others may have named more requests
+        known: list[ReservationChange] = []
+        with suppress(*DECODE_ERRORS):
+            for each in _list_decoder.decode(changes):
+                with suppress(*DECODE_ERRORS):
+                    known.append(_change_decoder.decode(each))
+        return known
+
 
 _encode = msgspec.json.Encoder().encode
 _report_decoder = msgspec.json.Decoder(ReservationReport)
 _decoder = msgspec.json.Decoder(list[ReservationChange])
+_list_decoder = msgspec.json.Decoder(list[Raw])
+_change_decoder: msgspec.json.Decoder[ReservationChange] = msgspec.json.Decoder(ReservationChange)
 
 
 class ReservationSharing:
@@ -117,13 +141,18 @@ class ReservationSharing:
         report = _report_decoder.decode(message)
         self._received.setdefault(report.owner, ReceivedReports()).apply(report, self)
 
-    def apply(self, update: ReservationUpdate, *, is_snapshot: bool = False) -> set[str]:
+    def apply(
+        self,
+        update: ReservationUpdate,
+        changes: Sequence[ReservationChange],
+        *,
+        is_snapshot: bool = False,
+    ) -> set[str]:
         """Apply another process's changes. Those of a model without instances here are ignored.
 
         Returns:
             The ids of the requests that the changes are about.
         """
-        changes = _decoder.decode(update.changes)
         for router in self._routers:
             if router.model == update.model and router.conductor is not None:
                 router.conductor.apply(

@@ -242,6 +242,45 @@ def test_snapshot_replaces_earlier_reservations() -> None:
     uvloop.run(main())
 
 
+def test_what_a_peer_of_another_release_sends_is_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def main() -> None:
+        async with fake_deployment(1, 1, **peered(UNREACHABLE)) as s:
+            s.prefill.behaviour.hangs = True
+            own = asyncio.ensure_future(post(s, STREAM))
+            book = conductor_of(s).pairs.conductor.book
+            await until(lambda: len(book) == 1)
+            report, peers = await _peer_message(s), peers_of(s)
+            update = report.updates[0]
+            known = bytes(update.changes)
+            unknown = b'{"type":"resized","request_id":"another-x"}'
+
+            def report_of(number: int, changes: bytes, **fields: object) -> bytes:
+                rest = type(update)("another", update.model, update.is_whole, msgspec.Raw(changes))
+                later = ReservationReport("another", number, updates=[rest], **fields)
+                return msgspec.json.encode(later)
+
+            peers.apply(report_of(0, b"[%b,%b" % (unknown, known[1:])))
+            assert len(book) == 2
+            peers.apply(report_of(1, unknown))
+            named = {"begins_snapshot": True, "is_snapshot": True, "ends_snapshot": True}
+            peers.apply(report_of(2, b"[%b]" % unknown, **named))
+            assert len(book) == 2, "a snapshot that is not known in full ends nothing"
+            peers.apply(report_of(3, b"[]", **named))
+            assert len(book) == 1
+            another = {"owner": "other", "number": 0, "version": 2, "updates": "of another kind"}
+            for _ in range(2):
+                peers.apply(msgspec.json.encode(another))
+            said = [each for each in caplog.messages if "of another release" in each]
+            assert [each.partition("(")[2] for each in said] == [
+                *("version 1, here 1)", "version 2, here 1)")
+            ]
+            own.cancel()
+
+    uvloop.run(main())
+
+
 def test_reservations_of_silent_peer_expire(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("EXPIRE_S", "HEARTBEAT_S"):
         monkeypatch.setattr(peer_proxies, name, 0.1)
