@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import msgspec
 from msgspec.structs import replace
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Receive, Scope, Send
@@ -45,6 +44,7 @@ from mooncake_engine.server.response_builders import (
     ChunkTemplate,
     ResponseBuilder,
     chunk,
+    encode_paced,
     encode_text,
     sse,
 )
@@ -101,6 +101,7 @@ class GenerationHandler:
         """
         try:
             await self._generate(context, lambda choice, update: choice.output.add(update))
+            return await encode_paced(self._body(context, builder))
         except BaseException:
             # The client disconnected or another choice failed: no peer will fetch the KV that this
             # choice still holds.
@@ -108,6 +109,8 @@ class GenerationHandler:
                 if choice.output.kv_transfer_params is not None:
                     self.engine.abort(choice.output.kv_transfer_params["remote_request_id"])
             raise
+
+    def _body(self, context: RequestContext, builder: ResponseBuilder) -> dict[str, Any]:
         shown = context.shown_choices()
         body: dict[str, Any] = {
             "id": builder.api_id(context),
@@ -120,7 +123,7 @@ class GenerationHandler:
         }
         if context.kv_transfer.is_outgoing:
             body["kv_transfer_params"] = self._kv_transfer_response(context)
-        return msgspec.json.encode(body)
+        return body
 
     async def stream(
         self, context: RequestContext, builder: ResponseBuilder, sender: ResponseSender

@@ -103,6 +103,37 @@ def test_calls_that_can_not_fit_are_refused_before_they_are_rendered() -> None:
         check_chat_size(request, FakeEngine().info)
 
 
+@pytest.mark.parametrize("what", ["prompt_logprobs", "logprobs"])
+def test_others_are_answered_while_log_probabilities_are_encoded(
+    byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """With 20 per token, those of a long prompt take seconds."""
+    named: list[int] = []
+    begun = asyncio.Event()
+    token_bytes = byte_tokenizer.token_bytes
+
+    def name(token_id: int) -> bytes:
+        named.append(token_id)
+        begun.set()
+        return token_bytes(token_id)
+
+    monkeypatch.setattr(byte_tokenizer, "token_bytes", name)
+    app = create_app(FakeEngine(), byte_tokenizer)
+    body = {"prompt": "tea " * 50, what: 5}
+
+    async def scenario() -> tuple[int, httpx.Response]:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+            slow = asyncio.create_task(client.post("/v1/completions", json=body))
+            await begun.wait()
+            at_first = len(named)
+            return at_first, await slow
+
+    at_first, response = asyncio.run(scenario())
+    assert response.status_code == 200
+    assert at_first < len(named) / 4
+
+
 def test_grammars_are_compiled_in_a_thread(
     byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
