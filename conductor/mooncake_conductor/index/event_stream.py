@@ -91,8 +91,9 @@ class EventStream:
     may then miss chunks, but it never claims chunks that are gone.
 
     A restart of the publisher (a new epoch) is detected by a batch, live or replayed, with a known
-    sequence number but a later time. It is missed only if exactly as many batches are lost as were
-    known before.
+    sequence number but a later time. It is missed if exactly as many batches are lost as were known
+    before, or if the publisher's clock was set back: who learns of a restart in another way begins
+    a new stream.
 
     Args:
         index: receives what the publisher holds.

@@ -178,7 +178,14 @@ class ConductorRouting:
         routed.fleet.finished(routed, timing.num_gaps + 1, per_token, now)
 
     def note_restart(self, instance: Instance) -> None:
-        """Forget what an instance was estimated to hold: its caches are empty."""
+        """Forget what an instance held, and subscribe to its events afresh."""
+        for fleet in (self.pairs, self.coupled):
+            slot = fleet.slot(instance)
+            if slot is not None:
+                fleet.holdings.subscribe_afresh(slot)
+
+    def discard_estimate(self, instance: Instance) -> None:
+        """Forget what an instance was estimated to hold: its caches may be empty."""
         for fleet in (self.pairs, self.coupled):
             slot = fleet.slot(instance)
             if slot is not None:

@@ -8,6 +8,7 @@ is subscribed to once, however many instances use it. Owned by `ConductorFleet`.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 # After this many seconds a store is asked for another snapshot, once, if it still has orphans:
 # chunks whose predecessors are unknown. There may have been more of them than are kept.
 SNAPSHOT_RETRY_S = 30.0
+# Bound of the epochs of a store that are remembered.
+MAX_EPOCHS = 16
 # For unique publisher names: all fleets of the process have one feed, and an instance that switches
 # its role may join one fleet before it leaves another.
 _publisher_numbers = count()
@@ -70,6 +73,8 @@ class _StoreSubscription:
     users: set[int]
     # Loop time at which the store is asked for another snapshot; None: not any more.
     retry_snapshot_at: float | None
+    # Its latest epochs as instances report them; some report a restart later than others.
+    epochs: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_EPOCHS))
 
 
 class FleetHoldings:
@@ -122,7 +127,8 @@ class FleetHoldings:
             self._index.cleared(held.estimate)
 
     def update_subscriptions(self, slot: int, now: float) -> None:
-        """Subscribe to the events of an instance and its stores, if these endpoints changed."""
+        """Subscribe to the events of an instance and its stores, if these endpoints changed, and
+        afresh to those of a store that was restarted."""
         held = self._slots[slot]
         own, stores = held.instance.kv_events, held.instance.store_kv_events
         ranks = () if own is None else (own, *own.other_dp_ranks)
@@ -135,6 +141,14 @@ class FleetHoldings:
             if endpoints not in held.stores:
                 self._join_store(slot, endpoints, now)
                 held.stores.add(endpoints)
+        for use in held.instance.stores:
+            if use.store is not None and use.kv_events in held.stores:
+                self._note_epoch(use.kv_events, use.store.epoch, now)
+
+    def subscribe_afresh(self, slot: int) -> None:
+        """Forget what an instance has published, and ask it: it was restarted. Its events alone may
+        not tell: there are none until its cache changes, and its clock may have been set back."""
+        self._subscribe_to_ranks(slot, self._slots[slot].ranks)
 
     def _subscribe_to_ranks(self, slot: int, ranks: tuple[KVEventEndpoints, ...]) -> None:
         """Subscribe to an instance's ranks afresh."""
@@ -247,14 +261,31 @@ class FleetHoldings:
         """Add an instance to the users of a store, which is subscribed to for the first one."""
         store = self._stores.get(endpoints)
         if store is None:
-            name = f"store {next(_publisher_numbers)} at {endpoints.endpoint}"
-            holder = self._index.add_shared()
-            store = _StoreSubscription(name, holder, set(), now + SNAPSHOT_RETRY_S)
+            store = _StoreSubscription("", self._index.add_shared(), set(), None)
             self._stores[endpoints] = store
-            blocks = self._new_blocks(self._store_blocks)
-            self._subscribe(holder, name, endpoints, self._index, blocks)
+            self._subscribe_to_store(store, endpoints, now)
         store.users.add(slot)
         self._index.join_shared(store.holder, slot)
+
+    def _subscribe_to_store(
+        self, store: _StoreSubscription, endpoints: KVEventEndpoints, now: float
+    ) -> None:
+        store.name = f"store {next(_publisher_numbers)} at {endpoints.endpoint}"
+        store.retry_snapshot_at = now + SNAPSHOT_RETRY_S
+        blocks = self._new_blocks(self._store_blocks)
+        self._subscribe(store.holder, store.name, endpoints, self._index, blocks)
+
+    def _note_epoch(self, endpoints: KVEventEndpoints, epoch: str, now: float) -> None:
+        """Forget what a store has published, and ask it, if it was restarted."""
+        store = self._stores[endpoints]
+        if epoch in store.epochs:
+            return
+        store.epochs.append(epoch)
+        if len(store.epochs) > 1:
+            self._unsubscribe([store.name])
+            self._index.cleared(store.holder)
+            self._index.set_healthy(store.holder, True)
+            self._subscribe_to_store(store, endpoints, now)
 
     def _leave_store(self, slot: int, endpoints: KVEventEndpoints) -> None:
         """Remove an instance from the users of a store, whose last one ends the subscription."""

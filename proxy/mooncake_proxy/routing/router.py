@@ -308,14 +308,22 @@ class RequestRouter:
             self.metrics.slo_requests.add(context.request_class, objective, verdict)
 
     def note_verdict(self, instance: Instance) -> None:
-        """Process a change of an instance's health. One that is down counts as restarted."""
-        if instance.is_up:
-            instance.num_failures = 0
-        else:
-            self.note_restart(instance)
+        """Process a change of an instance's health. One that is down counts as restarted, and so
+        does one that is up again and reports no epoch."""
+        if not instance.is_up:
+            self._forget_caches(instance)
+            return
+        instance.num_failures = 0
+        if self.conductor is not None and not instance.compatibility.engine_id:
+            self.conductor.note_restart(instance)
 
     def note_restart(self, instance: Instance) -> None:
-        """Forget the prefixes of an instance: after a restart its cache is empty."""
+        """Process a restart of an instance: its caches are empty, and its events begin anew."""
+        self._forget_caches(instance)
+        if self.conductor is not None:
+            self.conductor.note_restart(instance)
+
+    def _forget_caches(self, instance: Instance) -> None:
         ranks = [rank.name for rank in instance.dp_ranks or ()]
         self.prefixes.forget({instance.name, *ranks})
         if instance.bootstrap is not None:

@@ -322,6 +322,40 @@ def test_briefly_unreachable_instance_stays_subscribed() -> None:
     uvloop.run(main())
 
 
+@pytest.mark.parametrize("reports_epoch", [True, False])
+def test_restarted_instance_that_publishes_nothing_yet_holds_nothing(
+    *, reports_epoch: bool
+) -> None:
+    """One that reports its epochs has another one; of another engine it is known that it was
+    down."""
+
+    async def main() -> None:
+        with closing(FaultyPublisher(5, loss=0.0)) as publisher:
+            async with fake_deployment(2, 1, **settings()) as s:
+                url, app = s.prefill.url, s.app
+                instance = app.router.pool.get(url)
+                publisher.store(list(range(640)))
+                fleet = follow(s, url, publisher)
+                known = publisher.keys()
+                await until(lambda: claimed(fleet, url, known) == known)
+                if not reports_epoch:
+                    report = replace(instance.compatibility, engine_id="")
+                    app.router.pool.note_compatibility(instance, report)
+                app.router.pool.set_up(instance, up=False, error="restarts")
+                app.routers.note_verdict(instance)
+                assert claimed(fleet, url, known) == known, "it may just have been slow"
+                publisher.restart()
+                app.router.pool.set_up(instance, up=True)
+                if reports_epoch:
+                    app.routers.note_restart(instance)
+                app.routers.note_verdict(instance)
+                assert claimed(fleet, url, known) == set()
+                publisher.store(list(range(5000, 5640)))
+                await until(lambda: claimed(fleet, url, publisher.keys()) == publisher.keys())
+
+    uvloop.run(main())
+
+
 def test_configured_ports_override_published_ones() -> None:
     async def main() -> None:
         async with fake_deployment(1, 1) as s:

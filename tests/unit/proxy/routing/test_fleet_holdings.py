@@ -10,7 +10,7 @@ from mooncake_conductor.index.holder_sets import Tier
 from mooncake_conductor.index.kv_event_messages import AllCleared, BlocksStored, EventBatch
 from mooncake_conductor.index.prompt_keys import CHUNK_TOKENS, text_keys, token_keys
 from mooncake_conductor.index.published_blocks import PORTION_BLOCKS
-from mooncake_proxy.pool.instance_reports import KVEventEndpoints
+from mooncake_proxy.pool.instance_reports import KVEventEndpoints, PoolUse, StoreLocation
 from mooncake_proxy.pool.kv_event_feed import KVEventDelivery, Snapshot
 from mooncake_proxy.routing.fleet_holdings import FleetHoldings
 
@@ -70,7 +70,9 @@ def fleet(
     fleet_feed: Any = feed
     holdings = FleetHoldings(index, lambda: fleet_feed, num_chunks=8)
     for slot in range(num_instances):
-        instance: Any = SimpleNamespace(name=f"i{slot}", kv_events=None, store_kv_events=())
+        instance: Any = SimpleNamespace(
+            name=f"i{slot}", kv_events=None, store_kv_events=(), stores=()
+        )
         holdings.join(slot, instance)
         use_stores(holdings, slot, *((slot,) if stores is None else stores))
     return holdings, index, feed
@@ -193,6 +195,48 @@ def test_instance_holds_what_any_of_its_stores_does() -> None:
     assert not holdings.is_in_store(second, KEYS[1])
 
 
+def report_epoch(holdings: FleetHoldings, slot: int, epoch: str) -> None:
+    """Report that an instance uses the first store in an epoch of it."""
+    instance: Any = holdings._slots[slot].instance
+    use = PoolUse(StoreLocation("s", 1, epoch), KVEventEndpoints("tcp://s0"))
+    instance.stores = (use,)
+    holdings.update_subscriptions(slot, now=0.0)
+
+
+def test_restarted_store_holds_nothing_of_what_it_published() -> None:
+    """Instances report its restart one after another; its events may not tell."""
+    holdings, index, feed = fleet(2, stores=(0,))
+    for slot in (0, 1):
+        report_epoch(holdings, slot, "a")
+    take(holdings, feed.delivery(0, 0, 1))
+    former = feed.delivery(0, 2, at=1)
+    report_epoch(holdings, 0, "b")
+    assert held(index, 2) == [0, 0]
+    take(holdings, former)
+    assert held(index, 2) == [0, 0], "what was on its way is of the former epoch"
+    take(holdings, feed.delivery(0, 0))
+    report_epoch(holdings, 1, "a")
+    assert held(index, 2) == [1, 1]
+    report_epoch(holdings, 1, "b")
+    assert held(index, 2) == [1, 1]
+
+
+def test_restarted_instance_holds_nothing_of_what_it_published() -> None:
+    """Although its clock was set back, and its events count from 0 again at the same address."""
+    holdings, index, feed = fleet(1, stores=())
+    instance: Any = holdings._slots[0].instance
+    instance.kv_events = KVEventEndpoints("tcp://s9")
+    holdings.update_subscriptions(0, now=0.0)
+    for number in range(3):
+        take(holdings, feed.delivery(9, number, at=number))
+    assert index.num_held(0, Tier.HOST) == 3
+    holdings.subscribe_afresh(0)
+    assert index.num_held(0, Tier.HOST) == 0
+    earlier = EventBatch(0.5, batch(0).events)
+    take(holdings, KVEventDelivery(feed.names[9], [(0, earlier)]))
+    assert index.num_held(0, Tier.HOST) == 1
+
+
 def test_gap_of_a_store_concerns_all_its_instances() -> None:
     """The chunks of a publisher with missing events don't count, even for one that joins now."""
     holdings, index, feed = fleet(3, stores=(0,))
@@ -251,7 +295,7 @@ def test_instance_that_joins_another_fleet_before_it_leaves_its_own_stays_subscr
     )
     pairs, coupled = (FleetHoldings(ChunkIndex(1), lambda: feed, num_chunks=8) for _ in range(2))
     endpoints = KVEventEndpoints("tcp://s0")
-    instance: Any = SimpleNamespace(name="i", kv_events=endpoints, store_kv_events=())
+    instance: Any = SimpleNamespace(name="i", kv_events=endpoints, store_kv_events=(), stores=())
     for holdings in (pairs, coupled):
         holdings.join(0, instance)
         holdings.update_subscriptions(0, now=0.0)
