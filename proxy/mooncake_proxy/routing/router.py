@@ -329,7 +329,7 @@ class RequestRouter:
         if instance.bootstrap is not None:
             instance.bootstrap.forget()
         if self.conductor is not None:
-            self.conductor.note_restart(instance)
+            self.conductor.discard_estimate(instance)
 
     # ------------------------------------------------ the conductor
 
