@@ -91,5 +91,7 @@ def _ports(devices: Sequence[int], vendor: Mapping[str, str]) -> Iterator[Check]
 def _tool(name: str) -> Check:
     where = shutil.which(name)
     if where is None:
-        return Check(name, "not found; mount the driver's tools (/usr/local/Ascend/driver/tools)")
+        return Check(
+            name, "not in PATH; mount it, or add /usr/local/Ascend/driver/tools of the host to PATH"
+        )
     return Check(f"{name} is {where}")
