@@ -9,20 +9,28 @@ import pytest
 from support.pd_processes import serving
 from support.programs import TINY_LLAMA, running
 from support.push import LAYERWISE
+from support.transports import tls_settings
 
 CONNECTORS = {"pull": "MooncakeConnector", "push": LAYERWISE}
 BODY = {"model": "tiny-llama", "prompt": "A language model answers", "max_tokens": 8}
 
 
 @pytest.mark.parametrize(
-    ("flow", "difference"), [("pull", "dtype"), ("push", "dtype"), ("pull", "secret")]
+    ("flow", "difference"),
+    [("pull", "dtype"), ("push", "dtype"), ("pull", "secret"), ("pull", "tls")],
 )
 def test_proxy_avoids_incompatible_pair(flow: str, difference: str, tmp_path: Path) -> None:
-    own, other = ([], ["--dtype", "float32"]) if difference == "dtype" else secrets(tmp_path)
+    own, other = {
+        "dtype": lambda: ([], ["--dtype", "float32"]),
+        "secret": lambda: secrets(tmp_path),
+        "tls": lambda: (["--transport", "tcp"], ["--transport", "tcp"]),
+    }[difference]()
+    files = tls_settings() if difference == "tls" else {}
+    environment = {"MOONCAKE_HAL_TCP": " ".join(f"{name}={path}" for name, path in files.items())}
     options = ("--kv-connector", CONNECTORS[flow], "--num-kv-blocks", "512")
     with (
         serving(TINY_LLAMA, "prefill", *options, *own) as prefill,
-        serving(TINY_LLAMA, "decode", *options, *other) as decode,
+        serving(TINY_LLAMA, "decode", *options, *other, environment=environment) as decode,
     ):
         proxy_options = ("--port", "0", "--flow", flow, "--prefill", prefill.url)
         with running("mooncake_proxy", *proxy_options, "--decode", decode.url) as proxy:
