@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 import socket
@@ -17,6 +18,8 @@ import httpx
 import pytest
 from support.proxy_fakes import Behaviour, FakeInstance, text_of
 from support.proxy_fakes_client import BODY, make_certificate
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @asynccontextmanager
@@ -571,3 +574,22 @@ def test_restarted_worker_has_the_current_keys(tmp_path: Path) -> None:
 
     keys.write_text("the-first-of-admins\n")
     asyncio.run(main())
+
+
+def test_the_units_filter_of_system_calls_leaves_what_the_conductor_imports() -> None:
+    unit = (ROOT / "deploy" / "systemd" / "mooncake-proxy.service").read_text()
+    assert "\nSystemCallFilter=~@privileged @resources\n" in unit
+    error = errno.EPERM if "\nSystemCallErrorNumber=EPERM\n" in unit else 0
+    command = [
+        sys.executable,
+        str(ROOT / "tests" / "support" / "system_call_filter.py"),
+        str(error),
+    ]
+    command += ["-m", "mooncake_proxy", "--port", "0", "--policy", "cost"]
+    command += ["--backend-url", "http://127.0.0.1:1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        process.terminate()
+        assert process.wait(20) == 0
+    assert b"listens on" in line
