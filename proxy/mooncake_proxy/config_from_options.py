@@ -24,7 +24,7 @@ from mooncake_proxy.http1.server_connection import ServerLimits
 from mooncake_proxy.http1.upstream_connection import ClientLimits
 from mooncake_proxy.ops.reloaded_files import classes_of, stamps_of
 from mooncake_proxy.pool.dp_ranks import MAX_DP_RANKS
-from mooncake_proxy.pool.health_checks import HealthConfig
+from mooncake_proxy.pool.health_checks import SGLANG_HEALTH, HealthConfig
 from mooncake_proxy.pool.instance_reports import KVEventEndpoints
 from mooncake_proxy.pool.instances import InstanceSpec, Role, is_loopback
 from mooncake_proxy.pool.membership import InstanceDefaults, parse_store_events
@@ -81,16 +81,22 @@ def config_from(args: argparse.Namespace) -> ProxyConfig:
         otlp_endpoint=args.otlp_endpoint,
         server=ServerLimits(max_body_bytes=args.max_body_bytes),
         client=ClientLimits(args.connect_timeout, args.first_byte_timeout, args.stall_timeout),
-        health=HealthConfig(
-            args.health_interval,
-            args.health_timeout,
-            args.health_path,
-            args.health_rise,
-            args.health_fall,
-        ),
+        health=_health(args),
         admission=AdmissionConfig(args.max_running, args.max_waiting, args.max_wait),
         conductor=_conductor_from(args, key_file),
         tls=TlsConfig(args.tls_cert, args.tls_key, args.upstream_ca, not args.upstream_insecure),
+    )
+
+
+def _health(args: argparse.Namespace) -> HealthConfig:
+    """The health checks, at the pace that the engine of the flow allows if none is given."""
+    paced = SGLANG_HEALTH if args.flow == "sglang" else HealthConfig()
+    return HealthConfig(
+        paced.interval_s if args.health_interval is None else args.health_interval,
+        paced.timeout_s if args.health_timeout is None else args.health_timeout,
+        args.health_path,
+        args.health_rise,
+        args.health_fall,
     )
 
 

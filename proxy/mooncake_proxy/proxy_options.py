@@ -261,15 +261,19 @@ def _add_kv_events(add: Callable[..., argparse.Action]) -> None:
 def _add_health(parser: argparse.ArgumentParser) -> None:
     health = parser.add_argument_group("health")
     add = health.add_argument
-    for flag, seconds, text in (
-        (
-            "--health-interval",
-            1.0,
-            "time between health checks; 0: no checks, all instances count as up",
-        ),
-        ("--health-timeout", 2.0, "time limit of a health check"),
-    ):
-        add(flag, type=float, default=seconds, metavar="SECONDS", help=text)
+    add(
+        "--health-interval",
+        type=float,
+        metavar="SECONDS",
+        help="time between health checks; 0: no checks, all instances count as up (default: 1, "
+        "with --flow sglang 10)",
+    )
+    add(
+        "--health-timeout",
+        type=float,
+        metavar="SECONDS",
+        help="time limit of a health check (default: 2, with --flow sglang 22)",
+    )
     add(
         "--health-path",
         default="/health",

@@ -153,6 +153,12 @@ class HealthConfig:
     fall: int = 3
 
 
+# SGLang's /health answers 200 once any request has got output since it was asked, which takes as
+# long as a step, and 503 after 20 s without output. It adds a request of one token itself, so that
+# idle servers compute for it.
+SGLANG_HEALTH = HealthConfig(interval_s=10.0, timeout_s=22.0)
+
+
 class HealthChecker:
     """Checks all instances at an interval, and reports verdicts to the pools.
 

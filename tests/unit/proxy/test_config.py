@@ -178,6 +178,19 @@ def test_open_address_without_keys_is_reported_at_start(
 
 
 @pytest.mark.parametrize(
+    ("options", "pace"),
+    [
+        ("", (1.0, 2.0)),
+        ("--flow sglang", (10.0, 22.0)),  # its /health answers within 20 s
+        ("--flow sglang --health-interval 0 --health-timeout 3", (0.0, 3.0)),
+    ],
+)
+def test_pace_of_health_checks_is_that_of_the_flow(options: str, pace: tuple[float, float]) -> None:
+    health = config_from(build_parser().parse_args(options.split())).health
+    assert (health.interval_s, health.timeout_s) == pace
+
+
+@pytest.mark.parametrize(
     ("options", "is_off"),
     [
         ("--host 0.0.0.0 --prefill http://p:1 --decode http://d:1", True),
