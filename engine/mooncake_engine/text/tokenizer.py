@@ -174,6 +174,7 @@ class Tokenizer:
             ConfigError: ``chat_template`` is malformed.
         """
         from importlib.metadata import version
+        from importlib.util import find_spec
 
         fingerprint = tokenizer_fingerprint(directory, chat_template)
         if (directory / "config.json").is_file():  # transformers reads it, and blames the tokenizer
@@ -181,6 +182,12 @@ class Tokenizer:
         try:
             hf_tokenizer = _read_tokenizer(directory)
         except (OSError, ValueError, ImportError) as exc:
+            if not (directory / "tokenizer.json").is_file() and find_spec("sentencepiece") is None:
+                raise CheckpointError(
+                    f"{directory} has no tokenizer.json, and sentencepiece, which reads "
+                    "tokenizer.model, is missing: pip install 'mooncake-engine[sentencepiece]', or "
+                    "add the model's tokenizer.json"
+                ) from exc
             raise CheckpointError(f"can't load the tokenizer in {directory}: {exc}") from exc
         except (AttributeError, KeyError, TypeError) as exc:  # JSON of another form than expected
             raise CheckpointError(

@@ -64,8 +64,11 @@ def tokenizer_fingerprint(directory: Path, chat_template: str | None = None) -> 
     if not any(
         path.name in {"tokenizer.json", "tokenizer.model", "vocab.json"} for path in present
     ):
+        found = "none"
+        if (directory / "tiktoken.model").is_file():
+            found = "tiktoken.model: convert it to tokenizer.json, which is all that is needed"
         raise CheckpointError(
-            f"wanted tokenizer.json (or tokenizer.model, vocab.json) in {directory}, found none"
+            f"wanted tokenizer.json (or tokenizer.model, vocab.json) in {directory}, found {found}"
         )
     digest = hashlib.sha256()
     for path in present:

@@ -320,6 +320,23 @@ def test_empty_directory_is_rejected(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+def test_tiktoken_without_tokenizer_json_error_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "tiktoken.model").write_text("IQ== 0")
+    with pytest.raises(CheckpointError, match=r"found tiktoken.model: convert it to tokenizer.jso"):
+        Tokenizer.load(tmp_path)
+
+
+def test_sentencepiece_is_named_if_it_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sentencepiece", None)
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0a\n\x03<s>")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(CheckpointError, match=r"is missing: pip install 'mooncake-engine\[senten"):
+        Tokenizer.load(tmp_path)
+
+
 def test_incomplete_tokenizer_is_rejected(tmp_path: Path) -> None:
     directory = write_byte_tokenizer(tmp_path)
     content = (directory / "tokenizer.json").read_text()
