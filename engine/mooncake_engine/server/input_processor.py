@@ -190,14 +190,13 @@ class InputProcessor:
 
     def _echoed(self, prompts: Sequence[Prompt], *, with_offsets: bool) -> list[Prompt]:
         """The prompts with the text and offsets that an echo needs."""
-        return [
-            Prompt(
-                prompt.token_ids,
-                self.tokenizer.decode(prompt.token_ids) if prompt.text is None else prompt.text,
-                text_offsets(self.tokenizer, prompt.token_ids) if with_offsets else (),
-            )
-            for prompt in prompts
-        ]
+        echoed = []
+        for prompt in prompts:
+            ids, text = prompt.token_ids, prompt.text
+            text = self.tokenizer.decode(ids) if text is None else text
+            offsets = text_offsets(self.tokenizer, ids, text) if with_offsets else ()
+            echoed.append(Prompt(ids, text, offsets))
+        return echoed
 
     def _context(
         self,

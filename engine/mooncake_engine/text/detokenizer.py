@@ -200,11 +200,21 @@ class IncrementalDetokenizer:
         return known[:certain]
 
 
-def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[int, ...]:
-    """For each token, the number of characters that are complete before it."""
-    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams())
-    offsets = []
+def text_offsets(tokenizer: Tokenizer, token_ids: Sequence[int], text: str) -> tuple[int, ...]:
+    """For each token of a prompt, the number of characters of the prompt's text before it.
+
+    The text may lack special tokens, which the tokenizer adds or which are skipped, and spaces that
+    SentencePiece writes before words at the start.
+    """
+    detokenizer = IncrementalDetokenizer(tokenizer, SamplingParams(skip_special_tokens=False))
+    offsets, end = [], 0
     for token_id in token_ids:
-        offsets.append(detokenizer.num_characters)
-        detokenizer.push((token_id,))
+        offsets.append(min(end, len(text)))
+        piece = detokenizer.push_token(token_id)
+        if not text.startswith(piece, end):
+            if token_id in tokenizer.special_ids:
+                continue
+            if piece.startswith(" ") and text.startswith(piece[1:], end):
+                end -= 1
+        end += len(piece)
     return tuple(offsets)

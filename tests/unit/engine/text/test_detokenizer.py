@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 from support.byte_tokenizer import EOS
 
 from mooncake_engine.sampling_params import SamplingParams
-from mooncake_engine.text.detokenizer import IncrementalDetokenizer
+from mooncake_engine.text.detokenizer import IncrementalDetokenizer, text_offsets
 from mooncake_engine.text.tokenizer import Tokenizer
 
 BYTE_LEVEL_IDS = st.lists(st.integers(0, 257), max_size=40)
@@ -134,3 +134,29 @@ def test_special_tokens_are_shown_if_requested(byte_tokenizer: Tokenizer) -> Non
     assert stream(byte_tokenizer, SamplingParams(), [ids])[0][0] == "ab"
     shown = SamplingParams(skip_special_tokens=False)
     assert stream(byte_tokenizer, shown, [ids])[0][0] == "a<|eos|>b"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("é<|eos|>a", (0, 0, 1, 8)),  # é has two tokens
+        ("éa", (0, 0, 1, 1)),  # not shown
+        ("", (0, 0, 0, 0)),
+    ],
+)
+def test_offsets_are_those_in_the_text_with_and_without_special_tokens(
+    byte_tokenizer: Tokenizer, text: str, expected: tuple[int, ...]
+) -> None:
+    ids = (*"é".encode(), EOS, ord("a"))
+    assert text_offsets(byte_tokenizer, ids, text) == expected
+
+
+@pytest.mark.parametrize("text", ["hi a", " hi a"])
+def test_offsets_do_not_count_a_space_that_is_not_in_the_text(
+    fallback_tokenizer: Tokenizer, text: str
+) -> None:
+    """SentencePiece prepends it, after a BOS that is not in the text either."""
+    ids = (1, *fallback_tokenizer.encode(" hi a"))
+    surplus = 5 - len(text)
+    expected = (0, 0, *(place - surplus for place in (1, 2, 3, 4)))
+    assert text_offsets(fallback_tokenizer, ids, text) == expected
