@@ -275,6 +275,18 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.scheduler.check_integrity()
 
     @invariant()
+    def cached_blocks_in_use_are_not_underestimated(self) -> None:
+        """Else a request that fits would wait."""
+        if not hasattr(self, "scheduler"):
+            return
+        blocks, queues = self.scheduler.blocks, self.scheduler._queues
+        for request in (*queues.waiting, *queues.preallocating):
+            for cacheable in (len(request.token_ids), request.num_prompt_tokens // 2):
+                most = blocks._most_in_use(request, cacheable)
+                found = blocks._find_prefix(request, cacheable)
+                assert most >= len(found) - blocks.pool.count_free(found)
+
+    @invariant()
     def blocks_are_counted_by_what_they_are_held_for(self) -> None:
         if not hasattr(self, "scheduler"):
             return

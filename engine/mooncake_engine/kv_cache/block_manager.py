@@ -33,6 +33,25 @@ class Growth(NamedTuple):
 NO_GROWTH = Growth()
 
 
+class CachedInUse(NamedTuple):
+    """How many cached blocks of a request other tables owned at a lookup. Sharing these takes no
+    free block, so an upper bound of their number tells that a request still does not fit.
+
+    Later there are at most as many more as ``BlockPool.num_claims`` has grown by, as long as the
+    block behind the prefix that was found is not cached: then no more than that prefix is found,
+    and each of its blocks that is in use, but was not, has been claimed since.
+
+    Args:
+        num_found: blocks of the cached prefix.
+        num_in_use: how many of them other tables owned.
+        num_claims: ``BlockPool.num_claims`` at the lookup.
+    """
+
+    num_found: int
+    num_in_use: int
+    num_claims: int
+
+
 class BlockManager:
     """Allocates the blocks of requests. Each call gets all the blocks that it needs, or none.
 
@@ -91,12 +110,12 @@ class BlockManager:
         Returns:
             False if too few blocks are free.
         """
-        found = self._find_prefix(request, cacheable)
-        wanted = self.blocks_for(num_tokens) - len(found)
-        if wanted + self.pool.count_free(found) + reserve > self.pool.num_free:
+        num_blocks = self.blocks_for(num_tokens)
+        if self.lacks_free(request, num_blocks + reserve, cacheable):
             return False
+        found = self._find_prefix(request, cacheable)
         self.pool.share(found)
-        fresh = self.pool.allocate(wanted)
+        fresh = self.pool.allocate(num_blocks - len(found))
         assert fresh is not None, "the pool shrank between the count and the allocation"
         request.block_ids = found + fresh
         request.num_published = len(found)
@@ -112,11 +131,37 @@ class BlockManager:
         nothing."""
         return len(self._find_prefix(request, cacheable)) * self.block_size
 
-    def count_cached_in_use(self, request: Request, cacheable: int) -> int:
-        """Returns how many cached blocks ``allocate`` would share with other tables, so that it
-        takes no free block for them; changes nothing."""
+    def lacks_free(self, request: Request, num_blocks: int, cacheable: int) -> bool:
+        """Whether too few blocks are free for a request.
+
+        A request that does not fit is asked about in each step, so its prefix is looked up again
+        only when it might fit.
+
+        Args:
+            request: the request; owns no blocks.
+            num_blocks: blocks of its table, and blocks that must stay free.
+            cacheable: maximum number of leading tokens to take from the prefix cache.
+        """
+        num_missing = num_blocks - self.pool.num_free
+        if num_missing <= 0:
+            return False
+        if num_missing > self._most_in_use(request, cacheable):
+            return True
         found = self._find_prefix(request, cacheable)
-        return len(found) - self.pool.count_free(found)
+        num_in_use = len(found) - self.pool.count_free(found)
+        request.cached_in_use = CachedInUse(len(found), num_in_use, self.pool.num_claims)
+        return num_missing > num_in_use
+
+    def _most_in_use(self, request: Request, cacheable: int) -> int:
+        """Returns an upper bound of the cached blocks of a request that other tables own."""
+        most = cacheable // self.block_size if self.prefix_caching else 0
+        if (known := request.cached_in_use) is None:
+            return most
+        if known.num_found < most:
+            following = request.block_hashes[known.num_found : known.num_found + 1]
+            if not following or following[0] in self.pool:
+                return most  # more may be found now
+        return min(most, known.num_in_use + self.pool.num_claims - known.num_claims)
 
     def fork(self, request: Request, parent: Request) -> None:
         """Share a sibling's blocks of the prompt, including the last, possibly partial one.

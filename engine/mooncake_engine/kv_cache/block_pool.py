@@ -90,10 +90,15 @@ class BlockPool:
     Args:
         num_blocks: number of blocks.
         events: receives the changes of the prefix cache; None publishes none.
+
+    Attributes:
+        num_claims: how often a block has become both cached and owned, by being cached or by being
+            owned again.
     """
 
     def __init__(self, num_blocks: int, events: BlockEvents | None = None) -> None:
         self.num_blocks = num_blocks
+        self.num_claims = 0
         self._events = events
         self.references = [0] * num_blocks
         """For each block, the number of tables that own it."""
@@ -129,6 +134,7 @@ class BlockPool:
         for block_id in block_ids:
             if self.references[block_id] == 0:
                 del self._cached[block_id]
+                self.num_claims += 1
             self.references[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
@@ -151,6 +157,7 @@ class BlockPool:
         if digest not in self._index and block_id not in self._content:
             self._index[digest] = block_id
             self._content[block_id] = digest
+            self.num_claims += 1
         return self._index.get(digest, block_id)
 
     def __contains__(self, digest: bytes) -> bool:

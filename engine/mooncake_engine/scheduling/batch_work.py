@@ -73,7 +73,5 @@ class BatchWork:
         wanted = self._blocks.blocks_for(num_tokens) + len(request.group.members) - 1
         swapped = sum(len(member.host_block_ids) for member in request.group.members)
         wanted = max(wanted, swapped) + reserve + self._num_kept_free(request)
-        num_missing = wanted - self._blocks.pool.num_free
-        if num_missing <= 0 or swapped or request.awaits_scores:
-            return num_missing > 0
-        return num_missing > self._blocks.count_cached_in_use(request, num_tokens - 1)
+        cacheable = 0 if swapped or request.awaits_scores else num_tokens - 1
+        return self._blocks.lacks_free(request, wanted, cacheable)

@@ -232,10 +232,10 @@ class PoolLoads:
             self._queues.follow(request, leader)
             return LoadDecision.LOAD
         num_tokens = len(request.token_ids)
+        wanted = self._blocks.blocks_for(num_tokens) + reserve
+        if self._blocks.lacks_free(request, wanted, num_tokens - 1):
+            return LoadDecision.WAIT  # checked first: the usual case under load
         num_cached = self._blocks.count_cached(request, num_tokens - 1)
-        wanted = self._blocks.blocks_for(num_tokens - num_cached) + reserve
-        if wanted > self._blocks.pool.num_free:  # checked first: the usual case under load
-            return LoadDecision.WAIT
         choice = self._choose(hit, num_cached)
         if choice.num_chunks * self._pool.chunk_tokens <= num_cached:
             num_found = len(hit.sources) - num_cached // self._pool.chunk_tokens

@@ -11,6 +11,7 @@ from mooncake_engine.sampling_params import SamplingParams
 from mooncake_kv.params import FirstToken
 
 if TYPE_CHECKING:
+    from mooncake_engine.kv_cache.block_manager import CachedInUse
     from mooncake_engine.scheduling.draft_scheduling import DraftLength
 
 
@@ -122,6 +123,7 @@ class Request:
             accepted, the request gains that many more tokens, with their KV.
         host_block_ids: its block table in host memory while it is swapped out.
         block_hashes: digests of its full blocks, as far as they were needed.
+        cached_in_use: what is known of its cached prefix while it does not fit; None if nothing.
         num_published: number of its first blocks that are full and in the prefix cache.
         num_cached_tokens: prompt tokens that were cached, here or at the prefill instance.
         prompt_hits: prompt tokens that it did not compute, by key of ``PROMPT_TOKEN_SOURCES``.
@@ -162,6 +164,7 @@ class Request:
     block_ids: list[int] = field(default_factory=list)
     host_block_ids: list[int] = field(default_factory=list)
     block_hashes: list[bytes] = field(default_factory=list)
+    cached_in_use: CachedInUse | None = None
     num_computed: int = 0
     num_preemptions: int = 0
     num_in_flight: int = 0

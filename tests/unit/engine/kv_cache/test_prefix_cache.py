@@ -10,6 +10,8 @@ import pytest
 from support.scheduling import Bench
 
 from mooncake_engine.kv_cache.block_pool import extend_block_hashes
+from mooncake_engine.messages import LOCAL_HIT
+from mooncake_engine.scheduling.request import Request, RequestStatus
 
 PROMPT = list(range(10, 26))
 """Four full blocks of four tokens."""
@@ -125,3 +127,93 @@ def test_disabled_caching_keeps_no_prefix() -> None:
         bench.add(name, PROMPT, max_tokens=1)
         _, updates = bench.step()
         assert updates[0].num_cached_tokens == 0
+
+
+def waiting_for_blocks(bench: Bench, **kind: bool) -> Request:
+    """A request whose prefix of 20 blocks is cached, but that does not fit beside one that runs."""
+    document = list(range(100, 180))
+    bench.add("first", document, max_tokens=1)
+    bench.run()
+    bench.add("runs", range(300, 380), max_tokens=60)
+    bench.step()
+    return bench.add("again", [*document, *range(400, 460)], arrival=1.0, max_tokens=2, **kind)
+
+
+@pytest.mark.parametrize("kind", [{}, {"pulls_kv": True}])
+def test_prefix_of_a_request_that_does_not_fit_is_looked_up_once(
+    kind: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = Bench(48, max_num_batched_tokens=200)
+    request = waiting_for_blocks(bench, **kind)
+    pool, lookups = bench.scheduler.blocks.pool, []
+    find = pool.find
+    monkeypatch.setattr(pool, "find", lambda digests: lookups.append(len(digests)) or find(digests))
+    for _ in range(20):  # the one that runs takes free blocks, and caches its own
+        bench.step()
+    assert request.status in (RequestStatus.WAITING, RequestStatus.PREALLOCATING)
+    assert len(lookups) == 1
+    bench.scheduler.abort("runs")
+    bench.step()
+    assert request.status in (RequestStatus.RUNNING, RequestStatus.TRANSFERRING)
+    assert request.prompt_hits == {LOCAL_HIT: 80}
+
+
+def test_request_begins_as_soon_as_enough_of_its_prompt_is_cached_by_another() -> None:
+    bench = Bench(24, prefill_chunk_size=8)
+    prompt = range(100, 168)
+    bench.add("computes", prompt)
+    bench.step()
+    waits = bench.add("waits", prompt, arrival=1.0)
+    num_steps = 1
+    while waits.status is not RequestStatus.RUNNING:
+        assert bench.num_free == 7
+        bench.step()
+        num_steps += 1
+    assert num_steps == 6  # five have computed the ten blocks that it lacks
+    assert waits.num_cached_tokens == 40
+
+
+def test_request_begins_when_a_missing_block_of_its_prefix_is_cached() -> None:
+    """Those behind it are in use by others, so few free blocks suffice then."""
+    bench = Bench(24)
+    request = bench.add("waits", range(100, 165))
+    extend_block_hashes(request.block_hashes, request.token_ids, 4)
+    pool = bench.scheduler.blocks.pool
+    owned = pool.allocate(16)
+    assert owned is not None
+    for block_id, digest in list(zip(owned, request.block_hashes, strict=True))[1:]:
+        pool.publish(block_id, digest)
+    bench.submit()
+    assert request.status is RequestStatus.WAITING
+    pool.publish(owned[0], request.block_hashes[0])
+    bench.submit()
+    assert request.status is RequestStatus.RUNNING
+    assert request.num_cached_tokens == 64
+
+
+@pytest.mark.parametrize("is_evicted", [False, True])
+def test_request_begins_when_its_free_prefix_is_in_use_again(is_evicted: bool) -> None:
+    """Another request shares the cached blocks, or caches blocks of its own after an eviction."""
+    bench = Bench(24)
+    request = bench.add("waits", range(100, 165))
+    extend_block_hashes(request.block_hashes, request.token_ids, 4)
+    pool = bench.scheduler.blocks.pool
+    cached, others = pool.allocate(16), pool.allocate(8)
+    assert cached is not None
+    assert others is not None
+    for block_id, digest in zip(cached, request.block_hashes, strict=True):
+        pool.publish(block_id, digest)
+    pool.release(cached)
+    bench.submit()
+    assert request.status is RequestStatus.WAITING
+    if is_evicted:
+        for block_id, digest in zip(pool.allocate(16) or (), request.block_hashes, strict=True):
+            pool.publish(block_id, digest)
+    else:
+        pool.share(cached)
+    bench.submit()
+    assert request.status is RequestStatus.WAITING
+    pool.release(others[:1])
+    bench.submit()
+    assert request.status is RequestStatus.RUNNING
+    assert request.num_cached_tokens == 64
