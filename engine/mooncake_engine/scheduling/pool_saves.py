@@ -25,7 +25,8 @@ MAX_REJECTED = 64
 are kept because the store had no memory for them."""
 MIN_RETRY_S, MAX_RETRY_S = 0.5, 30.0
 """Seconds after which a save is offered again if the store had no memory for it. They double with
-every refusal, and start anew once the store has accepted a save."""
+every refusal, and start anew once the store has accepted a save. If the pool rejected it, which is
+busy or reaches no store, it is the minimum, or less if another save ends before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,7 @@ class PoolSaves:
         self._ids = count()
         self._copying: dict[str, _OfferedSave] = {}
         self._rejected: dict[str, _OfferedSave] = {}  # by request id, the oldest first
+        self._accepts_from = 0.0  # the pool has rejected one of them: it will until then
         self._refused: deque[_OfferedSave] = deque(maxlen=MAX_REJECTED)  # by a store without memory
         self._retry: str | None = None  # the one of them that is offered again
         self._retry_s = MIN_RETRY_S
@@ -175,7 +177,10 @@ class PoolSaves:
 
     def _retry_rejected(self) -> None:
         """Offer rejected saves of ended requests again, oldest first, until the pool rejects one.
-        Saves whose blocks have been allocated again since are dropped."""
+        Saves whose blocks have been allocated again since are dropped. To find that out takes the
+        longer the more blocks they have: a pool that has rejected one is not asked in each step."""
+        if self._queues.now < self._accepts_from:
+            return
         for request_id, rejected in list(self._rejected.items()):
             if rejected.request.status is not RequestStatus.FINISHED:
                 continue  # offered again with the request's next chunk
@@ -183,6 +188,7 @@ class PoolSaves:
             if is_unchanged and self._is_computed(rejected):
                 again = self._again(rejected, rejected.save.first_chunk)
                 if not self._begin(again):
+                    self._accepts_from = self._queues.now + MIN_RETRY_S
                     return
             del self._rejected[request_id]
 
@@ -294,6 +300,7 @@ class PoolSaves:
         """Commit a copied save if its blocks have kept their content, otherwise discard it. Keep
         the chunks that the store had no memory for; a copy of another store's is not worth that."""
         offered = self._copying.pop(event.save_id)
+        self._accepts_from = 0.0
         if event.is_complete:
             is_unchanged = offered.snapshot.is_unchanged(self._blocks.pool)
             self._pool.end_save(event.save_id, is_unchanged=is_unchanged)

@@ -469,6 +469,7 @@ def test_requests_with_rejected_chunks_are_bounded(monkeypatch):
         bench.add(f"r{number}", prompt_of(CHUNK + 1, seed=number), max_tokens=1)
         bench.run()
     bench.pool.refuses = False
+    bench.wait(pool_saves.MIN_RETRY_S)
     bench.add("next", prompt_of(CHUNK - 1, seed=50), max_tokens=1)
     bench.run()
     assert len(bench.pool.saves) == 3
@@ -525,7 +526,22 @@ def test_idle_instance_offers_rejected_chunks_again():
     bench.add("short", prompt_of(2 * CHUNK + 1), max_tokens=1)
     bench.run()
     bench.pool.refuses = False
+    bench.wait(pool_saves.MIN_RETRY_S)
     assert bench.scheduler.schedule().is_empty
+    assert [len(save.keys) for save in bench.pool.saves.values()] == [2]
+
+
+def test_a_pool_that_rejects_saves_is_not_asked_in_every_step(monkeypatch):
+    bench = ended_with_refused_chunks()
+    pool, num_looks = bench.scheduler.blocks.pool, []
+    uses = pool.uses
+    monkeypatch.setattr(pool, "uses", lambda blocks: num_looks.append(len(blocks)) or uses(blocks))
+    bench.pool.refuses = True
+    for _ in range(12):
+        step_after(bench, pool_saves.MIN_RETRY_S / 4)
+    assert len(num_looks) == 3
+    bench.pool.refuses = False
+    bench.save_all()  # it takes another save now
     assert [len(save.keys) for save in bench.pool.saves.values()] == [2]
 
 
