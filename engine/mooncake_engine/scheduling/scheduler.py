@@ -13,7 +13,7 @@ not follow that order: it may be given only KV that completed steps have written
 
 from __future__ import annotations
 
-from itertools import islice, takewhile
+from itertools import islice
 
 from mooncake_engine.kv_cache.block_manager import BlockManager
 from mooncake_engine.messages import FinishReason, TokenUpdate
@@ -368,7 +368,8 @@ class Scheduler:
             if len((group := request.group).members) == 1:
                 self._schedule_single(request, step, prompts)
             elif not index or running[index - 1].group is not group:  # the group's first member
-                members = list(takewhile(lambda r: r.group is group, running[index:]))
+                behind = running[index : index + len(group.members)]
+                members = [member for member in behind if member.group is group]
                 self._schedule_group(group, members, step, prompts)
             if self._waits_for_steps:
                 return False
