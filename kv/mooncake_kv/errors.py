@@ -72,8 +72,8 @@ class KVTransferError(KVError):
 
 
 class HandshakeRefused(KVTransferError):
-    """The peer's metadata contradict ours, or no transport connects its ranks with ours; the message
-    has both values."""
+    """The peer's metadata contradict ours, or no transport connects its ranks with ours; both
+    values are in the message."""
 
 
 class SessionRefused(HandshakeRefused):
