@@ -240,11 +240,13 @@ async def _http_error(request: Request, exc: Exception) -> Response:
     if exc.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
         wanted = (exc.headers or {}).get("Allow", "another method")
         problem = f"this path takes {wanted}"
+    elif path == "/tokenizer_info":
+        problem = "start the instance with --enable-tokenizer-info-endpoint"
     else:
         paths = [route.path for route in request.app.routes]
         nearest = difflib.get_close_matches(path, paths, n=1, cutoff=0.75)
         problem = f"did you mean {nearest[0]}? " if nearest else ""
-        problem += "This server generates text; GET /openapi.json lists its paths"
+        problem += "This instance generates text; its GET /openapi.json lists its paths"
     message = f"{request.method} {path}: {HTTPStatus(exc.status_code).phrase}: {problem}"
     error = ApiError(exc.status_code, message, "invalid_request_error").response()
     error.headers.update(exc.headers or {})

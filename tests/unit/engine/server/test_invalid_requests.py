@@ -317,9 +317,15 @@ def test_another_model_is_404(client: AsgiClient) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "words"),
     [
-        ("GET", "/no", 404, "Not Found: This server generates text; GET /openapi.json lists"),
-        ("POST", "/v1/embeddings", 404, "Not Found: This server generates text"),
+        ("GET", "/no", 404, "Not Found: This instance generates text; its GET /openapi.json lists"),
+        ("POST", "/v1/embeddings", 404, "Not Found: This instance generates text"),
         ("POST", "/chat/completions", 404, f"Not Found: did you mean {CHAT}?"),
+        (
+            "GET",
+            "/tokenizer_info",
+            404,
+            "Not Found: start the instance with --enable-tokenizer-info-endpoint",
+        ),
         ("GET", CHAT, 405, "Method Not Allowed: this path takes POST"),
     ],
 )
