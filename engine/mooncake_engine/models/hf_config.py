@@ -202,8 +202,9 @@ def _older_quantization(model_dir: Path, fields: dict[str, Any]) -> object:
     if (found := fields.get("compression_config")) is not None or not path.exists():
         return found
     quantization = read_json_object(path).get("quantization")
-    is_object = isinstance(quantization, dict)
-    return {"quant_method": "modelopt", **quantization} if is_object else quantization
+    if isinstance(quantization, dict):
+        return {"quant_method": "modelopt", **quantization}
+    return quantization
 
 
 def read_eos_token_ids(model_dir: Path, raw: RawConfig) -> tuple[int, ...]:
