@@ -118,7 +118,8 @@ def test_flag_that_begins_an_option_of_ours_is_not_taken_for_it(
     assert main(["serve", TINY, "--api-key", "sk-secret"]) == 2
     assert capsys.readouterr().err == (
         "mooncake-engine: error: --api-key is an option of vLLM; use instead: --api-key-file FILE, "
-        "which does not show the key in process lists\n"
+        "which does not show the key in process lists; with up, "
+        "--proxy-args='--api-key-file FILE'\n"
     )
 
 
