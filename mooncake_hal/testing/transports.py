@@ -15,12 +15,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
-from numpy.typing import NDArray
 
 from mooncake_hal.errors import (
     AccessDenied,
@@ -33,154 +31,23 @@ from mooncake_hal.errors import (
     TransferError,
     TransferTimeout,
 )
-from mooncake_hal.testing.transports_buffers import (
-    GAP_BYTES,
-    Buffer,
-    ScatteredPieces,
-    load_transport,
-    random_pieces,
-    resolve,
+from mooncake_hal.testing.transports_buffers import ScatteredPieces, random_pieces
+from mooncake_hal.testing.transports_kit import (
+    KIB,
+    MIB,
+    Pair,
+    TransportKit,
+    assert_same,
+    one_span,
+    raises,
+    require_message,
+    stripes,
 )
-from mooncake_hal.transport import (
-    Endpoint,
-    EndpointOptions,
-    MemoryRegion,
-    Peer,
-    Spans,
-    Transfer,
-    TransferState,
-    Transport,
-)
-
-KIB = 1024
-MIB = 1024 * KIB
+from mooncake_hal.testing.transports_sizes import SizesSuite
+from mooncake_hal.transport import MemoryRegion, Spans, Transfer, TransferState
 
 
-@contextmanager
-def raises(*kinds: type[Exception]) -> Iterator[None]:
-    """Check that the body raises one of ``kinds``, with a message."""
-    try:
-        yield
-    except kinds as exc:
-        _require_message(exc)
-        return
-    raise AssertionError(f"none of {[kind.__name__ for kind in kinds]} was raised")
-
-
-def one_span(local: int, remote: int, nbytes: int) -> Spans:
-    """Return a single piece as Spans."""
-    return Spans(*(np.array([value], np.uint64) for value in (local, remote, nbytes)))
-
-
-def stripes(num_tokens: int, nbytes: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the offsets of one rank's tokens: packed, and interleaved with another rank's."""
-    dense = np.arange(num_tokens, dtype=np.int64) * nbytes
-    return dense, 2 * dense + nbytes
-
-
-@dataclass(slots=True)
-class Pair:
-    """Two connected endpoints of one process, with a registered buffer each."""
-
-    near: Endpoint
-    far: Endpoint
-    peer: Peer
-    here: Buffer
-    there: Buffer
-    key_here: int
-    key_there: int
-
-    def whole(self, nbytes: int) -> Spans:
-        """Return a single span: the first ``nbytes`` of both buffers."""
-        return one_span(self.here.region.address, self.there.region.address, nbytes)
-
-    def spans(self, pieces: ScatteredPieces) -> Spans:
-        """Return pieces as addresses of this pair's buffers."""
-        return pieces.spans(self.here.region, self.there.region)
-
-
-class TransportKit:
-    """What the suites need to know about a transport; subclasses set the class attributes.
-
-    Args:
-        loader: ``"package.module:callable"`` that returns the transport.
-        allocator: ``"package.module:callable"`` that takes a size and returns a Buffer.
-        timeout: seconds that an ordinary transfer may take on the slowest machine.
-        large: size in bytes of a transfer that takes at least several milliseconds; a slow
-            transport can use less.
-        checks_secret: whether the transport authenticates peers; False for an adapter whose engine
-            can't.
-        reports_revoked: whether revoked regions have another error than unknown ones.
-    """
-
-    loader: ClassVar[str]
-    allocator: ClassVar[str] = "mooncake_hal.testing.transports_buffers:anonymous"
-    timeout: ClassVar[float] = 30.0
-    large: ClassVar[int] = 48 * MIB
-    checks_secret: ClassVar[bool] = True
-    reports_revoked: ClassVar[bool] = True
-
-    def setup_method(self) -> None:
-        """Start each case with no open endpoints or buffers."""
-        self.stack = ExitStack()
-        self.rng = np.random.default_rng(7)
-        self.transport: Transport = load_transport(self.loader)
-
-    def teardown_method(self) -> None:
-        """Close everything that the case opened, newest first."""
-        self.stack.close()
-
-    def options(self) -> EndpointOptions:
-        """Return the options of the suite's endpoints; override it for another host or device."""
-        return EndpointOptions(secret=b"conformance")
-
-    def open(self, **changes: Any) -> Endpoint:
-        """Open an endpoint that is closed at the end of the case."""
-        endpoint = self.transport.open(replace(self.options(), **changes))
-        self.stack.callback(endpoint.close)
-        return endpoint
-
-    def buffer(self, nbytes: int) -> Buffer:
-        """Allocate a buffer of random bytes that is freed at the end of the case."""
-        buffer: Buffer = resolve(self.allocator)(nbytes)
-        self.stack.callback(buffer.close)
-        buffer.put(self.rng.integers(0, 256, nbytes, np.uint8))
-        return buffer
-
-    def pair(self, nbytes: int = MIB) -> Pair:
-        """Open two connected endpoints with a registered buffer each."""
-        here, there = self.buffer(nbytes), self.buffer(nbytes)
-        near, far = self.open(), self.open()
-        key_here, key_there = near.register(here.region), far.register(there.region)
-        peer = near.connect(far.address, timeout=self.timeout)
-        return Pair(near, far, peer, here, there, key_here, key_there)
-
-    def read(self, peer: Peer, spans: Spans) -> None:
-        """Read and wait."""
-        peer.read(spans, timeout=self.timeout).wait()
-
-    def write(self, peer: Peer, spans: Spans) -> None:
-        """Write and wait."""
-        peer.write(spans, timeout=self.timeout).wait()
-
-    def check_moves(self, pair: Pair, pieces: ScatteredPieces) -> None:
-        """Read, then write the pieces, and compare both whole buffers after each."""
-        spans = pair.spans(pieces)
-        here, there = pair.here.get(), pair.there.get()
-        self.read(pair.peer, spans)
-        expected = pieces.after_read(here, there)
-        _assert_same(pair.here.get(), expected, "the near buffer after a read")
-        _assert_same(pair.there.get(), there, "the far buffer after a read")
-        fresh = self.rng.integers(0, 256, len(here), np.uint8)
-        pair.here.put(fresh)
-        self.write(pair.peer, spans)
-        _assert_same(
-            pair.there.get(), pieces.after_write(fresh, there), "the far buffer after a write"
-        )
-        _assert_same(pair.here.get(), fresh, "the near buffer after a write")
-
-
-class TransportConformance(TransportKit):
+class TransportConformance(SizesSuite):
     """The cases with two endpoints of one process."""
 
     def test_one_range(self) -> None:
@@ -207,13 +74,6 @@ class TransportConformance(TransportKit):
         self.check_moves(pair, ScatteredPieces(dense, striped, sizes))
         self.check_moves(pair, ScatteredPieces(striped, dense, sizes))
 
-    def test_65536_pieces_in_one_batch(self) -> None:
-        count, size = 65536, 48
-        nbytes = count * (size + GAP_BYTES)
-        pair = self.pair(nbytes)
-        sizes = self.rng.integers(1, size + 1, count).astype(np.int64)
-        self.check_moves(pair, random_pieces(self.rng, sizes, nbytes))
-
     def test_a_large_transfer(self) -> None:
         pair = self.pair(self.large)
         sizes = self.rng.integers(1, self.large // 24, 40).astype(np.int64)
@@ -226,7 +86,7 @@ class TransportConformance(TransportKit):
         transfer = pair.peer.read(Spans(empty, empty, empty), timeout=self.timeout)
         transfer.wait()
         assert transfer.poll() is TransferState.DONE
-        _assert_same(pair.here.get(), before, "the near buffer after moving nothing")
+        assert_same(pair.here.get(), before, "the near buffer after moving nothing")
 
     def test_spans_over_several_regions(self) -> None:
         pair = self.pair()
@@ -251,7 +111,7 @@ class TransportConformance(TransportKit):
         late = self.buffer(MIB)
         pair.far.register(late.region)
         self.read(pair.peer, one_span(pair.here.region.address, late.region.address, MIB))
-        _assert_same(pair.here.get(), late.get(), "what was read from the late region")
+        assert_same(pair.here.get(), late.get(), "what was read from the late region")
 
     def test_both_directions(self) -> None:
         pair = self.pair()
@@ -262,7 +122,7 @@ class TransportConformance(TransportKit):
         second = back.read(one_span(there + half, here + half, half), timeout=self.timeout)
         first.wait()
         second.wait()
-        _assert_same(pair.here.get(), pair.there.get(), "what each side read from the other")
+        assert_same(pair.here.get(), pair.there.get(), "what each side read from the other")
 
     def test_many_transfers_in_flight(self) -> None:
         pair = self.pair(4 * MIB)
@@ -275,7 +135,7 @@ class TransportConformance(TransportKit):
         for transfer in reversed(transfers):
             transfer.wait()
         assert {transfer.poll() for transfer in transfers} == {TransferState.DONE}
-        _assert_same(pair.here.get(), expected, "the near buffer after 32 transfers")
+        assert_same(pair.here.get(), expected, "the near buffer after 32 transfers")
 
     def test_one_peer_from_many_threads(self) -> None:
         pair = self.pair(4 * MIB)
@@ -288,16 +148,20 @@ class TransportConformance(TransportKit):
             ]
             for move in moves:
                 move.result(self.timeout)
-        _assert_same(pair.here.get(), expected, "the near buffer after 64 threaded reads")
+        assert_same(pair.here.get(), expected, "the near buffer after 64 threaded reads")
 
     def test_poll_reaches_done_without_wait(self) -> None:
-        pair = self.pair()
-        transfer = pair.peer.read(pair.whole(MIB), timeout=self.timeout)
+        """All bytes have arrived when ``poll`` first says so."""
+        nbytes = 8 * MIB
+        pair = self.pair(nbytes)
+        transfer = pair.peer.read(pair.whole(nbytes), timeout=self.timeout)
         deadline = time.monotonic() + self.timeout
-        while transfer.poll() is TransferState.PENDING:
+        while (state := transfer.poll()) is TransferState.PENDING:
             assert time.monotonic() < deadline, "the transfer did not end in time"
-            time.sleep(0.001)
-        assert transfer.poll() is TransferState.DONE
+            time.sleep(0)
+        after = pair.here.get()
+        assert state is TransferState.DONE
+        assert_same(after, pair.there.get(), "the near buffer when poll() says DONE")
         transfer.wait()
         transfer.cancel()
         assert transfer.poll() is TransferState.DONE
@@ -312,9 +176,9 @@ class TransportConformance(TransportKit):
                 transfer.wait()
         pair.there.put(self.rng.integers(0, 256, self.large, np.uint8))
         time.sleep(0.05)  # bytes that a cancelled transfer still moved would arrive now
-        _assert_same(pair.here.get(), after, "the near buffer after a cancelled read")
+        assert_same(pair.here.get(), after, "the near buffer after a cancelled read")
         self.read(pair.peer, pair.whole(MIB))
-        _assert_same(pair.here.get()[:MIB], pair.there.get()[:MIB], "a read after a cancelled one")
+        assert_same(pair.here.get()[:MIB], pair.there.get()[:MIB], "a read after a cancelled one")
 
     def test_a_deadline_drains(self) -> None:
         pair = self.pair(self.large)
@@ -326,9 +190,9 @@ class TransportConformance(TransportKit):
         after = pair.here.get()
         pair.there.put(self.rng.integers(0, 256, self.large, np.uint8))
         time.sleep(0.05)  # bytes that a timed-out transfer still moved would arrive now
-        _assert_same(pair.here.get(), after, "the near buffer after the deadline")
+        assert_same(pair.here.get(), after, "the near buffer after the deadline")
         self.read(pair.peer, pair.whole(MIB))
-        _assert_same(pair.here.get()[:MIB], pair.there.get()[:MIB], "a read after a timed-out one")
+        assert_same(pair.here.get()[:MIB], pair.there.get()[:MIB], "a read after a timed-out one")
 
     def test_a_failed_write_moves_no_more_bytes(self) -> None:
         """With ``stops_writes_on_failure``, no more bytes arrive after a failed write."""
@@ -339,7 +203,7 @@ class TransportConformance(TransportKit):
             fresh = self.rng.integers(0, 256, self.large, np.uint8)
             pair.there.put(fresh)
             time.sleep(0.05)  # bytes of the cancelled write that were left would arrive now
-            _assert_same(pair.there.get(), fresh, "the far buffer after a cancelled write")
+            assert_same(pair.there.get(), fresh, "the far buffer after a cancelled write")
 
     def test_a_local_address_that_is_not_registered(self) -> None:
         pair = self.pair()
@@ -350,7 +214,7 @@ class TransportConformance(TransportKit):
             pair.peer.read(spans, timeout=self.timeout)
         with raises(RegionUnknown):
             pair.peer.write(spans, timeout=self.timeout)
-        _assert_same(unregistered.get(), before, "memory that was never registered")
+        assert_same(unregistered.get(), before, "memory that was never registered")
 
     def test_a_local_span_that_leaves_its_region(self) -> None:
         pair = self.pair()
@@ -367,7 +231,7 @@ class TransportConformance(TransportKit):
                 self.write(pair.peer, one_span(pair.here.region.address, remote, 64))
             with raises(RegionUnknown):
                 self.read(pair.peer, one_span(pair.here.region.address, remote, 64))
-        _assert_same(unregistered.get(), before, "memory that was never registered")
+        assert_same(unregistered.get(), before, "memory that was never registered")
         self.check_moves(pair, random_pieces(self.rng, np.full(4, KIB, np.int64), MIB))
 
     def test_a_remote_span_that_leaves_its_region(self) -> None:
@@ -415,9 +279,9 @@ class TransportConformance(TransportKit):
             self.read(pair.peer, pair.whole(64))
         with raises(*wanted):
             self.write(pair.peer, pair.whole(64))
-        _assert_same(pair.there.get(), before, "a revoked region")
+        assert_same(pair.there.get(), before, "a revoked region")
         self.read(pair.peer, one_span(pair.here.region.address, other.region.address, MIB))
-        _assert_same(pair.here.get(), other.get(), "what was read from the region still there")
+        assert_same(pair.here.get(), other.get(), "what was read from the region still there")
 
     def test_a_revoked_region_can_come_back(self) -> None:
         pair = self.pair()
@@ -434,7 +298,7 @@ class TransportConformance(TransportKit):
         with _allowing(RegionRevoked, RegionUnknown):
             transfer.wait()
         if self.transport.can_revoke:
-            _assert_same(pair.there.get(), after, "a region revoked under a write")
+            assert_same(pair.there.get(), after, "a region revoked under a write")
 
     def test_a_revoked_local_region_is_refused(self) -> None:
         pair = self.pair()
@@ -505,7 +369,7 @@ class TransportConformance(TransportKit):
         with _allowing(PeerLost, TransferCancelled):
             transfer.wait()
         pair.there.put(self.rng.integers(0, 256, self.large, np.uint8))
-        _assert_same(pair.here.get(), after, "the near buffer after closing the peer")
+        assert_same(pair.here.get(), after, "the near buffer after closing the peer")
         with raises(PeerLost):
             self.read(pair.peer, pair.whole(64))
         pair.peer.close()
@@ -542,27 +406,17 @@ def _only(pieces: ScatteredPieces, index: int) -> ScatteredPieces:
     return ScatteredPieces(pieces.near[one], pieces.far[one], pieces.nbytes[one])
 
 
-def _assert_same(found: NDArray[np.uint8], wanted: NDArray[np.uint8], what: str) -> None:
-    wrong = np.flatnonzero(found != wanted)
-    if len(wrong):
-        raise AssertionError(f"{what}: {len(wrong)} bytes differ, the first at {wrong[0]}")
-
-
 @contextmanager
 def _allowing(*kinds: type[Exception]) -> Iterator[None]:
     """Let the body succeed or raise one of ``kinds``, for races with either outcome."""
     try:
         yield
     except kinds as exc:
-        _require_message(exc)
-
-
-def _require_message(error: Exception) -> None:
-    if not str(error):
-        raise AssertionError(f"{type(error).__name__} says nothing")
+        require_message(exc)
 
 
 __all__ = [
+    "MIB",
     "MemoryRegion",
     "Pair",
     "Transfer",
@@ -570,4 +424,6 @@ __all__ = [
     "TransportKit",
     "one_span",
     "raises",
+    "random_pieces",
+    "stripes",
 ]

@@ -15,6 +15,7 @@ import signal
 import subprocess
 import sys
 from dataclasses import asdict
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -29,6 +30,9 @@ START_SECONDS = 60.0
 
 class PeerProcess:
     """A child process with one endpoint and one registered buffer.
+
+    It starts in the background: whatever needs it first waits for it, so that several start at
+    once, and while their caller prepares its own end.
 
     Args:
         loader: ``"package.module:callable"`` that returns the transport.
@@ -51,11 +55,29 @@ class PeerProcess:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
         )
         plain = {**asdict(options), "secret": options.secret.hex()}
-        opened = self.ask(
-            loader=loader, allocator=allocator, options=plain, nbytes=nbytes, seed=seed
+        self._send(
+            {
+                "loader": loader,
+                "allocator": allocator,
+                "options": plain,
+                "nbytes": nbytes,
+                "seed": seed,
+            }
         )
-        self.address = bytes.fromhex(opened["address"])
-        self.region = MemoryRegion(opened["base"], nbytes)
+
+    @cached_property
+    def _opened(self) -> dict[str, Any]:
+        return self._reply()
+
+    @property
+    def address(self) -> bytes:
+        """Address of its endpoint."""
+        return bytes.fromhex(self._opened["address"])
+
+    @property
+    def region(self) -> MemoryRegion:
+        """Its registered buffer."""
+        return MemoryRegion(self._opened["base"], self._nbytes)
 
     @property
     def pid(self) -> int:
@@ -65,6 +87,19 @@ class PeerProcess:
     def ask(self, **command: Any) -> dict[str, Any]:
         """Send a command and return its reply."""
         self.tell(**command)
+        return self._reply()
+
+    def tell(self, **command: Any) -> None:
+        """Send a command without reading its reply."""
+        _ = self._opened  # its reply comes before the command's
+        self._send(command)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(message) + "\n")
+        self._process.stdin.flush()
+
+    def _reply(self) -> dict[str, Any]:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -72,19 +107,14 @@ class PeerProcess:
         reply: dict[str, Any] = json.loads(line)
         return reply
 
-    def tell(self, **command: Any) -> None:
-        """Send a command without reading its reply."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-
     def kill(self) -> None:
         """End the child with SIGKILL and reap it."""
         self._process.kill()
         self._process.wait()
 
     def signal(self, number: int) -> None:
-        """Send the child a signal; after SIGSTOP, waits until it is stopped."""
+        """Send the child a signal once it is up; after SIGSTOP, waits until it is stopped."""
+        _ = self._opened
         self._process.send_signal(number)
         if number == signal.SIGSTOP:
             os.waitid(os.P_PID, self._process.pid, os.WSTOPPED)

@@ -13,3 +13,4 @@ pytestmark = pytest.mark.timeout(180)
 class TestMyLink(TransportConformance, TransportProcessConformance):
     loader = "mylink.mylink_plugin:load"
     timeout = 120.0  # a request per piece
+    moves_4_gib = False  # it would take minutes

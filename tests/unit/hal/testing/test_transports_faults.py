@@ -34,6 +34,7 @@ class TestTheDecoratorItself(TransportConformance):
     """Without faults the decorator conforms like the transport that it wraps."""
 
     loader = "mooncake_hal.transports.shm.shm_transport:load"
+    moves_4_gib = False
 
     def setup_method(self) -> None:
         super().setup_method()

@@ -34,6 +34,7 @@ class TestRdma(TransportConformance):
     """The conformance suite between two endpoints of one process."""
 
     loader = LOADER
+    moves_4_gib = False
 
 
 class TestFuzz(RdmaFuzz):
