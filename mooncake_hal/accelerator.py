@@ -98,7 +98,8 @@ class AcceleratorRuntime:
         self._kind = kind
         self._visible = visible
         self._devices = tuple(devices)
-        self._pool: GraphPool[Any] = GraphPool(module.graph_pool_handle)
+        # looked up at the first capture: modules without graphs have no pools
+        self._pool: GraphPool[Any] = GraphPool(lambda: module.graph_pool_handle())
         self._capture_streams: dict[int, Any] = {}
         self._taken_before: dict[int, int] = {}
 

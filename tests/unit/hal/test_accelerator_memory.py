@@ -15,7 +15,7 @@ TOTAL = 1000
 
 @dataclass
 class Device:
-    """A stand-in for torch's module of one device type."""
+    """A stand-in for torch's module of one device type, which has no graphs."""
 
     others: int = 0
     context: int = 0
@@ -33,9 +33,6 @@ class Device:
 
     def max_memory_reserved(self, _: torch.device) -> int:
         return self.most_reserved
-
-    def graph_pool_handle(self) -> tuple[int, int]:
-        return 0, 0
 
 
 def bound(module: Device) -> AcceleratorRuntime:
