@@ -90,7 +90,7 @@ class PrefixIndex:
         found: dict[str, int] = {}
         still = set(self._holders.get(hashes[0], ())) if hashes else set()
         for position, value in enumerate(hashes):
-            holders = self._holders.get(value, frozenset())
+            holders = self._holders.get(value, frozenset[str]())
             # Most blocks of a prefix are where the one before is: then there is nothing to copy.
             if not still <= holders:
                 found |= dict.fromkeys(still - holders, position * TOKENS_PER_BLOCK)
