@@ -65,7 +65,7 @@ def test_mooncake_store_replaces_node_stores():
 def test_missing_mooncake_client_or_master_is_reported():
     config = read_kv_pool("mooncake-store=127.0.0.1:1")
     with pytest.raises(
-        KVConfigError, match=r"mooncake_master|pip install 'mooncake-hal\[mooncake\]"
+        KVConfigError, match=r"mooncake_master|pip install mooncake-transfer-engine"
     ):
         PoolStores(config, Registry.discover(), "here")
 

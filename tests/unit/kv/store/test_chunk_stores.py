@@ -51,5 +51,5 @@ class TestStoreClient(ChunkStoreSuite):
 
 
 def test_mooncake_store_without_client_names_package_to_install():
-    with pytest.raises(KVConfigError, match=r"pip install 'mooncake-hal\[mooncake\]'"):
+    with pytest.raises(KVConfigError, match=r"pip install mooncake-transfer-engine"):
         MooncakeChunkStore(MooncakeStoreConfig("127.0.0.1:1"))
