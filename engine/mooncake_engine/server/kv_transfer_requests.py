@@ -112,7 +112,7 @@ def read_kv_transfer_request(
 def is_prefill(params: KVTransferDict | None) -> bool:
     """Whether a router asks for the first token only, and for the KV to be kept for a decode
     instance."""
-    return bool(params) and _flag(params, "do_remote_decode")
+    return params is not None and _flag(params, "do_remote_decode")
 
 
 def prompt_of_peer(
