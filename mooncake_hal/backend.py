@@ -62,9 +62,9 @@ class Capabilities:
         transports: names of the transports that can move this backend's memory, best first.
         scheduler_resource: cluster schedulers' (Ray's) name for one of its devices, ``"GPU"`` or
             ``"NPU"``; empty if the scheduler counts CPUs only.
+        head_dims: head sizes that grouped-query attention supports; empty: any.
         latent_dims: (latent, rope) widths that latent attention supports; empty: any.
-        sampling: whether ``ops`` implement ``SamplingOps``; otherwise tokens are sampled with
-            torch.
+        sampling: whether ``ops`` implement ``SamplingOps``; otherwise torch samples.
         kv_dtypes: names of the narrower types that KV may be stored in; unless it is empty,
             ``ops`` implement ``ScaledKVOps``.
         native_latents: whether ``ops`` implement ``mooncake_hal.latents.NativeLatentOps``.
@@ -100,6 +100,7 @@ class Capabilities:
     fused_experts: bool = False
     quantization: tuple[str, ...] = ()
     fused_rope_writes: bool = False
+    head_dims: tuple[int, ...] = ()
 
 
 class Event(Protocol):
@@ -237,6 +238,7 @@ class AttentionBatch:
 class Ops(LatentOps, Protocol):
     """The kernels of a decoder model, with grouped-query or latent attention.
 
+    Queries, keys, values and the x of ``rms_norm`` and ``linear`` may be views of a wider tensor.
     KV caches are strided views ``[num_blocks, block_size, kv_heads, head_dim]`` of any layout
     that ``capabilities.kv_layouts`` lists; only the last dimension is contiguous. A backend without
     a fused ``write_latents`` inherits from ``mooncake_hal.latents.ComposedLatentWrites``.
@@ -492,8 +494,8 @@ class Exchange(Protocol):
 
 
 class Communicator(Protocol):
-    """Collectives of a group of ranks of one instance: a stage's tensor-parallel ranks, or the
-    n-th rank of every stage."""
+    """Collectives, also of strided tensors, of the ranks of one instance: a stage's tensor-parallel
+    ranks, or the n-th rank of every stage. They take all dtypes of the backend, and int64."""
 
     @property
     def rank(self) -> int:

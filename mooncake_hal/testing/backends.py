@@ -29,6 +29,7 @@ from mooncake_hal.backend import Backend, GroupSpec, Runtime
 from mooncake_hal.errors import BackendUnavailable, CapabilityError, DeviceError, OutOfMemory
 from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal.registry import Registry
+from mooncake_hal.testing.backends_data import device_indexes
 from mooncake_hal.testing.backends_experts import ExpertsSuite
 from mooncake_hal.testing.backends_fp8 import Fp8ExpertsSuite, Fp8LinearSuite
 from mooncake_hal.testing.backends_host_copies import HostCopiesSuite
@@ -69,6 +70,9 @@ class BackendBasics:
     """Tests of capabilities, runtime and memory, which every backend has."""
 
     backend_name: ClassVar[str]
+    is_simulated: ClassVar[bool] = False
+    """Whether the host simulates the devices: torch's device is then the host's, whatever the
+    spec's ``device_type`` says."""
 
     @pytest.fixture
     def backend(self) -> Backend:
@@ -102,14 +106,25 @@ class BackendBasics:
             memory = backend.runtime.memory_info(info.index)
             assert 0 <= memory.free_bytes <= memory.total_bytes
 
+    def test_the_spec_names_the_type_of_torchs_devices(self, backend: Backend) -> None:
+        """Some parts of the engine ask the spec, others torch: they must not get two answers."""
+        named = Registry.discover().device_type(backend.name) or "cpu"
+        found = backend.runtime.device(0).type
+        assert found == ("cpu" if self.is_simulated else named)
+
     def test_peak_memory(self, backend: Backend) -> None:
-        """The peak grows with use, is never negative, and does not exceed the device's memory."""
-        runtime = backend.runtime
+        """The peak is never negative, and does not exceed the device's memory. It grows by what is
+        allocated, except on a host, whose memory for KV is not chosen by it."""
+        runtime, nbytes = backend.runtime, 64 << 20
+        device = runtime.device(0)
         runtime.reset_peak(0)
         before = runtime.peak_bytes(0)
-        x = torch.ones(1 << 20, device=runtime.device(0))
+        x = torch.ones(nbytes // 4, device=device)
         runtime.synchronize(0)
-        assert 0 <= before <= runtime.peak_bytes(0) <= runtime.memory_info(0).total_bytes
+        peak = runtime.peak_bytes(0)
+        assert 0 <= before <= peak <= runtime.memory_info(0).total_bytes
+        if device.type != "cpu":
+            assert peak - before >= nbytes, "weights and activations would count as nothing"
         assert float(x[0]) == 1.0
 
     def test_an_unknown_device_is_refused(self, backend: Backend) -> None:
@@ -122,12 +137,15 @@ class BackendBasics:
             backend.memory.allocate(64, beyond)
 
     def test_events(self, backend: Backend) -> None:
-        """A recorded event has finished once it is synchronized."""
-        event = backend.runtime.event(0)
-        event.record()
-        event.synchronize()
-        assert event.query()
-        backend.runtime.synchronize(0)
+        """A recorded event has finished once it is synchronized, on every device."""
+        for index in device_indexes(backend):
+            backend.runtime.bind_thread(index)
+            event = backend.runtime.event(index)
+            event.record()
+            event.synchronize()
+            assert event.query()
+            backend.runtime.synchronize(index)
+        backend.runtime.bind_thread(0)
 
     def test_copies_are_ordered(self, backend: Backend) -> None:
         """Copies run after the work that was enqueued before, in order, and concurrently with later
@@ -195,8 +213,15 @@ class BackendBasics:
     @pytest.mark.parametrize("nbytes", [1, 4096, (2 << 20) + 1, 5 << 20])
     def test_memory(self, backend: Backend, nbytes: int) -> None:
         """Allocations are zeroed, distinct and of the requested size, and can be freed twice."""
-        first, second = (backend.memory.allocate(nbytes, 0) for _ in range(2))
+        for index in device_indexes(backend):
+            self._check_memory(backend, nbytes, index)
+
+    def _check_memory(self, backend: Backend, nbytes: int, index: int) -> None:
+        first, second = (backend.memory.allocate(nbytes, index) for _ in range(2))
         assert first.region.nbytes == nbytes
+        assert first.region.device == "cpu" or first.region.device.endswith(f":{index}")
+        device = backend.runtime.device(index)
+        assert (first.tensor.device.type, first.tensor.device.index) == (device.type, device.index)
         assert first.tensor.shape == (nbytes,)
         assert first.tensor.dtype == torch.uint8
         assert first.tensor.data_ptr() == first.region.address

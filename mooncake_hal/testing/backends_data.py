@@ -60,6 +60,11 @@ class Shape:
         return dtype_named(self.kv_dtype or self.dtype)
 
 
+def device_indexes(backend: Backend) -> range:
+    """The devices on which to try what depends on the index: the first two, or the only one."""
+    return range(min(2, len(backend.runtime.devices())))
+
+
 def dtype_named(name: str) -> torch.dtype:
     """Torch's dtype with that name."""
     found = getattr(torch, name)
@@ -83,8 +88,11 @@ class PagedKV:
     allocation: Allocation
 
     @classmethod
-    def allocate(cls, backend: Backend, shape: Shape, num_blocks: int) -> PagedKV:
-        """Allocate a cache filled with NaN, so that reads of unwritten slots are detected."""
+    def allocate(
+        cls, backend: Backend, shape: Shape, num_blocks: int, *, is_sparse: bool = False
+    ) -> PagedKV:
+        """Allocate a cache filled with NaN, so that reads of unwritten slots are detected; with
+        ``is_sparse``, it stays zero, so that pages which are not used take no memory."""
         dtype = shape.cache_dtype
         kind = AttentionKind.MLA if shape.rope_dim else AttentionKind.GQA
         geometry = KVGeometry(
@@ -95,7 +103,8 @@ class PagedKV:
         layout = make_layout(shape.layout, geometry, shard, num_blocks, shape.block_size)
         allocation = backend.memory.allocate(nbytes, 0)
         flat = allocation.tensor.view(dtype)
-        flat.fill_(float("nan"))
+        if not is_sparse:
+            flat.fill_(float("nan"))
         key, value = (plane_view(flat, layout, shape, plane) for plane in (0, 1))
         return cls(key, value, allocation)
 
@@ -135,6 +144,7 @@ def make_case(
     shape: Shape,
     lengths: Sequence[tuple[int, int]],
     seed: int = 0,
+    pool: int = 0,
 ) -> Case:
     """Create a random batch; every sequence has blocks of its own, in random order.
 
@@ -143,11 +153,15 @@ def make_case(
         shape: the parameters of the case.
         lengths: (query, context) tokens per sequence, decodes first.
         seed: seed of all random values.
+        pool: number of blocks of a sparse pool, of which the batch has the last ones; 0: a pool
+            that is just large enough.
     """
     generator = torch.Generator().manual_seed(seed)
     counts = [-(-context // shape.block_size) for _, context in lengths]
-    kv = PagedKV.allocate(backend, shape, sum(counts) + 1)
+    kv = PagedKV.allocate(backend, shape, pool or sum(counts) + 1, is_sparse=pool > 0)
     tables = _block_tables(counts, generator)
+    if pool:
+        tables += pool - sum(counts) - 1
     for row, (_, context) in enumerate(lengths):
         _fill(kv, shape, tables[row], context, generator)
     tokens = sum(query for query, _ in lengths)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,9 +18,11 @@ from numpy.typing import NDArray
 from mooncake_hal.backend import Allocation, Backend
 from mooncake_hal.host_copies import HostCopier, HostCopies, PinnedMemory
 from mooncake_hal.registry import Registry
+from mooncake_hal.testing.backends_data import device_indexes
 from mooncake_hal.testing.transports_buffers import ScatteredPieces, random_pieces
 
 _ALIGNMENT = 64
+_WORK_SECONDS = 0.03
 _DEVICE_BYTES = 1 << 20
 _PIECES: dict[str, list[int]] = {
     "one-byte": [1],
@@ -41,10 +44,11 @@ def view_bytes(address: int, nbytes: int) -> NDArray[np.uint8]:
 class _Memory:
     """Device memory and pinned memory of the same size, with known content."""
 
-    def __init__(self, backend: Backend, copies: HostCopies, seed: int) -> None:
+    def __init__(self, backend: Backend, copies: HostCopies, seed: int, index: int = 0) -> None:
         self._backend = backend
+        self._index = index
         self.rng = np.random.default_rng(seed)
-        self.allocation: Allocation = backend.memory.allocate(_DEVICE_BYTES, 0)
+        self.allocation: Allocation = backend.memory.allocate(_DEVICE_BYTES, index)
         self.pinned: PinnedMemory = copies.allocate_pinned(_DEVICE_BYTES)
         self.host = view_bytes(self.pinned.address, self.pinned.nbytes)
         self.put(self.random())
@@ -57,11 +61,11 @@ class _Memory:
     def put(self, content: NDArray[np.uint8]) -> None:
         """Overwrite the device memory."""
         self.allocation.tensor.copy_(torch.from_numpy(content))
-        self._backend.runtime.synchronize(0)
+        self._backend.runtime.synchronize(self._index)
 
     def get(self) -> NDArray[np.uint8]:
         """Return a copy of the device memory."""
-        self._backend.runtime.synchronize(0)
+        self._backend.runtime.synchronize(self._index)
         found: NDArray[np.uint8] = self.allocation.tensor.cpu().numpy().copy()
         return found
 
@@ -96,15 +100,19 @@ def _unpacked(
     return result
 
 
+def _device_name(backend: Backend, index: int) -> str:
+    allocation = backend.memory.allocate(64, index)
+    allocation.free()
+    return allocation.region.device
+
+
 class HostCopiesSuite:
     """Cases for ``BackendSpec.host_copies``; a backend without them keeps KV in host memory."""
 
     @pytest.fixture
     def host_copies(self, backend: Backend) -> HostCopies:
         """The host copies of the first device."""
-        device = backend.memory.allocate(64, 0)
-        kind = device.region.device
-        device.free()
+        kind = _device_name(backend, 0)
         if kind == "cpu":
             pytest.skip(f"memory of backend {backend.name!r} is the host's own: nothing is copied")
         backend.runtime.bind_thread(0)
@@ -173,6 +181,46 @@ class HostCopiesSuite:
         assert (memory.get() == after).all()
         found = memory.host[_DEVICE_BYTES // 2 :][: 8 * 4096]
         assert (found == _packed(after, here)).all()
+
+    def test_every_device_has_its_copies(self, backend: Backend, host_copies: HostCopies) -> None:
+        """Pieces of a device's memory are copied by that device's host copies."""
+        for index in device_indexes(backend):
+            backend.runtime.bind_thread(index)
+            copies = Registry.discover().host_copies(_device_name(backend, index))
+            memory, copier = _Memory(backend, copies, 9, index), copies.copier()
+            pieces = memory.pieces([4096] * 8)
+            copier.gather(*memory.addresses(pieces), memory.pinned.address)
+            copier.drain()
+            assert (memory.host[: 8 * 4096] == _packed(memory.get(), pieces)).all()
+            copier.close()
+            memory.close()
+        backend.runtime.bind_thread(0)
+
+    @pytest.mark.parametrize("how", ["event", "synchronize"])
+    def test_copies_after_a_wait_see_the_devices_work(
+        self, backend: Backend, memory: _Memory, copier: HostCopier, how: str
+    ) -> None:
+        """An event and ``synchronize`` wait for work that is enqueued, and takes tens of
+        milliseconds: copies do not, so that KV would be sent before it is written."""
+        runtime, tensor = backend.runtime, memory.allocation.tensor
+        event = runtime.event(0)
+        x = torch.zeros(512, 512, device=runtime.device(0))
+        runtime.synchronize(0)
+        begun = time.monotonic()
+        x = x @ x
+        runtime.synchronize(0)
+        for _ in range(min(1000, int(_WORK_SECONDS / (time.monotonic() - begun)) + 1)):
+            x = x @ x
+        tensor.copy_((x[0, 0] + 9).to(torch.uint8).expand(len(tensor)))
+        event.record()
+        if how == "event":
+            event.synchronize()
+        else:
+            runtime.synchronize(0)
+        addresses = np.array([memory.allocation.region.address], np.uint64)
+        copier.gather(addresses, np.array([len(tensor)], np.uint64), memory.pinned.address)
+        copier.drain()
+        assert (memory.host == 9).all()
 
     def test_nothing_is_enqueued(self, memory: _Memory, copier: HostCopier) -> None:
         """Draining without copies returns, also repeatedly."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from mooncake_hal.testing.backends_ops import (
     ALL_DTYPES,
     DECODES,
     DTYPES,
+    LONG_CONTEXT,
     PREFILLS,
     MakeCase,
+    as_view,
     assert_identical,
     assert_same,
     case_maker,
@@ -48,6 +51,8 @@ def latent_shape(
 
 class LatentSuite:
     """Cases for the MLA kernels; the ``backend`` fixture comes from the concrete class."""
+
+    long_context: ClassVar[int] = LONG_CONTEXT
 
     @pytest.fixture
     def latent_case(self, backend: Backend) -> Iterator[MakeCase]:
@@ -92,7 +97,7 @@ class LatentSuite:
         lengths = ((1, 1), (1, 33), (5, 70))
         self.check_latent(backend, latent_case(latent_shape(backend, dtype, dims=dims), lengths))
 
-    @pytest.mark.parametrize("block_size", [4, 16, 128])
+    @pytest.mark.parametrize("block_size", [4, 16, 64, 128, 256])
     def test_mla_block_sizes(
         self, backend: Backend, latent_case: MakeCase, block_size: int
     ) -> None:
@@ -101,6 +106,19 @@ class LatentSuite:
         self.check_latent(
             backend, latent_case(latent_shape(backend, block_size=block_size), lengths)
         )
+
+    def test_mla_takes_strided_queries(self, backend: Backend, latent_case: MakeCase) -> None:
+        """Queries as a view of a wider tensor."""
+        made = latent_case(latent_shape(backend), ((1, 17), (1, 30), (3, 40), (5, 5)))
+        made.query = as_view(made.query)
+        self.check_latent(backend, made)
+
+    def test_mla_over_long_contexts(self, backend: Backend, latent_case: MakeCase) -> None:
+        """Contexts of more than 32768 tokens, of which the last ones count as much as the first."""
+        lengths = ((1, self.long_context), (2, self.long_context))
+        made = latent_case(latent_shape(backend, heads=2), lengths)
+        made.query *= 4  # a few tokens anywhere dominate: all are needed
+        self.check_latent(backend, made)
 
     def test_mla_of_an_empty_batch(self, backend: Backend, latent_case: MakeCase) -> None:
         """An empty batch gives an empty result."""

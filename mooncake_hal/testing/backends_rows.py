@@ -18,8 +18,9 @@ ROWS = (0, 1, 7, 130)
 def random(backend: Backend, *shape: int, dtype: str, seed: int = 0) -> Tensor:
     """Standard normal values on the backend's device; skips the test if the backend does not
     support the dtype."""
-    require(backend, shape_for(backend, dtype))
-    return normal(backend, *shape, dtype=dtype, seed=seed)
+    shaped = shape_for(backend, dtype)
+    require(backend, shaped)
+    return normal(backend, *shape, dtype=shaped.dtype, seed=seed)
 
 
 def normal(backend: Backend, *shape: int, dtype: str = "float32", seed: int = 0) -> Tensor:

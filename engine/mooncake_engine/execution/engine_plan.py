@@ -186,7 +186,7 @@ def make_plan(config: EngineConfig, backend: Backend) -> EnginePlan:
     max_model_len = _choose_length(config, model, model.max_positions)
     model = replace(model, rope=model.rope.for_length(max_model_len))
     geometry = kv_geometry(model, kv_dtype or dtype)
-    _require_latents(geometry, backend)
+    _require_widths(geometry, backend)
     plan = EnginePlan(
         config=config,
         backend=backend.name,
@@ -361,8 +361,15 @@ def rank_device(config: EngineConfig, devices: list[DeviceInfo], rank: int) -> i
     return wanted
 
 
-def _require_latents(geometry: KVGeometry, backend: Backend) -> None:
-    """Raise ConfigError if the backend's kernels don't support the width of the model's latents."""
+def _require_widths(geometry: KVGeometry, backend: Backend) -> None:
+    """Raise ConfigError if the backend's kernels don't support the size of the model's heads, or
+    the width of its latents."""
+    sizes = backend.capabilities.head_dims
+    if geometry.kind is AttentionKind.GQA and sizes and not {*geometry.plane_dims} <= {*sizes}:
+        raise ConfigError(
+            f"the model's heads are of {geometry.plane_dims[0]} elements, backend "
+            f"{backend.name!r} supports {list(sizes)}; use another backend"
+        )
     possible = backend.capabilities.latent_dims
     if geometry.kind is AttentionKind.MLA and possible and geometry.plane_dims not in possible:
         raise ConfigError(

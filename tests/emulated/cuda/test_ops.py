@@ -48,6 +48,8 @@ class TestKernels(
     Fp8LinearSuite,
     Fp8ExpertsSuite,
 ):
+    long_context = 4200  # the interpreter takes milliseconds per tile
+
     @pytest.fixture(scope="module")
     @staticmethod
     def backend() -> Backend:

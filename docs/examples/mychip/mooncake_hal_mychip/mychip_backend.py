@@ -44,7 +44,9 @@ class MyChipRuntime(SynchronousRuntime):
 
     def peak_bytes(self, index: int) -> int:
         self.require_device(index)
-        return 0  # a real chip: torch.mychip.max_memory_reserved(index)
+        # Only a host may say 0. A real chip: torch.mychip.max_memory_reserved(index), or weights
+        # and activations count as nothing, and KV takes the whole memory.
+        return 0
 
     def capture(self, run: Callable[[], None]) -> Graph:
         raise CapabilityError("mychip has no graphs; run without graph capture")

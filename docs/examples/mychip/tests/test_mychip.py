@@ -15,6 +15,7 @@ class TestMyChip(BackendBasics, OpsSuite, RowsSuite, HostCopiesSuite):
     """``BackendConformance`` also tests collectives, which this chip does not have yet."""
 
     backend_name = "mychip"
+    is_simulated = True  # a real chip: leave it out
 
 
 class TestStaged(StagedBetweenKinds):

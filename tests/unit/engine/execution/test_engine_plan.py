@@ -143,6 +143,17 @@ def test_the_backend_chooses_the_default_block_size(model: Path, backend: Backen
         make_plan(replace(config, block_size=16), strict)
 
 
+def test_a_head_size_that_the_backend_lacks_is_refused(model: Path, backend: Backend) -> None:
+    strict: Any = OfOneSize(backend)
+    config = EngineConfig(model, num_kv_blocks=2)
+    size = make_plan(config, backend).geometry.plane_dims[0]
+    strict.capabilities = replace(strict.capabilities, head_dims=(size, 256))
+    assert make_plan(config, strict).geometry.plane_dims[0] == size
+    strict.capabilities = replace(strict.capabilities, head_dims=(256,))
+    with pytest.raises(ConfigError, match=rf"of {size} elements, backend 'strict' supports \[256"):
+        make_plan(config, strict)
+
+
 @pytest.mark.parametrize(
     ("device", "options", "overlaps"),
     [
