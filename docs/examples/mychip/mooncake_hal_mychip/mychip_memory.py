@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from mooncake_hal.backend_parts import TensorAllocation, require_device
@@ -36,7 +37,8 @@ class MyChipMemory:
             raise OutOfMemory(
                 f"{nbytes} bytes were asked for, {TOTAL_BYTES} of {TOTAL_BYTES} bytes are free"
             )
-        tensor = torch.zeros(nbytes, dtype=torch.uint8)  # a real chip: on its device
+        # A real chip: on its device. As there, a page takes no memory of the host until it is used.
+        tensor = torch.from_numpy(np.zeros(nbytes, np.uint8))
         begin = tensor.data_ptr()
         self._allocations[begin] = nbytes
         region = MemoryRegion(begin, nbytes, DEVICE)
