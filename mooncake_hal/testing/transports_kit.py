@@ -78,6 +78,8 @@ class TransportKit:
             False if that would take too long.
         registers_4_gib: whether to try regions of more than 4 GiB, of which a few KiB are used;
             False if the device has less.
+        any_region_address: whether a region may begin at any address; False if it must begin at a
+            page of the device's memory.
         checks_secret: whether the transport authenticates peers; False for an adapter whose engine
             can't.
         reports_revoked: whether revoked regions have another error than unknown ones.
@@ -89,6 +91,7 @@ class TransportKit:
     large: ClassVar[int] = 48 * MIB
     moves_4_gib: ClassVar[bool] = True
     registers_4_gib: ClassVar[bool] = True
+    any_region_address: ClassVar[bool] = True
     checks_secret: ClassVar[bool] = True
     reports_revoked: ClassVar[bool] = True
 

@@ -23,6 +23,7 @@ def environment() -> Iterator[None]:
 
 class OverHccs(TransportConformance):
     allocator = "support.fake_hccs:NpuBuffer"
+    any_region_address = False
 
     def options(self) -> EndpointOptions:
         return replace(super().options(), device=DEVICE)

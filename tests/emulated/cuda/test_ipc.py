@@ -41,6 +41,7 @@ class Emulated(TransportKit):
 
     loader = "support.cuda_emulation:load_ipc"
     allocator = "support.cuda_emulation:allocate"
+    registers_4_gib = False  # the device has less
     kind = "auto"
 
     def setup_method(self) -> None:

@@ -19,6 +19,7 @@ class TestHccs(TransportConformance, TransportProcessConformance):
     loader = "hccs"
     allocator = "mooncake_hal.testing.transports_device:first"
     timeout = 60.0
+    any_region_address = False
 
     def options(self) -> EndpointOptions:
         return replace(super().options(), device="npu:0")

@@ -23,6 +23,8 @@ def _no_endpoints_of_earlier_cases() -> None:
 
 class OverHccs(TransportKit):
     timeout = 60.0
+    any_region_address = False
+    registers_4_gib = False  # the device has less
 
     def options(self) -> EndpointOptions:
         return replace(super().options(), device="npu:0")
