@@ -185,7 +185,7 @@ class Tokenizer:
             if not (directory / "tokenizer.json").is_file() and find_spec("sentencepiece") is None:
                 raise CheckpointError(
                     f"{directory} has no tokenizer.json, and sentencepiece, which reads "
-                    "tokenizer.model, is missing: pip install 'mooncake-engine[sentencepiece]', or "
+                    "tokenizer.model, is missing: pip install sentencepiece protobuf, or "
                     "add the model's tokenizer.json"
                 ) from exc
             raise CheckpointError(f"can't load the tokenizer in {directory}: {exc}") from exc
