@@ -10,7 +10,7 @@ import httpx
 import pytest
 import uvloop
 from support.proxy_fakes import fake_deployment
-from support.proxy_fakes_client import BODY, post
+from support.proxy_fakes_client import BODY, STREAM, post
 
 from mooncake_proxy.http1.http_wire import Origin
 from mooncake_proxy.pool.health_checks import HealthConfig
@@ -77,7 +77,7 @@ def test_history_is_kept_by_server_and_page_requests_new_samples() -> None:
         async with fake_deployment() as s, httpx.AsyncClient(base_url=s.url) as client:
             process = s.app.process
             for _ in range(3):
-                await post(s, BODY)
+                await post(s, STREAM)  # others have no time to first token
             process.take_sample()
             history = (await client.get("/view")).json()["history"]
             assert {len(column) for column in history.values()} == {len(history["time"])}
