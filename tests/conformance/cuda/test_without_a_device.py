@@ -27,7 +27,8 @@ EVERYDAY = {
     ),
     "ops": (
         "tests/emulated/cuda/test_ops.py",
-        *("same", "test_float16", "widths", "empty_batch", "does_not_depend_on_others"),
+        *("same and not several", "several_splits_give and 1-1", "splits_of_latents and 1"),
+        *("test_float16", "widths", "empty_batch", "sequence_does_not_depend_on_others"),
         *("norm and 250-7", "rope and 7-40", "silu_mul and 250-7", "moe and 7-chosen1"),
         *("temperature", "filters and 0.05 and 0.9"),
     ),
