@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mooncake_hal.backend import Backend
+from mooncake_hal.errors import OutOfMemory
 from mooncake_hal.kv.layout import KV_LAYOUTS
 from mooncake_hal.reference import ReferenceOps
 from mooncake_hal.testing.backends_data import LAYERS, Case, Shape, dtype_named, make_case
@@ -209,7 +210,10 @@ class OpsSuite:
         free = backend.runtime.memory_info(0).free_bytes
         if free < pool * block * shape.torch_dtype.itemsize + (1 << 30):
             pytest.skip(f"{backend.name} has {free} bytes of memory, too few for 2^31 elements")
-        made = case(shape, ((1, 2 * shape.block_size), (3, 40)), pool)
+        try:
+            made = case(shape, ((1, 2 * shape.block_size), (3, 40)), pool)
+        except OutOfMemory as exc:  # an emulated device may have less than its runtime says
+            pytest.skip(str(exc))
         key, value, slots = made.kv.key, made.kv.value, made.batch.slot_mapping
         backend.ops.write_kv(made.key, made.value, key, value, slots)
         blocks, offsets = slots // shape.block_size, slots % shape.block_size
